@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ CALL_SECONDS = 30.0
 SILENT_ROUNDS_MAX = 10
 STARTING = "is starting, or does not answer"
 LOOPBACK = "127.0.0.1"
+HEAD_RESOURCE = "node:__internal_head__"  # what Ray gives to the head of a cluster, and to no other node
 
 
 @dataclass(slots=True)
@@ -84,8 +85,8 @@ class Supervisor:
         return self._config.model_dump()
 
     def describe(self) -> dict[str, Any]:
-        """What runs where, and what keeps the other parts from running."""
-        nodes = _alive_nodes()
+        """What runs where, and what keeps the other parts from running. `nodes` are those that are to have a shard."""
+        nodes = with_shard(_alive_nodes(), self._config)
         lookups = [part.row() for _, part in sorted(dict(self._lookups).items()) if part.answer]
         shards = [part.row() for part in list(self._shards.values()) if part.answer]
         running = {row["ray_node"] for row in shards if row["running"]}
@@ -129,7 +130,7 @@ class Supervisor:
                 draining = draining_nodes()
                 staying = {node: host for node, host in nodes.items() if node not in draining}
                 self._keep_lookups(staying or nodes)
-                self._keep_shards(staying)
+                self._keep_shards(with_shard(staying, self._config), sorted(nodes))
                 self._drain_shards(draining)
                 self._keep_copy_workers(nodes)
             self._problems.pop("ray", None)
@@ -190,11 +191,11 @@ class Supervisor:
                 "ray_node", part.ray_node
             )  # an earlier supervisor may have placed it elsewhere
 
-    def _keep_shards(self, nodes: dict[str, str]) -> None:
+    def _keep_shards(self, nodes: dict[str, str], cluster: Sequence[str]) -> None:
         addresses = [part.answer["address"] for _, part in sorted(self._lookups.items()) if part.answer]
         if len(addresses) < self._config.lookup_partitions:
             return
-        alive = [names.node_id(ray_node) for ray_node in nodes]
+        alive = [names.node_id(ray_node) for ray_node in cluster]
         for ray_node, host in nodes.items():
             if ray_node not in self._shards and ray_node not in self._left:
                 node = names.node_id(ray_node)
@@ -323,6 +324,14 @@ def listening_hosts(nodes: Mapping[str, str], config: ServiceConfig) -> dict[str
     if config.tls_dir or config.allow_plaintext or len(set(nodes.values())) > 1:
         return dict(nodes)
     return dict.fromkeys(nodes, LOOPBACK)
+
+
+def with_shard(nodes: Mapping[str, str], config: ServiceConfig) -> dict[str, str]:
+    """Those of these Ray nodes that are to have a shard: all, or all but the head."""
+    if config.head_shard:
+        return dict(nodes)
+    heads = {node["NodeID"] for node in ray.nodes() if HEAD_RESOURCE in node["Resources"]}
+    return {node: host for node, host in nodes.items() if node not in heads}
 
 
 def _gpus_of_nodes() -> dict[str, int]:

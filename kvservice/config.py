@@ -285,6 +285,10 @@ class ServiceConfig(Settings):
     """Copy workers that Ray starts on each node: auto starts one for every GPU, a number at most that many. A number
     also gives a node without a GPU one worker for its CPU engines."""
 
+    head_shard: Annotated[Flag, Shown(chart="ray.head.shard")] = True
+    """Whether the head node of a Ray cluster gets a shard. Set it to 0 for a head that runs no engine, so that its
+    memory stays free."""
+
     tls_dir: Annotated[AbsolutePath, Shown(chart="tls.secretName")] = ""
     """Directory with tls.crt, tls.key and ca.crt, the same path on every node. With it, gRPC between nodes is encrypted
     and both sides show a certificate. Changed files are read again. Without it the service stays on one machine, on

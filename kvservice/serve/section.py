@@ -25,9 +25,9 @@ class KVServiceSection(BaseModel):
     service: str = Field(default_factory=lambda: ServiceConfig().service)
     # Ray cluster to join when this process has not joined one. None: RAY_ADDRESS, else the cluster of this machine.
     address: str | None = None
-    # False: the service has to run already. Without it the app fails to deploy.
+    # False: somebody else starts the service. The app waits for it, and without it fails to deploy.
     start: bool = True
-    # How long a service that this call started may take until each node has its shard.
+    # How long the app waits: for the shards of a service that it starts, or for a service that somebody else starts.
     wait_seconds: float = Field(default=180.0, gt=0, le=3600)
     # Settings of the service, named as in its TOML file: pool_bytes, lookup_partitions, transport, ... A running
     # service with other settings is refused. If none are given here, a running service is used as it is.

@@ -18,6 +18,9 @@ TOOLS = ROOT / ".venv-helm" / "bin"
 HELMS = ("helm3", "helm4")
 VALUES = tuple(path.name for path in sorted((CHART / "ci").glob("*-values.yaml")))
 RELEASE, NAMESPACE = "rel", "team"
+# Over any file of values: a Secret of somebody else's, or no certificates at all.
+SECRET = "tls.secretName=certs,tls.certManager.enabled=false"
+PLAINTEXT = "tls.secretName=,tls.certManager.enabled=false,tls.allowPlaintext=true"
 Object = dict[str, Any]
 
 
@@ -37,9 +40,10 @@ def rendered(values: str, *settings: str, binary: str = "helm4") -> tuple[Object
     return tuple(item for item in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if item)
 
 
-def refusal(*settings: str) -> str:
-    """What Helm says to values that it must not take."""
+def refusal(*settings: str, values: str = "") -> str:
+    """What Helm says to values that it must not take; over this file of values, or the chart's own."""
     arguments = [argument for setting in settings for argument in ("--set", setting)]
+    arguments += ["--values", str(CHART / "ci" / values)] if values else []
     done = helm("helm4", "template", RELEASE, str(CHART), *arguments)
     assert done.returncode != 0, f"taken: {settings}"
     return done.stderr

@@ -19,9 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from kvservice.testing.eventually import eventually
 from tests.helm.chart import ROOT
 
@@ -95,13 +92,11 @@ class ContainerProcess:
     def probe(self, name: str) -> bool:
         probe = self.container[name]
         timeout = float(probe.get("timeoutSeconds", 1))
-        if "grpc" in probe:
-            return self._ask_health(probe["grpc"], timeout)
         where = probe["httpGet"]
+        named = {port["name"]: port["containerPort"] for port in self.container["ports"]}
+        port = named.get(where["port"], where["port"])
         try:
-            with urllib.request.urlopen(
-                f"http://{self.place.ip}:{where['port']}{where['path']}", timeout=timeout
-            ) as reply:
+            with urllib.request.urlopen(f"http://{self.place.ip}:{port}{where['path']}", timeout=timeout) as reply:
                 return 200 <= int(reply.status) < 400
         except (urllib.error.URLError, OSError):
             return False
@@ -119,15 +114,6 @@ class ContainerProcess:
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(10)
-
-    def _ask_health(self, where: Mapping[str, Any], timeout: float) -> bool:
-        with grpc.insecure_channel(f"{self.place.ip}:{where['port']}") as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            try:
-                reply = stub.Check(health_pb2.HealthCheckRequest(service=where.get("service", "")), timeout=timeout)
-            except grpc.RpcError:
-                return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _environment(self) -> dict[str, str]:
         # Of the tests' own environment a container has only this.

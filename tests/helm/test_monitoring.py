@@ -15,6 +15,7 @@ from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.lookup_metrics import LOOKUP_COUNTERS, LOOKUP_GAUGES, LookupCollector, LookupNumbers
 from kvservice.observe.metrics import COUNTERS, ShardCollector
 from tests.helm.chart import ROOT, TOOLS, Object, find, kinds, pod, pods, rendered
+from tests.helm.test_security import allows
 
 # Parses each expression and tells the metrics in it with the labels that are asked for.
 PARSER = """
@@ -98,14 +99,14 @@ def test_panels_do_not_overlap_and_use_the_chosen_source() -> None:
 
 
 def test_every_alert_has_a_section_in_the_documentation() -> None:
-    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    text = (ROOT / "docs" / "howto" / "alerts.md").read_text()
     headings = [line.lstrip("# ").lower().replace(" ", "-") for line in text.splitlines() if line.startswith("#")]
     sections = {re.sub(r"[^a-z0-9-]", "", heading) for heading in headings}
     found = rules(rendered("standalone-full-values.yaml")) + rules(rendered("ray-full-values.yaml"))
     for rule in found:
         base, _, section = rule["annotations"]["runbook_url"].partition("#")
         assert section in sections, section
-        assert base in ("https://runbooks.example.com/kubernetes", "docs/kubernetes.md")
+        assert base in ("https://runbooks.example.com/kubernetes", "docs/howto/alerts.md")
         assert rule["labels"]["severity"] in ("page", "ticket")
 
 
@@ -116,36 +117,80 @@ def test_alerts_know_the_service_and_the_number_of_lookup_partitions() -> None:
     assert on_ray == set(named) - {"KVServiceLookupMissing"}, "lookup partitions on Ray export no metrics"
 
 
-@pytest.mark.parametrize("values", ["standalone-full-values.yaml", "ray-full-values.yaml"])
-def test_monitors_select_the_pods_and_name_their_ports(values: str) -> None:
-    objects = rendered(values)
-    monitor = find(objects, "PodMonitor")["spec"]
-    (expression,) = monitor["selector"]["matchExpressions"]
-    (endpoint,) = monitor["podMetricsEndpoints"]
+def metrics_ports(objects: tuple[Object, ...]) -> dict[str, set[str]]:
+    """Pod -> names of its ports with metrics."""
+    found = {}
     for each in pods(objects):
-        chosen = (
-            monitor["selector"]["matchLabels"].items() <= each.labels.items()
-            and each.labels[expression["key"]] in expression["values"]
-        )
         ports = {port["name"] for container in each.spec["containers"] for port in container.get("ports", [])}
-        assert chosen == (endpoint["port"] in ports) == (each.labels[expression["key"]] != "check"), each.owner
-    services = find(objects, "ServiceMonitor")["spec"]
-    (expression,) = services["selector"]["matchExpressions"]
-    wanted = services["selector"]["matchLabels"].items()
-    labelled = [(item, item["metadata"]["labels"]) for item in objects if item["kind"] == "Service"]
-    found = [
-        item
-        for item, labels in labelled
-        if wanted <= labels.items() and labels[expression["key"]] in expression["values"]
-    ]
-    assert len(found) == (1 if values.startswith("ray") else 2)
-    for item in found:
-        assert services["endpoints"][0]["port"] in {port["name"] for port in item["spec"]["ports"]}
-        assert any(item["spec"]["selector"].items() <= each.labels.items() for each in pods(objects))
+        found[each.owner] = {name for name in ports if "metrics" in name}
+    return {owner: names for owner, names in found.items() if names}
+
+
+def scraped(objects: tuple[Object, ...], kind: str) -> dict[str, set[str]]:
+    """Pod -> names of its ports that the monitor of this kind makes Prometheus ask."""
+    monitor = find(objects, kind)["spec"]
+    (expression,) = monitor["selector"]["matchExpressions"]
+    ports = {endpoint["port"] for endpoint in monitor.get("podMetricsEndpoints", monitor.get("endpoints"))}
+
+    def selects(labels: dict[str, str]) -> bool:
+        fits = monitor["selector"]["matchLabels"].items() <= labels.items()
+        return fits and labels.get(expression["key"]) in expression["values"]
+
+    found: dict[str, set[str]] = {}
+    for each in pods(objects):
+        asked = ports if kind == "PodMonitor" and selects(each.labels) else set()
+        for service in objects if kind == "ServiceMonitor" else ():
+            chosen = service["kind"] == "Service" and selects(service["metadata"]["labels"])
+            if chosen and service["spec"]["selector"].items() <= each.labels.items():
+                asked |= {port["targetPort"] for port in service["spec"]["ports"] if port["name"] in ports}
+        there = asked & metrics_ports(objects).get(each.owner, set())
+        if there:
+            found[each.owner] = there
+    return found
+
+
+ONE_MONITOR = {
+    "PodMonitor": ("monitoring.podMonitor.enabled=true", "monitoring.serviceMonitor.enabled=false"),
+    "ServiceMonitor": ("monitoring.podMonitor.enabled=false", "monitoring.serviceMonitor.enabled=true"),
+}
+
+
+@pytest.mark.parametrize("head_shard", ["true", "false"])
+@pytest.mark.parametrize("kind", ONE_MONITOR)
+@pytest.mark.parametrize("values", ["standalone-full-values.yaml", "ray-full-values.yaml"])
+def test_a_monitor_reaches_every_port_of_metrics(values: str, kind: str, head_shard: str) -> None:
+    objects = rendered(values, *ONE_MONITOR[kind], f"ray.head.shard={head_shard}")
+    assert scraped(objects, kind) == metrics_ports(objects) != {}
+    if values.startswith("ray"):
+        names = metrics_ports(objects)
+        assert {f"copy-metrics-{index}" for index in range(8)} <= names["RayCluster/rel-kvservice/prefill"]
+        assert "copy-metrics-4" not in names["RayCluster/rel-kvservice/decode"], "a copy worker for each of its 4 GPUs"
+        assert ("cache-metrics" in names["RayCluster/rel-kvservice/head"]) == (head_shard == "true")
+
+
+def test_rays_own_metrics_are_left_to_others_when_told() -> None:
+    for kind, settings in ONE_MONITOR.items():
+        objects = rendered("ray-full-values.yaml", *settings, "monitoring.ray=false")
+        assert not [names for names in scraped(objects, kind).values() if "metrics" in names]
+
+
+def test_the_policy_lets_prometheus_reach_every_port_of_metrics() -> None:
+    peer = 'networkPolicy.monitoring=[{"podSelector":{"matchLabels":{"app":"prometheus"}}}]'
+    for values in ("standalone-full-values.yaml", "ray-full-values.yaml"):
+        objects = rendered(values, peer)
+        policies = [item for item in objects if item["kind"] == "NetworkPolicy"]
+        for each in pods(objects):
+            own = [
+                item for item in policies if item["spec"]["podSelector"]["matchLabels"].items() <= each.labels.items()
+            ]
+            ports = [port for container in each.spec["containers"] for port in container.get("ports", [])]
+            for port in ports:
+                if "metrics" in port["name"]:
+                    assert allows(own[0], {"app": "prometheus"}, port["containerPort"]), (each.owner, port)
 
 
 def test_monitoring_is_off_unless_asked_for() -> None:
     assert not kinds(rendered("standalone-values.yaml")) & {"PodMonitor", "ServiceMonitor", "PrometheusRule"}
-    assert find(rendered("ray-full-values.yaml"), "PodMonitor")["metadata"]["labels"].get("release") is None
+    assert find(rendered("ray-full-values.yaml"), "ServiceMonitor")["metadata"]["labels"].get("release") is None
     assert find(rendered("standalone-full-values.yaml"), "PodMonitor")["metadata"]["labels"]["release"] == "prometheus"
     assert pod(rendered("standalone-full-values.yaml"), "shard").labels["team"] == "inference"

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvservice.testing.cluster import free_port
-from tests.helm.chart import Object, find, pod, rendered
+from tests.helm.chart import PLAINTEXT, Object, find, pod, rendered
 from tests.helm.pod_process import BIN, ContainerProcess, Place
 
 pytestmark = [pytest.mark.ray, pytest.mark.helm, pytest.mark.slow]
@@ -42,7 +42,8 @@ class Head:
             f"cache.metricsPort={self.ports['cache']}",
             f"lookup.port={self.ports['lookup']}",
             "lookup.partitions=1",
-            "tls.allowPlaintext=true",
+            "ray.head.shard=true",
+            PLAINTEXT,
         )
         container = copy.deepcopy(pod(self.objects, "head").spec["containers"][0])
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):

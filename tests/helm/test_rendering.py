@@ -31,8 +31,7 @@ def test_both_helms_lint_every_file_of_values(binary: str) -> None:
 
 def test_both_helms_render_the_same() -> None:
     for name in VALUES:
-        # Given a Secret: those that the chart makes are never the same.
-        both = [rendered(name, "tls.secretName=certs", binary=each) for each in HELMS]
+        both = [rendered(name, binary=each) for each in HELMS]
         first, second = ({json.dumps(item, sort_keys=True) for item in objects} for objects in both)
         assert first == second, name
 
@@ -40,9 +39,8 @@ def test_both_helms_render_the_same() -> None:
 def test_every_rendered_object_is_valid() -> None:
     everything = [item for name in VALUES for item in rendered(name)]
     assert invalid(everything) == []
-    assert {"RayCluster", "RayService", "PodMonitor", "ServiceMonitor", "PrometheusRule"} <= {
-        item["kind"] for item in everything
-    }
+    operators = {"RayCluster", "RayService", "PodMonitor", "ServiceMonitor", "PrometheusRule", "Certificate", "Issuer"}
+    assert operators <= {item["kind"] for item in everything}
 
 
 def test_the_validation_finds_planted_faults() -> None:
@@ -59,12 +57,16 @@ def test_the_validation_finds_planted_faults() -> None:
     plant("RayCluster", "ray-cluster-values.yaml", ["spec", "headGroupSpec", "rayStartParameters"], {})
     plant("RayCluster", "ray-cluster-values.yaml", ["spec", "workerGroupSpecs", 0, "replicas"], "two")
     plant("RayService", "ray-service-values.yaml", ["spec", "rayClusterConfig", "authOptions", "mode"], "tokens")
-    plant("PodMonitor", "ray-full-values.yaml", ["spec", "podMetricsEndpoints", 0, "ports"], "x")
+    plant("ServiceMonitor", "ray-full-values.yaml", ["spec", "endpoints", 0, "ports"], "x")
+    plant("Certificate", "ray-full-values.yaml", ["spec", "secretname"], "x")
+    plant("Certificate", "ray-full-values.yaml", ["spec", "usages"], ["server"])
     plant("DaemonSet", "standalone-values.yaml", ["spec", "template", "spec", "containers", 0, "imagePolicy"], "x")
     plant("StatefulSet", "standalone-values.yaml", ["spec", "replicas"], "2")
     found = invalid(broken)
     for item, word in zip(
-        broken, ("rayStartParameters", "two", "tokens", "ports", "imagePolicy", "replicas"), strict=True
+        broken,
+        ("rayStartParameters", "two", "tokens", "ports", "secretname", "server", "imagePolicy", "replicas"),
+        strict=True,
     ):
         name = f"{item['kind']}/"
         assert any(line.startswith(name) and word in line for line in found), (name, word, found)
@@ -89,12 +91,14 @@ def test_installing_tells_what_to_do_next(values: str) -> None:
     assert f"helm test {RELEASE} --namespace {NAMESPACE}" in notes
     assert "<no value>" not in done.stdout and "%!" not in done.stdout
     if values.startswith("standalone"):
-        snippet = notes.split("lines in its Deployment:")[1].split("See the state of the service:")[0]
+        snippet = notes.split("lines in its Deployment:")[1].split("These two folders are")[0]
         parsed = yaml.safe_load(snippet)["spec"]
         shard = find(rendered(values), "DaemonSet")["spec"]["template"]["spec"]
-        paths = {volume["hostPath"]["path"] for volume in parsed["volumes"]}
+        folders = [volume["hostPath"] for volume in parsed["volumes"] if "hostPath" in volume]
+        paths = {folder["path"] for folder in folders}
+        assert {folder["type"] for folder in folders} == {"DirectoryOrCreate"}, "engines do not wait for a shard"
         assert paths == {volume["hostPath"]["path"] for volume in shard["volumes"] if "hostPath" in volume}
-        assert {mount["mountPath"] for mount in parsed["containers"][0]["volumeMounts"]} == paths
+        assert {mount["mountPath"] for mount in parsed["containers"][0]["volumeMounts"]} == paths | {"/dev/shm"}
         assert parsed["securityContext"]["runAsUser"] == shard["securityContext"]["runAsUser"]
         assert "uninstall" in notes, "kept blocks are warned of"
     else:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvservice.auth.tls import TlsFiles
-from tests.helm.chart import VALUES, Pod, find, kinds, pod, pods, rendered
+from tests.helm.api_server import installed
+from tests.helm.chart import VALUES, Pod, find, kinds, pod, pods, refusal, rendered
 
 # What the restricted pod security standard allows, https://kubernetes.io/docs/concepts/security/pod-security-standards/
 VOLUMES = {"configMap", "emptyDir", "secret", "persistentVolumeClaim", "projected", "downwardAPI", "csi", "ephemeral"}
@@ -49,9 +50,9 @@ def test_pods_meet_the_restricted_standard_or_miss_it_as_documented(values: str)
             if "initContainers" in each.spec:
                 added = {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}
                 expected |= {"prepare-host runs as root", f"prepare-host has capabilities {added}"}
-        if component in ("shard", "worker") and "full" in values:  # RDMA pins memory
-            name = each.spec["containers"][0]["name"]
-            expected.add(f"{name} has capabilities { ({'drop': ['ALL'], 'add': ['IPC_LOCK']}) }")
+        if component == "shard" and "full" in values:  # RDMA pins memory
+            expected.add(f"shard has capabilities { ({'drop': ['ALL'], 'add': ['IPC_LOCK']}) }")
+            expected.add("shard may gain privileges")
         assert set(violations(each)) == expected, each.owner
 
 
@@ -69,14 +70,19 @@ def test_root_file_systems_are_read_only_and_tmp_is_a_volume(values: str) -> Non
 
 
 def test_secrets_are_not_in_what_is_rendered() -> None:
-    given = "tls.secretName=certs"
-    assert "Secret" not in {kind for values in VALUES for kind in kinds(rendered(values, given))}
+    assert "Secret" not in {kind for values in VALUES for kind in kinds(rendered(values))}
     roles = {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
     assert not roles & {kind for values in VALUES for kind in kinds(rendered(values))}
 
 
-def test_without_a_secret_the_chart_makes_certificates_that_the_service_takes(tmp_path: Path) -> None:
-    objects = rendered("standalone-values.yaml")
+def test_certificates_of_the_charts_own_need_a_cluster_that_keeps_them() -> None:
+    said = refusal("tls.secretName=", values="standalone-values.yaml")
+    assert "tls.secretName" in said and "tls.certManager.enabled" in said and "tls.allowPlaintext" in said
+    assert "Secret" in kinds(installed("standalone-values.yaml", "tls.secretName="))
+
+
+def test_what_the_chart_makes_is_taken_and_kept(tmp_path: Path) -> None:
+    objects = installed("standalone-values.yaml", "tls.secretName=")
     secret = find(objects, "Secret")
     for name, text in secret["data"].items():
         (tmp_path / name).write_bytes(base64.b64decode(text))
@@ -84,6 +90,24 @@ def test_without_a_secret_the_chart_makes_certificates_that_the_service_takes(tm
     for each in pods(objects):
         volume = {"name": "tls", "secret": {"secretName": secret["metadata"]["name"], "defaultMode": 0o440}}
         assert volume in each.spec["volumes"], each.owner
+    again = installed("standalone-values.yaml", "tls.secretName=", kept=secret)
+    assert find(again, "Secret")["data"] == secret["data"]
+
+
+def test_cert_manager_makes_what_the_service_takes() -> None:
+    objects = rendered("standalone-full-values.yaml")
+    leaf, authority = find(objects, "Certificate", "cache"), find(objects, "Certificate", "cache-ca")
+    assert leaf["spec"]["dnsNames"] == ["kvservice"] and leaf["spec"]["usages"] == ["server auth", "client auth"]
+    assert leaf["spec"]["issuerRef"] == {"name": "cache-ca", "kind": "Issuer"}, "a CA that nobody else has"
+    assert find(objects, "Issuer", "cache-ca")["spec"]["ca"]["secretName"] == authority["spec"]["secretName"]
+    assert authority["spec"]["isCA"] and find(objects, "Issuer", authority["spec"]["issuerRef"]["name"])
+    for each in pods(objects):
+        assert leaf["spec"]["secretName"] in [
+            volume.get("secret", {}).get("secretName") for volume in each.spec["volumes"]
+        ]
+    given = rendered("ray-full-values.yaml")
+    assert "Issuer" not in kinds(given)
+    assert find(given, "Certificate")["spec"]["issuerRef"] == {"name": "inference-ca", "kind": "ClusterIssuer"}
 
 
 def allows(policy: dict[str, Any], labels: dict[str, str], port: int) -> bool:
@@ -117,6 +141,8 @@ def test_only_the_cache_reaches_the_cache() -> None:
     assert allows(to_lookup, check, 7400) and allows(to_shard, check, 9464) and not allows(to_shard, check, 40_000)
     for port in (7400, 7401, 9464, 40_000):
         assert not allows(to_shard, engine, port) and not allows(to_lookup, engine, port)
+    names = {(port["port"], port["protocol"]) for port in to_shard["spec"]["egress"][-1]["ports"]}
+    assert names == {(port, protocol) for port in (53, 5353) for protocol in ("UDP", "TCP")}, "5353 is OpenShift's"
     assert to_lookup["spec"]["egress"] == [] and "Egress" in to_lookup["spec"]["policyTypes"]
     opened = find(rendered("standalone-full-values.yaml"), "NetworkPolicy", "-lookup")
     assert allows(opened, {"app": "router"}, 7500) and not allows(opened, {"app": "router"}, 9464)

@@ -24,13 +24,12 @@ from kvservice.client.shard import ShardClient
 from kvservice.core.messages import MissReason, SealStatus
 from kvservice.lookup.client import LookupClient
 from kvservice.testing.eventually import eventually_async
-from tests.helm.chart import NAMESPACE, Pod, find, pod, rendered
+from tests.helm.chart import NAMESPACE, PLAINTEXT, Pod, find, pod, rendered
 from tests.helm.pod_process import ContainerProcess, Place
 from tests.integration.certificates import write
 from tests.integration.engine import Engine, chain
 
 SETTINGS = ("cache.pool=64Mi", "cache.drainSeconds=3", "cache.graceSeconds=2", "tests.minNodes=2", "cache.service=k8s")
-PLAINTEXT = "tls.allowPlaintext=true"  # of loopback; the probes of gRPC are tried with it
 NODES = ("node-a", "node-b")
 KEEPER = "node-a"  # its pod is rendered with shard.keepBlocks
 START_SECONDS = 120
@@ -107,7 +106,7 @@ class Cluster:
             assert done.returncode == 0, done.stderr
         for path in place.paths.values():
             path.mkdir(exist_ok=True)
-            os.chown(path, os.getuid(), -1)  # a pod's user is 1000; here it is whoever runs the test
+            os.chown(path, os.getuid(), -1)  # a pod's user is the chart's; here it is whoever runs the test
         self.shards[node] = ContainerProcess(shard.spec["containers"][0], place, self.root / f"{node}.log")
         self.shards[node].start()
 
@@ -241,7 +240,7 @@ def test_pods_end_with_zero_in_time_and_leave_nothing(cluster: Cluster) -> None:
 
 
 def test_pods_with_a_secret_serve_each_other_and_nobody_in_plaintext() -> None:
-    cluster = Cluster("tls.secretName=certs", "lookup.partitions=1", "cache.drainSeconds=1")
+    cluster = Cluster("lookup.partitions=1", "cache.drainSeconds=1")
     try:
         cluster.start(NODES[1:])
         check = pod(cluster.objects, "check")

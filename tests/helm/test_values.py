@@ -16,7 +16,9 @@ from kvservice.connector.options import ConnectorOptions
 from kvservice.session.options import Mode
 from tests.helm.chart import (
     CHART,
+    PLAINTEXT,
     ROOT,
+    SECRET,
     VALUES,
     Object,
     Pod,
@@ -140,14 +142,68 @@ def test_the_connector_takes_what_the_notes_tell_engines(values: str) -> None:
 
 def test_placement_reaches_the_pods() -> None:
     objects = rendered(FULL)
-    shard, lookup = pod(objects, "shard").spec, pod(objects, "lookup").spec
-    assert shard["nodeSelector"] == {"nvidia.com/gpu.present": "true"} and "nodeAffinity" in shard["affinity"]
-    assert (shard["priorityClassName"], lookup["nodeSelector"]) == ("system-node-critical", {"pool": "cpu"})
-    assert shard["tolerations"][0]["key"] == "nvidia.com/gpu"
+    shard, lookup, check = (pod(objects, name).spec for name in ("shard", "lookup", "check"))
+    assert shard["nodeSelector"] == {"nvidia.com/gpu.present": "true", "kubernetes.io/os": "linux"}
+    assert "nodeAffinity" in shard["affinity"] and shard["priorityClassName"] == "system-node-critical"
+    assert lookup["nodeSelector"] == {"pool": "cpu", "kubernetes.io/os": "linux"}
+    assert check["nodeSelector"] == {"kubernetes.io/os": "linux"}
+    everybody = {"key": "dedicated", "operator": "Exists"}
+    assert lookup["tolerations"] == [everybody, {"key": "cpu-only", "operator": "Exists"}]
+    assert shard["tolerations"] == check["tolerations"] == [everybody]
     update = find(objects, "DaemonSet")["spec"]["updateStrategy"]["rollingUpdate"]
     assert update == {"maxUnavailable": "10%"}
-    worker = pod(rendered(RAY_FULL), "worker").spec
-    assert worker["nodeSelector"] == {"gpu": "h200"} and worker["tolerations"][0]["effect"] == "NoSchedule"
+    assert pod(rendered(RAY_FULL), "worker").spec["nodeSelector"] == {"gpu": "h200"}
+
+
+@pytest.mark.parametrize("values", [STANDALONE, RAY])
+def test_every_pod_tolerates_the_taint_of_gpu_nodes_by_default(values: str) -> None:
+    wanted = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    found = [each for each in pods(rendered(values)) if wanted in each.spec["tolerations"]]
+    assert len(found) == len(list(pods(rendered(values)))) == 3, (
+        "a cluster of tainted nodes has no place for the others"
+    )
+
+
+def test_a_priority_class_of_the_release_never_evicts() -> None:
+    objects = rendered(STANDALONE)
+    made = find(objects, "PriorityClass")
+    assert made["metadata"]["name"] == "team-rel-kvservice" and made["preemptionPolicy"] == "Never"
+    assert {each.spec["priorityClassName"] for each in pods(objects)} == {"team-rel-kvservice"}
+    for values in (BARE, RAY):
+        assert not [each for each in pods(rendered(values)) if "priorityClassName" in each.spec]
+        assert "PriorityClass" not in kinds(rendered(values))
+
+
+def test_networks_of_the_transport_are_values() -> None:
+    def environment(objects: tuple[Object, ...], component: str) -> dict[str, str]:
+        found = pod(objects, component).spec["containers"][0]["env"]
+        return {item["name"]: item["value"] for item in found if item["name"].startswith("UCX_")}
+
+    wanted = {"UCX_NET_DEVICES": "eth1,mlx5_0:1", "UCX_TCP_PORT_RANGE": "7600-7699"}
+    assert wanted.items() <= environment(rendered(FULL), "shard").items()
+    assert (
+        wanted.items()
+        <= environment(
+            rendered(RAY, "cache.transferDevices=eth1\\,mlx5_0:1", "cache.transferPorts=7600-7699"), "worker"
+        ).items()
+    )
+    assert environment(rendered(STANDALONE), "shard") == {}
+
+
+def test_a_user_other_than_root_gets_the_capability_through_the_launcher() -> None:
+    shard = pod(rendered(FULL), "shard").spec["containers"][0]
+    assert shard["command"][0] == "/usr/local/libexec/setpriv-ipc-lock" and shard["command"][-2:] == [
+        "kvservice",
+        "shard",
+    ]
+    security = shard["securityContext"]
+    assert security["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]} and security["allowPrivilegeEscalation"]
+    plain = pod(rendered(FULL, "rdma.lockMemory=false"), "shard").spec["containers"][0]
+    assert plain["command"] == ["kvservice", "shard"] and plain["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    for each in pods(rendered(RAY_FULL)):
+        assert "add" not in each.spec["containers"][0]["securityContext"]["capabilities"], (
+            "Ray's processes cannot use it"
+        )
 
 
 def test_lookup_partitions_and_workers_spread() -> None:
@@ -175,14 +231,16 @@ def test_a_pod_has_time_for_drain_and_grace(values: str, seconds: int) -> None:
 
 @pytest.mark.parametrize("values", VALUES)
 def test_liveness_and_readiness_ask_different_things_or_differ_in_patience(values: str) -> None:
-    for each in pods(rendered(values, "tls.allowPlaintext=true")):
+    for each in pods(rendered(values)):
         for container in each.spec["containers"]:
             if each.owner.startswith("Pod/"):
                 continue
             live, ready = container["livenessProbe"], container["readinessProbe"]
-            assert (live.get("grpc") or live["httpGet"]) != (ready.get("grpc") or ready["httpGet"]) or (
-                each.labels["app.kubernetes.io/component"] == "worker"
-            )
+            if each.labels["app.kubernetes.io/component"] in ("shard", "lookup"):
+                assert live["httpGet"] == container["startupProbe"]["httpGet"] == {"path": "/livez", "port": "metrics"}
+                assert ready["httpGet"] == {"path": "/readyz", "port": "metrics"}
+            else:
+                assert live["httpGet"] != ready["httpGet"] or each.labels["app.kubernetes.io/component"] == "worker"
             patience = live["periodSeconds"] * live["failureThreshold"]
             assert patience > ready["periodSeconds"] * 3 and "startupProbe" in container
 
@@ -211,7 +269,6 @@ def test_devices_are_asked_for_where_they_are_set_and_nowhere_else() -> None:
             limits = each.spec["containers"][0]["resources"]["limits"]
             if each.labels["app.kubernetes.io/component"] in ("shard", "worker"):
                 assert limits["rdma/hca"] == "1" and "hugepages-2Mi" in limits
-                assert each.spec["containers"][0]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
                 assert any(item["name"] == "UCX_TLS" for item in each.spec["containers"][0]["env"])
             else:
                 assert set(limits) == {"memory"}
@@ -240,9 +297,6 @@ def test_ray_asks_for_a_token_unless_told_otherwise() -> None:
     assert "RAY_AUTH_MODE" not in json.dumps(rendered(RAY))
 
 
-SECRET = "tls.secretName=certs"
-
-
 @pytest.mark.parametrize("values", VALUES)
 def test_a_secret_with_certificates_reaches_every_pod_and_is_required(values: str) -> None:
     objects = rendered(values, SECRET)
@@ -254,14 +308,11 @@ def test_a_secret_with_certificates_reaches_every_pod_and_is_required(values: st
         container = each.spec["containers"][0]
         assert {"name": "tls", "mountPath": directory, "readOnly": True} in container["volumeMounts"]
         assert {"name": "KVSERVICE_TLS_DIR", "value": directory} in container["env"]
-        assert not [name for name, probe in container.items() if name.endswith("Probe") and "grpc" in probe], (
-            "the kubelet's gRPC speaks no TLS"
-        )
 
 
 @pytest.mark.parametrize("values", VALUES)
 def test_only_the_override_is_plaintext_and_then_nothing_is_about_tls(values: str) -> None:
-    objects = rendered(values, "tls.allowPlaintext=true")
+    objects = rendered(values, PLAINTEXT)
     assert settings(objects)["allow_plaintext"] is True and "tls_dir" not in settings(objects)
     assert "Secret" not in kinds(objects)
     for each in pods(objects):
@@ -336,6 +387,9 @@ def test_serve_takes_the_rendered_application() -> None:
         (["image.digest=latest"], "digest"),
         (["shard.hostMemoryDir=/"], "hostMemoryDir"),
         (["networkPolicy.clients=x"], "clients"),
+        (["cache.transferPorts=7600"], "transferPorts"),
+        (["tls.secretName=certs", "tls.certManager.enabled=true"], "one of them"),
+        (["monitoring.podMonitor.enabled=true", "monitoring.serviceMonitor.enabled=true", PLAINTEXT], "count twice"),
     ],
 )
 def test_wrong_values_are_refused_by_name(settings: list[str], word: str) -> None:

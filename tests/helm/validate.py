@@ -1,7 +1,8 @@
 """Run by the interpreter of .venv-helm: a JSON list of manifests in, a JSON list of findings out.
 
-Built-in kinds go to kubernetes-validate, strictly; the kinds of operators to the schemas of their CRDs (crds/, without
-their descriptions and CEL rules), closed: a field that the schema does not know is a finding.
+Built-in kinds go to kubernetes-validate, strictly; the kinds of KubeRay and the Prometheus operator to the schemas of
+their CRDs (crds/, without their descriptions and CEL rules), those of cert-manager to the schemas of models made of its
+CRDs. All are closed: a field that the schema does not know is a finding.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import kubernetes_validate  # type: ignore[import-not-found]
+from cloudcoil.models.cert_manager import v1 as cert_manager  # type: ignore[import-not-found]
 
 VERSIONS = ("1.29", "1.37")
 
@@ -41,6 +43,10 @@ def operators() -> dict[tuple[str, str], Any]:
         schema["properties"]["metadata"] = {"type": "object"}
         validator = jsonschema.Draft7Validator(schema)
         found[definition["apiVersion"], definition["kind"]] = validator
+    for model in (cert_manager.Certificate, cert_manager.Issuer):
+        schema = closed(model.model_json_schema())
+        schema["properties"]["metadata"] = {"type": "object"}
+        found["cert-manager.io/v1", model.__name__] = jsonschema.Draft202012Validator(schema)
     return found
 
 
@@ -48,7 +54,9 @@ def findings(manifest: dict[str, Any], validators: dict[tuple[str, str], Any]) -
     what = f"{manifest.get('kind')}/{manifest.get('metadata', {}).get('name')}"
     validator = validators.get((manifest["apiVersion"], manifest["kind"]))
     if validator is not None:
-        return [f"{what}: {error.json_path}: {error.message[:200]}" for error in validator.iter_errors(manifest)]
+        # Of a value that none of several schemas takes, the finding of the schema that it was nearest to.
+        nearest = [jsonschema.exceptions.best_match([error]) for error in validator.iter_errors(manifest)]
+        return [f"{what}: {error.json_path}: {error.message[:200]}" for error in nearest]
     found = []
     for version in VERSIONS:
         try:

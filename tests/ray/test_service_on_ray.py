@@ -13,6 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.discovery import find_shards
 from kvservice.errors import ServiceConflict, Unavailable
+from kvservice.serve.section import parse_section
+from kvservice.serve.service import ensure_service
 from kvservice.testing.eventually import eventually
 from kvservice.units import GiB, MiB
 from tests.integration.certificates import write
@@ -110,6 +114,25 @@ def socket_of(node_id: str) -> str:
 
 def lookup_keys() -> int:
     return sum(lookup.keys for lookup in collect("rt").lookups)
+
+
+def test_an_app_waits_for_a_service_whose_head_has_no_shard(cluster: Cluster, runtime: Path) -> None:
+    settings = {"pool_bytes": 32 * MiB, "slab_bytes": 8 * MiB, "runtime_dir": str(runtime), "allow_plaintext": True}
+    section = parse_section({"service": "headless", "start": False, "wait_seconds": WAIT_SECONDS})
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(ensure_service, section)
+        with pytest.raises(FutureTimeout):  # it looks once a second, and finds nothing
+            waiting.result(2.5)
+        try:
+            state = deploy.up(ServiceConfig(service="headless", head_shard=False, **settings)).wait_complete(
+                WAIT_SECONDS
+            )
+            assert not waiting.result(WAIT_SECONDS).started
+        finally:
+            deploy.down("headless")
+    head = cluster.head_node.node_id
+    assert head not in state["nodes"] and [row["ray_node"] for row in state["shards"]] == list(state["nodes"])
+    assert len(state["nodes"]) == 1 and len(state["lookup_partitions"]) == 2
 
 
 def test_every_node_gets_one_shard_and_one_lookup_partition(config: ServiceConfig) -> None:

@@ -23,6 +23,7 @@ tenants_file = "{{ include "kvservice.tenantsDir" . }}/tenants.json"
 {{- if eq .Values.mode "ray" }}
 lookup_port = {{ .Values.lookup.port }}
 copy_workers = {{ .Values.ray.copyWorkers | quote }}
+head_shard = {{ .Values.ray.head.shard }}
 {{- else }}
 lookup = {{ include "kvservice.lookupAddresses" . | quote }}
 runtime_dir = {{ .Values.shard.hostRuntimeDir | quote }}

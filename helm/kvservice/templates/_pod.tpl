@@ -5,17 +5,43 @@ runAsUser: {{ .Values.security.runAsUser }}
 runAsGroup: {{ .Values.security.runAsGroup }}
 fsGroup: {{ .Values.security.runAsGroup }}
 seccompProfile: {type: RuntimeDefault}
+{{- with .Values.security.seLinuxOptions }}
+seLinuxOptions: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
-{{/* Security context of a container; dict "root" $ "rdma" bool. */}}
+{{/* Security context of a container. */}}
 {{- define "kvservice.containerSecurity" -}}
 allowPrivilegeEscalation: false
-readOnlyRootFilesystem: {{ .root.Values.security.readOnlyRootFilesystem }}
-capabilities:
-  drop: [ALL]
-  {{- if .rdma }}
-  add: [IPC_LOCK]
-  {{- end }}
+readOnlyRootFilesystem: {{ .Values.security.readOnlyRootFilesystem }}
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* Security context of a shard. A user other than root holds a capability only through a file that has it, and such a
+     file gives nothing where privileges may not grow. */}}
+{{- define "kvservice.shardSecurity" -}}
+{{- if and .Values.rdma.enabled .Values.rdma.lockMemory -}}
+allowPrivilegeEscalation: true
+readOnlyRootFilesystem: {{ .Values.security.readOnlyRootFilesystem }}
+capabilities: {drop: [ALL], add: [IPC_LOCK]}
+{{- else -}}
+{{- include "kvservice.containerSecurity" . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Environment of whatever runs a shard: which networks the transport uses. */}}
+{{- define "kvservice.transferEnv" -}}
+{{- if .Values.rdma.enabled }}
+{{- with .Values.rdma.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+{{- with .Values.cache.transferDevices }}
+- {name: UCX_NET_DEVICES, value: {{ . | quote }}}
+{{- end }}
+{{- with .Values.cache.transferPorts }}
+- {name: UCX_TCP_PORT_RANGE, value: {{ . | quote }}}
+{{- end }}
 {{- end -}}
 
 {{/* Requests and limits; dict "root" $ "cpu" "memory" "extra" "gpus" "devices". The memory limit is the given memory. */}}
@@ -43,20 +69,28 @@ limits:
   {{- end }}
 {{- end -}}
 
-{{/* Where a pod may run; dict of nodeSelector, tolerations, affinity, priorityClassName. */}}
+{{/* Where a pod may run: dict "root" $ "own" (nodeSelector, tolerations, affinity, priorityClassName of this kind of pod).
+     What the whole chart selects and tolerates counts for every pod. */}}
 {{- define "kvservice.placement" -}}
-{{- with .nodeSelector }}
+{{- with merge (dict) (.own.nodeSelector | default dict) .root.Values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .tolerations }}
+{{- with concat .root.Values.tolerations (.own.tolerations | default list) }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .affinity }}
+{{- with .own.affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .priorityClassName }}
+{{- with .own.priorityClassName | default (include "kvservice.priorityClass" .root) }}
 priorityClassName: {{ . }}
 {{- end }}
+{{- end -}}
+
+{{/* The chart's PriorityClass. Its name is the cluster's, so the namespace is in it. Empty where there is none. */}}
+{{- define "kvservice.priorityClass" -}}
+{{- if and .Values.priorityClass.create (eq .Values.mode "standalone") -}}
+{{- printf "%s-%s" .Release.Namespace (include "kvservice.fullname" .) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Spread over failure domains; dict "constraints" "labels" (text). */}}

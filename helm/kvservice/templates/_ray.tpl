@@ -9,11 +9,7 @@
 # With `token` the operator sets this and the token. Without it, some of Ray's commands would turn tokens on by themselves.
 - {name: RAY_AUTH_MODE, value: disabled}
 {{- end }}
-{{- if .Values.rdma.enabled }}
-{{- with .Values.rdma.env }}
-{{ toYaml . }}
-{{- end }}
-{{- end }}
+{{- with include "kvservice.transferEnv" . | trim }}{{ . | nindent 0 }}{{ end }}
 {{- with .Values.ray.extraEnv }}
 {{ toYaml . }}
 {{- end }}
@@ -32,17 +28,18 @@
 {{- end }}
 {{- end -}}
 
+{{/* Dict "root" $ "shm" size. */}}
 {{- define "kvservice.rayVolumes" -}}
 - name: config
-  configMap: {name: {{ include "kvservice.fullname" . }}}
+  configMap: {name: {{ include "kvservice.fullname" .root }}}
 - name: shm
-  emptyDir: {medium: Memory, sizeLimit: {{ include "kvservice.rayShm" . }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ .shm }}}
 - name: scratch
-  emptyDir: {sizeLimit: {{ .Values.security.scratch }}}
-{{- with include "kvservice.tlsVolume" . }}{{ . | nindent 0 }}{{ end }}
-{{- with include "kvservice.tenantsVolume" . }}{{ . | nindent 0 }}{{ end }}
-{{- with include "kvservice.tokenVolume" . }}{{ . | nindent 0 }}{{ end }}
-{{- with .Values.ray.extraVolumes }}
+  emptyDir: {sizeLimit: {{ .root.Values.security.scratch }}}
+{{- with include "kvservice.tlsVolume" .root }}{{ . | nindent 0 }}{{ end }}
+{{- with include "kvservice.tenantsVolume" .root }}{{ . | nindent 0 }}{{ end }}
+{{- with include "kvservice.tokenVolume" .root }}{{ . | nindent 0 }}{{ end }}
+{{- with .root.Values.ray.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -52,7 +49,7 @@
 object-store-memory: {{ mul 1048576 (include "kvservice.mib" .Values.ray.objectStore | int) | quote }}
 {{- end -}}
 
-{{/* Shared by head and workers: dict "root" "component" "own" (values of placement) "spread" "token". */}}
+{{/* Shared by head and workers: dict "root" "component" "own" (values of placement) "spread" "token" "shm". */}}
 {{- define "kvservice.rayPod" -}}
 {{- if not .token }}
 serviceAccountName: {{ include "kvservice.serviceAccount" .root }}
@@ -62,7 +59,7 @@ enableServiceLinks: false # their variables would look like settings
 terminationGracePeriodSeconds: {{ include "kvservice.terminationSeconds" .root }}
 securityContext: {{- include "kvservice.podSecurity" .root | nindent 2 }}
 {{- include "kvservice.pullSecrets" .root }}
-{{- include "kvservice.placement" .own }}
+{{- include "kvservice.placement" (dict "root" .root "own" .own) }}
 {{- $labels := printf "%s\napp.kubernetes.io/component: %s" (include "kvservice.raySelector" .root) .component }}
 {{- include "kvservice.spread" (dict "constraints" .spread "labels" $labels) }}
 initContainers:
@@ -71,23 +68,23 @@ initContainers:
     image: {{ include "kvservice.image" .root }}
     imagePullPolicy: {{ .root.Values.image.pullPolicy }}
     command: [install, -d, -m, "0700", /scratch/home]
-    securityContext: {{- include "kvservice.containerSecurity" (dict "root" .root "rdma" false) | nindent 6 }}
+    securityContext: {{- include "kvservice.containerSecurity" .root | nindent 6 }}
     resources:
       requests: {cpu: 10m, memory: 16Mi}
       limits: {memory: 64Mi}
     volumeMounts:
       - {name: scratch, mountPath: /scratch}
-volumes: {{- include "kvservice.rayVolumes" .root | nindent 2 }}
+volumes: {{- include "kvservice.rayVolumes" (dict "root" .root "shm" .shm) | nindent 2 }}
 {{- end -}}
 
-{{/* Hands blocks over, then lets Ray end its processes. */}}
+{{/* Hands blocks over, then lets Ray end its processes: dict "root" $ "shard" bool. */}}
 {{- define "kvservice.rayPreStop" -}}
 preStop:
   exec:
     command:
       - /bin/sh
       - -c
-      - kvservice drain --local --timeout {{ .Values.cache.drainSeconds }}; ray stop --grace-period {{ .Values.cache.graceSeconds }}
+      - {{ if .shard }}kvservice drain --local --timeout {{ .root.Values.cache.drainSeconds }}; {{ end }}ray stop --grace-period {{ .root.Values.cache.graceSeconds }}
 {{- end -}}
 
 {{/* The probe asks the raylet and not the cache, because an engine serves without the cache too. */}}
@@ -111,7 +108,7 @@ enableInTreeAutoscaling: true
 autoscalerOptions:
   version: v2
   idleTimeoutSeconds: {{ .Values.ray.autoscaling.idleTimeoutSeconds }}
-  securityContext: {{- include "kvservice.containerSecurity" (dict "root" . "rdma" false) | nindent 4 }}
+  securityContext: {{- include "kvservice.containerSecurity" . | nindent 4 }}
   resources:
     requests: {cpu: 200m, memory: 512Mi}
     limits: {memory: 1Gi}
@@ -139,7 +136,7 @@ headGroupSpec:
       annotations:
         kvservice/config: {{ include "kvservice.toml" . | sha256sum }}
     spec:
-      {{- include "kvservice.rayPod" (dict "root" . "component" "head" "own" .Values.ray.head "spread" list "token" .Values.ray.autoscaling.enabled) | nindent 6 }}
+      {{- include "kvservice.rayPod" (dict "root" . "component" "head" "own" .Values.ray.head "spread" list "token" .Values.ray.autoscaling.enabled "shm" (include "kvservice.headShm" .)) | nindent 6 }}
       containers:
         - name: ray-head
           image: {{ include "kvservice.image" . }}
@@ -151,7 +148,9 @@ headGroupSpec:
             - {name: client, containerPort: 10001}
             - {name: serve, containerPort: 8000}
             - {name: metrics, containerPort: 8080}
+            {{- if .Values.ray.head.shard }}
             - {name: cache-metrics, containerPort: {{ .Values.cache.metricsPort }}}
+            {{- end }}
           lifecycle:
             # Every head starts the service, also after a restart or an upgrade. It keeps trying in the background, because
             # the cluster exists only after this hook. Its output is in the head's log.
@@ -164,7 +163,7 @@ headGroupSpec:
                     log=/proc/1/fd/1; test -w $log || log=/tmp/kvservice-up.log;
                     (until kvservice up --address 127.0.0.1:6379 --config /etc/kvservice/kvservice.toml;
                     do sleep 5; done) >$log 2>&1 </dev/null &
-            {{- include "kvservice.rayPreStop" . | nindent 12 }}
+            {{- include "kvservice.rayPreStop" (dict "root" . "shard" .Values.ray.head.shard) | nindent 12 }}
           startupProbe:
             {{- include "kvservice.raylet" . | nindent 12 }}
             periodSeconds: 5
@@ -178,9 +177,9 @@ headGroupSpec:
             httpGet: {path: /api/gcs_healthz, port: 8265}
             periodSeconds: 5
             timeoutSeconds: 5
-          securityContext: {{- include "kvservice.containerSecurity" (dict "root" . "rdma" false) | nindent 12 }}
+          securityContext: {{- include "kvservice.containerSecurity" . | nindent 12 }}
           resources:
-            {{- $memory := include "kvservice.sum" (list .Values.ray.head.memory (include "kvservice.rayShm" .)) }}
+            {{- $memory := include "kvservice.sum" (list .Values.ray.head.memory (include "kvservice.headShm" .)) }}
             {{- include "kvservice.resources" (dict "root" . "cpu" .Values.ray.head.cpu "memory" $memory "extra" dict "gpus" 0 "devices" false) | nindent 12 }}
           volumeMounts: {{- include "kvservice.rayMounts" . | nindent 12 }}
 workerGroupSpecs:
@@ -197,7 +196,7 @@ workerGroupSpecs:
           kvservice/config: {{ include "kvservice.toml" $ | sha256sum }}
       spec:
         {{- $spread := .topologySpreadConstraints | default $.Values.ray.topologySpreadConstraints }}
-        {{- include "kvservice.rayPod" (dict "root" $ "component" "worker" "own" . "spread" $spread "token" false) | nindent 8 }}
+        {{- include "kvservice.rayPod" (dict "root" $ "component" "worker" "own" . "spread" $spread "token" false "shm" (include "kvservice.rayShm" $)) | nindent 8 }}
         containers:
           - name: ray-worker
             image: {{ include "kvservice.image" $ }}
@@ -207,7 +206,11 @@ workerGroupSpecs:
               - {name: metrics, containerPort: 8080}
               - {name: serve, containerPort: 8000}
               - {name: cache-metrics, containerPort: {{ $.Values.cache.metricsPort }}}
-            lifecycle: {{- include "kvservice.rayPreStop" $ | nindent 14 }}
+              {{- $first := add1 $.Values.cache.metricsPort }}
+              {{- range $index := until (include "kvservice.copyWorkers" (dict "root" $ "group" .) | int) }}
+              - {name: copy-metrics-{{ $index }}, containerPort: {{ add $first $index }}}
+              {{- end }}
+            lifecycle: {{- include "kvservice.rayPreStop" (dict "root" $ "shard" true) | nindent 14 }}
             startupProbe:
               {{- include "kvservice.raylet" $ | nindent 14 }}
               periodSeconds: 5
@@ -226,12 +229,23 @@ workerGroupSpecs:
               {{- end }}
               periodSeconds: 5
               timeoutSeconds: 5
-            securityContext: {{- include "kvservice.containerSecurity" (dict "root" $ "rdma" $.Values.rdma.enabled) | nindent 14 }}
+            securityContext: {{- include "kvservice.containerSecurity" $ | nindent 14 }}
             resources:
               {{- $memory := include "kvservice.sum" (list .memory (include "kvservice.rayShm" $)) }}
               {{- include "kvservice.resources" (dict "root" $ "cpu" .cpu "memory" $memory "extra" .extraResources "gpus" .gpus "devices" true) | nindent 14 }}
             volumeMounts: {{- include "kvservice.rayMounts" $ | nindent 14 }}
   {{- end }}
+{{- end -}}
+
+{{/* Arguments of the builder. A builder of kvservice waits for the service that the head starts, and starts none itself:
+     its settings would not be those of the chart. */}}
+{{- define "kvservice.serveArgs" -}}
+{{- $args := deepCopy .Values.ray.serve.args -}}
+{{- if hasPrefix "kvservice.serve:" .Values.ray.serve.importPath -}}
+{{- $section := merge (dict) (get $args "kvservice" | default dict) (dict "service" .Values.cache.service "start" false) -}}
+{{- $_ := set $args "kvservice" $section -}}
+{{- end -}}
+{{- toYaml $args -}}
 {{- end -}}
 
 {{/* What Serve deploys. */}}
@@ -245,5 +259,5 @@ applications:
     {{- with .Values.ray.serve.runtimeEnv }}
     runtime_env: {{- toYaml . | nindent 6 }}
     {{- end }}
-    args: {{- toYaml .Values.ray.serve.args | nindent 6 }}
+    args: {{- include "kvservice.serveArgs" . | nindent 6 }}
 {{- end -}}

@@ -19,6 +19,31 @@
 {{- include "kvservice.sum" (list .Values.cache.pool .Values.cache.mirror .Values.ray.objectStore .Values.ray.engineShm) -}}
 {{- end -}}
 
+{{/* /dev/shm of the head: without a shard only Ray's object store. */}}
+{{- define "kvservice.headShm" -}}
+{{- if .Values.ray.head.shard -}}
+{{- include "kvservice.rayShm" . -}}
+{{- else -}}
+{{- include "kvservice.sum" (list .Values.ray.objectStore) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Most copy workers of one pod: dict "root" $ "group" (worker group). */}}
+{{- define "kvservice.copyWorkers" -}}
+{{- $wanted := toString .root.Values.ray.copyWorkers -}}
+{{- $gpus := .group.gpus | default 0 | int -}}
+{{- if eq $wanted "off" -}}0{{- else if eq $wanted "auto" -}}{{ $gpus }}{{- else -}}{{ min (int $wanted) (max $gpus 1) }}{{- end -}}
+{{- end -}}
+
+{{/* Most copy workers of any pod. */}}
+{{- define "kvservice.copyWorkersMost" -}}
+{{- $most := 0 -}}
+{{- range .Values.ray.workerGroups -}}
+{{- $most = max $most (include "kvservice.copyWorkers" (dict "root" $ "group" .) | int) -}}
+{{- end -}}
+{{- $most -}}
+{{- end -}}
+
 {{/* Seconds from the start of preStop to SIGKILL. */}}
 {{- define "kvservice.terminationSeconds" -}}
 {{- add (int .Values.cache.drainSeconds) (int .Values.cache.graceSeconds) 15 -}}

@@ -1,11 +1,11 @@
 {{/* Where the secret is mounted in every pod. */}}
 {{- define "kvservice.tlsDir" -}}/etc/kvservice-tls{{- end -}}
 
-{{/* Name of the Secret: the given one, else the chart's own. Empty with `allowPlaintext` alone. */}}
+{{/* Name of the Secret: the given one, else cert-manager's or the chart's own. Empty with `allowPlaintext` alone. */}}
 {{- define "kvservice.tlsSecret" -}}
 {{- if .Values.tls.secretName -}}
 {{- .Values.tls.secretName -}}
-{{- else if not .Values.tls.allowPlaintext -}}
+{{- else if or .Values.tls.certManager.enabled (not .Values.tls.allowPlaintext) -}}
 {{- include "kvservice.fullname" . }}-tls
 {{- end -}}
 {{- end -}}
@@ -30,11 +30,3 @@
 {{- end }}
 {{- end -}}
 
-{{/* What a probe asks: dict "root" "port" "service". The kubelet's gRPC probe has no TLS, so with TLS the probe asks the metrics. */}}
-{{- define "kvservice.health" -}}
-{{- if include "kvservice.tlsSecret" .root -}}
-httpGet: {path: /metrics, port: {{ .root.Values.cache.metricsPort }}}
-{{- else -}}
-grpc: {port: {{ .port }}, service: {{ .service }}}
-{{- end -}}
-{{- end -}}
