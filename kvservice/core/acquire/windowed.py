@@ -262,7 +262,7 @@ class WindowedAcquisitions:
             self._let_go(hit, 0)
         windows: list[list[SlotIndex]] = []
         for index, held in enumerate(hit.windows):
-            # Nothing before `first` is pinned: ends only move forward, and with them the beginnings of windows.
+            # Nothing before `first` is pinned: an end only becomes smaller, and so does the beginning of its window.
             first = self._first(hit, index, hit.end)
             windows.append([held[position] for position in range(first, hit.end)] if hit.full else [])
         self._answers.answer(hit.op, hit.chain, hit.full, min(hit.fetched, len(hit.full)), hit.reason, now, windows)

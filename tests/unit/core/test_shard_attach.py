@@ -8,13 +8,14 @@ import pytest
 
 from kvservice.core import events as ev
 from kvservice.core.actions import Reply
+from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, WindowGroup
 from kvservice.core.messages import EngineSpec, MissReason, SealStatus
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.shard import ATTACHMENTS_MAX, ShardState
 from kvservice.discovery import EPOCH_MAX
 from kvservice.errors import Exhausted, FingerprintMismatch, InvalidRequest, NotAttached, Unavailable, UnsupportedLayout
-from kvservice.testing.builders import CoreHarness, make_chain, make_spec
+from kvservice.testing.builders import SMALL, CoreHarness, make_chain, make_layout, make_spec
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, MiB, NodeId
 from kvservice.wire.v1 import shard_pb2
 
@@ -341,3 +342,9 @@ def test_nothing_is_due_when_nothing_is_open() -> None:
     assert harness.geometry == Geometry(slab_bytes=MiB, slab_count=2)
     assert isinstance(harness.reserve(harness.attach(), 1)[0], BlockRef)
     assert harness.state.next_deadline() is None, "reservations are not timed"
+
+
+def test_an_engine_with_too_many_window_groups_is_refused() -> None:
+    group = WindowGroup(make_layout(SMALL), Window(sliding_tokens=64))
+    with pytest.raises(InvalidRequest, match="window groups"):
+        CoreHarness().attach(replace(make_spec(), window_groups=(group,) * (WINDOW_GROUPS_MAX + 1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.messages import LocateResult, SealStatus
-from kvservice.core.segment.geometry import slab_of
+from kvservice.core.segment.geometry import slab_of, slot_index
 from kvservice.core.segment.header import SlotFlags
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.writes import RESERVE_COUNT_MAX
@@ -458,3 +459,15 @@ def test_a_slot_gets_no_generation_a_reader_may_wait_for() -> None:
 
 def test_every_event_has_a_handler() -> None:
     assert set(get_args(ev.Event)) == set(CoreHarness().state._handlers)
+
+
+def test_a_header_beyond_the_slots_of_its_slab_is_ignored() -> None:
+    """Two headers of one slab that speak of different sizes: the slab has one."""
+    harness = CoreHarness(slab_count=1)
+    engine = harness.attach()
+    harness.store(engine, CHAIN[:1])
+    (slot, header), *_ = harness.headers.items()
+    harness.restart()
+    beyond = slot_index(slab_of(slot), 1000)
+    assert harness.send(ev.Adopt(beyond, LARGE, replace(header, key=OTHER[0]), verified=True)) == []
+    assert harness.keys_held() == {CHAIN[0]}

@@ -1,36 +1,37 @@
-"""Hits by model and tenant: bounded, and no block is lost from the sums."""
+"""Bounded tables: of anything, and of the hits of each model and tenant."""
 
 from __future__ import annotations
 
+from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import UsageRow
 from kvservice.core.usage import OTHERS, UsageTable
-from kvservice.testing.builders import CoreHarness, make_chain, make_spec
 
 
-def test_blocks_are_counted_by_model_and_tenant() -> None:
-    table = UsageTable()
-    table.add("b", "t1", 10, 4, 2)
-    table.add("a", "t1", 1, 0, 0)
-    table.add("b", "t1", 5, 5, 0)
-    assert table.rows() == (UsageRow("a", "t1", 1, 0, 0), UsageRow("b", "t1", 15, 9, 2))
+def test_the_entry_used_longest_ago_leaves_a_full_table() -> None:
+    dropped: list[int] = []
+    table: BoundedTable[str, int] = BoundedTable(2, dropped.append)
+    table.put("a", 1)
+    table.put("b", 2)
+    assert table.get("a") == 1
+    table.put("c", 3)
+    assert dropped == [2]
+    assert (table.get("a"), table.get("b"), table.get("c")) == (1, None, 3)
+    assert (table.pop("a"), table.pop("a"), dropped) == (1, None, [2])
 
 
-def test_the_row_used_longest_ago_joins_the_others() -> None:
-    table = UsageTable(rows_max=2)
-    for model in ("a", "b", "a", "c", "d"):
-        table.add(model, "", 10, 1, 2)
-    assert table.rows() == (
-        UsageRow("c", "", 10, 1, 2),
-        UsageRow("d", "", 10, 1, 2),
-        UsageRow(OTHERS, OTHERS, 30, 3, 6),
-    )
+def test_a_table_that_tells_nobody_drops_all_the_same() -> None:
+    table: BoundedTable[str, int] = BoundedTable(1)
+    table.put("a", 1)
+    table.put("b", 2)
+    assert (table.get("a"), table.get("b")) == (None, 2)
 
 
-def test_a_shard_counts_what_it_answers() -> None:
-    harness = CoreHarness()
-    engine = harness.attach(make_spec())
-    chain = make_chain(4)
-    harness.store(engine, chain[:3])
-    harness.acquire(engine, chain[:3])
-    (row,) = harness.state.model_usage()
-    assert (row.model, row.tenant, row.asked_blocks, row.hit_local_blocks) == (make_spec().model, "", 3, 3)
+def test_what_leaves_the_usage_goes_into_the_row_of_the_others() -> None:
+    """The sums over all rows never fall, as a counter must not."""
+    usage = UsageTable(rows_max=2)
+    usage.add("m", "t", 10, 4, 2)
+    usage.add("m", "t", 1, 1, 0)
+    assert usage.rows() == (UsageRow("m", "t", 11, 5, 2),)
+    for model in ("n", "o", "p"):
+        usage.add(model, "", 5, 1, 1)
+    assert usage.rows() == (UsageRow("o", "", 5, 1, 1), UsageRow("p", "", 5, 1, 1), UsageRow(OTHERS, OTHERS, 16, 6, 3))

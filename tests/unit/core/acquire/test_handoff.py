@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core import events as ev
+from kvservice.core.acquire import handoff as handoff_module
 from kvservice.core.acquire.acquisitions import FOLLOW_WAIT_SECONDS
 from kvservice.core.acquire.handoff import APPEAR_SECONDS, CLOSED_SECONDS, GATHER_SECONDS
 from kvservice.core.events import PullResult
 from kvservice.core.messages import FollowResult, Handoff, HandoffState, MissReason
-from kvservice.errors import InvalidRequest, NotAttached, StaleEpoch
+from kvservice.errors import Exhausted, InvalidRequest, NotAttached, StaleEpoch
 from kvservice.testing.builders import CoreHarness, make_chain, make_holder, make_located, make_spec, run_of
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, NodeId
 
@@ -365,3 +366,43 @@ def test_a_handoff_closed_before_the_reader_came_is_no_wait(shard: CoreHarness) 
     _, op = begin(shard, FROM_HERE)
     shard.resolved(op)
     assert len(shard.result(op).blocks) == 4
+
+
+# -- rare endings ----
+
+
+def test_a_writer_whose_blocks_find_no_room_ends_the_wait(shard: CoreHarness) -> None:
+    """The request is answered with what is here, and computes the rest."""
+    other = shard.attach(make_spec("other"))
+    assert len(shard.reserve(other, 100)) == 16
+    _, op = begin(shard)
+    shard.followed(shard.follows[-1], 5)
+    assert (len(shard.result(op).blocks), shard.result(op).miss) == (0, MissReason.NO_ROOM)
+    assert len(shard.follows) == 1 and len(shard.remote_releases) == 1
+
+
+def test_a_writer_is_not_asked_for_what_is_on_its_way(shard: CoreHarness) -> None:
+    first = shard.acquire(shard.attach(make_spec("first")), CHAIN)
+    shard.resolved(first, run_of(0, 5))
+    shard.located(shard.locates[-1], make_located(CHAIN))
+    _, second = begin(shard)
+    assert not shard.follows
+    shard.pulled(shard.pulls[-1], PullResult.OK)
+    assert len(shard.result(first).blocks) == len(shard.result(second).blocks) == 5
+
+
+def test_a_writer_that_fails_after_the_deadline_ends_the_wait(shard: CoreHarness) -> None:
+    """The directory is not asked any more."""
+    _, op = begin(shard, timeout=2.0)
+    wanted = shard.follows[-1]
+    shard.now += 2.5
+    shard.send(ev.Followed(wanted.follow, wanted.op, None, None, shard.now))
+    assert shard.result(op).miss is MissReason.NEVER_STORED and not shard.resolves
+
+
+def test_readers_of_handoffs_are_limited(shard: CoreHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff_module, "FOLLOWS_MAX", 2)
+    waiting = [follow(shard) for _ in range(2)]
+    with pytest.raises(Exhausted, match="2 readers"):
+        shard.reply(follow(shard))
+    assert all(shard.open(op) for op in waiting)

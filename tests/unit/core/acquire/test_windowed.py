@@ -298,3 +298,24 @@ def test_models_with_and_without_windows_share_no_block(harness: CoreHarness) ->
     engine = harness.attach(other)
     harness.store(engine, chain)
     assert answer(harness, harness.acquire(engine, chain)).blocks == ()
+
+
+def test_one_engine_that_detaches_ends_only_its_own_hits(harness: CoreHarness) -> None:
+    chain = make_chain(8)
+    engine, other = harness.attach(spec()), harness.attach(spec("other"))
+    ops = [harness.acquire(each, chain) for each in (engine, other)]
+    harness.send(ev.AttachmentLost(engine))
+    assert harness.result(ops[0]).miss is MissReason.DETACHED
+    assert harness.open(ops[1])
+    assert answer(harness, ops[1]).miss is MissReason.NEVER_STORED
+
+
+def test_a_window_before_a_hit_of_nothing_is_let_go(harness: CoreHarness) -> None:
+    """The engine has the first six blocks itself; a window that begins before them is not whole."""
+    chain = make_chain(8)
+    engine = harness.attach(spec())
+    harness.store(engine, chain)
+    store_window(harness, engine, chain, (5,))
+    result = answer(harness, harness.acquire(engine, chain, skip=6))
+    assert (result.blocks, result.miss) == ((), MissReason.WINDOW)
+    assert harness.slots("leased") == 0

@@ -179,3 +179,13 @@ def test_one_tenants_engines_leave_room_for_others() -> None:
     with pytest.raises(Exhausted, match="of this tenant"):
         harness.attach(make_spec("more"), "a")
     assert harness.attach(make_spec("b"), "b")
+
+
+def test_a_tenant_that_is_removed_takes_its_counters_along() -> None:
+    harness = harness_with(a=QUOTA, b=FREE)
+    attachment = harness.attach(tenant="a")
+    harness.store(attachment, make_chain(3))
+    harness.hit(attachment, make_chain(3))
+    assert {row.name for row in harness.state.tenants()} >= {"a", "b"}
+    harness.set_tenants(b=FREE)
+    assert "a" not in {row.name for row in harness.state.tenants()}

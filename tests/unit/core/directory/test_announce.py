@@ -207,3 +207,18 @@ def test_invariants_notice_damage() -> None:
     shard.announcer._streams[0].in_flight = True
     with pytest.raises(AssertionError, match="on its way"):
         shard.announcer.check_invariants()
+
+
+def test_changes_beyond_the_limit_wait_for_the_answer_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full announcement that replaces them comes after it."""
+    monkeypatch.setattr(announce, "PENDING_MAX", 3)
+    shard = Shard(1).synced()
+    shard.add(2)
+    under_way = shard.announcer.next_update(0)
+    assert under_way is not None and under_way.added == (key(2),)
+    for number in range(3, 9):
+        shard.add(number)
+    assert shard.announcer.next_update(0) is None
+    shard.announcer.on_reply(0, AnnounceOutcome.APPLIED, EPOCH)
+    update = shard.exchange()
+    assert update.full_begin and set(update.added) == {key(number) for number in range(1, 9)}

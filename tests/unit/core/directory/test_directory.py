@@ -8,9 +8,10 @@ import pytest
 
 from kvservice.core.block.keys import pack_keys, unpack_keys
 from kvservice.core.directory import announce
+from kvservice.core.directory import directory as directory_module
 from kvservice.core.directory.announce import Announcer, Update
 from kvservice.core.directory.directory import Change, Directory, longest_prefix
-from kvservice.core.directory.membership import AnnounceOutcome
+from kvservice.core.directory.membership import FORGET_SECONDS, AnnounceOutcome
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
@@ -376,3 +377,17 @@ def test_a_jump_of_the_clock_is_healed_by_heartbeats() -> None:
         announcer.on_failure(0)  # its answer came hours late
         talk(announcer, directory, node(name), hours)
     assert asked(directory, range(6), hours) == [(0, 2, "a"), (2, 2, "ab"), (4, 2, "b")]
+
+
+def test_more_sets_of_holders_than_are_remembered_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "ANSWERS_MAX", 2)
+    directory = directory_with(a=range(4), b=range(1, 4), c=range(2, 4))
+    wanted = [(0, 1, "a"), (1, 1, "ab"), (2, 2, "abc")]
+    assert [asked(directory, range(4)) for _ in range(3)] == [wanted] * 3
+
+
+def test_a_node_is_found_by_its_id_while_it_is_alive() -> None:
+    directory = directory_with(a=range(2))
+    assert directory.find_node(A.node_id, 0.0) == A
+    assert directory.find_node(B.node_id, 0.0) is None
+    assert directory.find_node(A.node_id, FORGET_SECONDS + 1.0) is None

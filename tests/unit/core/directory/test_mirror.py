@@ -63,3 +63,17 @@ def test_a_mirror_says_how_much_of_it_is_in_use(memory: memoryview) -> None:
     assert writer.age(0, 3.5) == 2.5
     reader.close()
     writer.close()
+
+
+def test_more_sets_of_holders_than_it_has_room_for_are_unknown(
+    memory: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lookup partition is asked about their keys."""
+    monkeypatch.setattr(mirror, "SETS_MAX", 3)
+    writer = live_writer(memory)
+    writer.apply(0, MirrorEvent(make_holder("a"), pack_keys(CHAIN), reset=True), 1.0)
+    writer.apply(0, MirrorEvent(make_holder("b"), pack_keys(CHAIN[:1]), reset=True), 1.0)
+    assert MirrorReader(memory.toreadonly()).resolve(pack_keys(CHAIN)) is not None
+    writer.apply(0, MirrorEvent(make_holder("c"), pack_keys(CHAIN[1:]), reset=True), 1.0)
+    assert writer.counters["mirror_sets_not_named"]
+    assert MirrorReader(memory.toreadonly()).resolve(pack_keys(CHAIN)) is None

@@ -8,11 +8,20 @@ import pytest
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS, LOCATE_GIVE_UP_SECONDS
+from kvservice.core.drain import sender
 from kvservice.core.drain.receiver import TAKES_MAX
-from kvservice.core.drain.sender import RAMP_FLOOR, RAMP_SECONDS, DrainPhase, plan, ramp, weights
+from kvservice.core.drain.sender import (
+    OFFERS_PER_PEER,
+    RAMP_FLOOR,
+    RAMP_SECONDS,
+    DrainPhase,
+    plan,
+    ramp,
+    weights,
+)
 from kvservice.core.messages import Holder, MissReason, Peer, TakeOverItem, TakeOverResult
 from kvservice.core.store.blocks import Block
-from kvservice.errors import Exhausted, InvalidRequest, Unavailable
+from kvservice.errors import Exhausted, InvalidRequest, Unavailable, UnsupportedLayout
 from kvservice.testing.builders import (
     LARGE,
     SMALL,
@@ -496,3 +505,49 @@ def test_a_peer_that_is_full_for_one_size_is_offered_the_others(shard: Leaver, e
     progress = shard.state.progress(shard.now)
     assert (progress.blocks_handed, progress.blocks_lost) == (2, 4)
     assert shard.phase is DrainPhase.GONE
+
+
+@pytest.mark.parametrize("size", [0, 2 * MiB])
+def test_an_offer_of_blocks_that_fit_no_slab_is_refused(size: int) -> None:
+    receiver = Receiver()
+    with pytest.raises(UnsupportedLayout, match="do not fit a slab"):
+        receiver.taken(receiver.offer(CHAIN, size=size))
+
+
+def test_a_node_that_is_alone_leaves_at_once() -> None:
+    shard = Leaver(slab_count=4, has_directory=False)
+    shard.store(shard.attach(), CHAIN)
+    shard.begin()
+    assert shard.phase is DrainPhase.GONE and not shard.searches
+    assert shard.state.progress(shard.now).note == "this node is alone"
+
+
+def test_a_peer_that_is_full_is_named_once(shard: Leaver, engine: AttachmentId) -> None:
+    """It may be full for blocks of each size."""
+    large = shard.attach(make_spec("large", "large", payload_bytes=LARGE))
+    shard.store(engine, CHAIN)
+    shard.store(large, make_chain(2, "large", "large"))
+    shard.begin()
+    shard.find(peer())
+    for place in range(len(shard.offers)):
+        shard.answer(place, kept=False, full=True)
+    assert shard.state.progress(shard.now).note.count("has no room for more") == 1
+
+
+def test_a_block_that_went_before_its_offer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch that was under way when the drain began needs its slot."""
+    monkeypatch.setattr(sender, "OFFER_BLOCKS_MAX", 1)
+    shard = Leaver(slab_count=1)
+    engine = shard.attach()
+    shard.store(engine, CHAIN)
+    op = shard.acquire(engine, OTHER[:1])
+    shard.resolved(op, run_of(0, 1))
+    shard.begin()
+    shard.find(peer())
+    assert shard.offered() == list(CHAIN[:OFFERS_PER_PEER])
+    shard.located(shard.locates[-1], make_located(OTHER[:1]))
+    assert CHAIN[3] not in shard.keys_held()
+    for place in range(3):
+        shard.answer(place)
+    assert shard.offered() == list(CHAIN[:3])
+    assert shard.state.progress(shard.now).blocks_handed == 3

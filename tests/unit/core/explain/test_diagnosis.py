@@ -202,3 +202,15 @@ def test_a_request_that_had_no_pool_says_so() -> None:
         (BlockOutcome.ENGINE, None),
         (BlockOutcome.MISSED, MissCause.NO_POOL),
     ]
+
+
+def test_a_stale_block_is_explained_by_its_eviction() -> None:
+    """The peer's answer says only that the block is gone; its history says why."""
+    asked = replace(REQUEST, miss=MissReason.STALE, miss_node="n1")
+    _, text = cause_of(asked, BlockHistory("n1", "gone", 72.5, "pressure"))
+    assert text == "node n1 evicted it 12.5 s before"
+
+
+def test_a_block_with_wrong_bytes_is_said_to_be_so() -> None:
+    _, text = cause_of(REQUEST, BlockHistory("n1", "gone", 72.5, "corrupt"))
+    assert text == "node n1 found its bytes wrong 12.5 s before"

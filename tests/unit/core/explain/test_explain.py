@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.explain.records import ANSWERED_MAX, KEEP_SECONDS, KEYS_MAX, RECORDS_MAX, RequestRecords, SourceRun
+from kvservice.core.explain.records import (
+    ANSWERED_MAX,
+    KEEP_SECONDS,
+    KEYS_MAX,
+    RECORDS_MAX,
+    REQUEST_ID_CHARS_MAX,
+    RequestRecords,
+    SourceRun,
+    check_request_id,
+)
 from kvservice.core.messages import AcquireRequest, Handoff, MissReason, RequestReport
 from kvservice.errors import FingerprintMismatch
 from kvservice.testing.builders import CoreHarness, make_chain, make_located, make_spec, run_of
@@ -167,3 +176,22 @@ def test_a_block_that_is_being_digested_is_not_sealed_yet() -> None:
     shard.write(refs[0], CHAIN[0])
     shard.begin_seal(engine, shard.items(refs, CHAIN))
     assert [entry.state for entry in shard.state.block_history(CHAIN, shard.now)] == ["sealing"]
+
+
+def test_a_report_joins_the_last_record_of_a_repeated_id() -> None:
+    """An id that is used again has two records. When the first one is dropped, the second one is still found."""
+    shard = CoreHarness()
+    engine = shard.attach()
+    ask(shard, engine, "r")
+    shard.advance(KEEP_SECONDS - 1.0)
+    ask(shard, engine, "r")
+    shard.advance(2.0)
+    report = RequestReport("r", 4, 0, 0, 4)
+    shard.send(ev.Renew(shard.next_op(), engine, (), (report,)))
+    assert record_of(shard, "r").report == report
+
+
+def test_a_request_id_is_cut_and_printable() -> None:
+    """It comes from a client, and ends in logs and on terminals."""
+    assert "\x1b" not in check_request_id("a\x1b[2J")
+    assert len(check_request_id("\n" * 100_000)) == REQUEST_ID_CHARS_MAX

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.core.segment.copy_runs import (
+    BYTES_MAX,
     CopyTemplate,
     Descriptors,
     DirectTemplate,
@@ -208,3 +209,8 @@ def test_slot_of_another_shape_is_refused() -> None:
         with pytest.raises(UnsupportedLayout):
             CopyTemplate(region, slot)
     assert np.array_equal(CopyTemplate(region, SlotLayout(1, 2, 32, 2)).slot, [32])
+
+
+def test_a_layout_beyond_any_memory_is_refused() -> None:
+    with pytest.raises(UnsupportedLayout, match="larger than any memory"):
+        RegionLayout(BYTES_MAX + 1, 3, (0,), 1, 1, 2, 16, 32, 0, 0, 16)

@@ -95,3 +95,8 @@ def test_a_budget_below_zero_is_refused_with_the_smallest_one() -> None:
 def test_large_budgets_use_default_slabs() -> None:
     assert plan_geometry(4 * GiB).slab_bytes == geo.SLAB_BYTES_DEFAULT
     assert plan_geometry(4 * GiB, 256 * KiB * 8).slab_bytes == 2 * MiB
+
+
+def test_a_slab_that_is_no_whole_pages_holds_only_what_fits() -> None:
+    """A peer's geometry may be anything: headers are rounded up to pages, and must not push payloads out."""
+    assert Geometry(slab_bytes=geo.PAGE_BYTES + 2 * geo.HEADER_BYTES, slab_count=1).slots_per_slab(geo.PAGE_BYTES) == 0

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvservice.core.store.admission import PROBE_ONE_IN, WINDOW_BLOCKS_MIN, Admission
+from kvservice.core.store.admission import ACCOUNTS_MAX, PROBE_ONE_IN, WINDOW_BLOCKS_MIN, Admission
 from kvservice.units import BlockKey
 
 CHAIN = 64
@@ -108,3 +108,11 @@ def test_a_request_that_is_given_up_is_forgotten(pool: Pool) -> None:
     pool.admission.on_acquire(77, "", pool.chain())
     pool.admission.forget(77)
     assert pool.admission.on_answer(77, 0), "what nobody asked about is admitted"
+
+
+def test_a_forgotten_tenant_is_answered_as_it_was_asked(pool: Pool) -> None:
+    """Between question and answer, other tenants may take the last record."""
+    pool.admission.on_acquire(0, "first", pool.chain())
+    for number in range(ACCOUNTS_MAX):
+        pool.ask_new(1, f"tenant{number}")
+    assert pool.admission.on_answer(0, 3)
