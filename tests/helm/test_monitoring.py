@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from prometheus_client.core import Metric
 
-from kvservice.core.messages import PoolStats
+from kvservice.core.block.tenants import TenantUsage
+from kvservice.core.messages import PoolStats, UsageRow
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.lookup_metrics import LOOKUP_COUNTERS, LOOKUP_GAUGES, LookupCollector, LookupNumbers
 from kvservice.observe.metrics import COUNTERS, ShardCollector
+from kvservice.observe.timings import Timings
+from kvservice.units import BootEpoch, NodeId
 from tests.helm.chart import ROOT, TOOLS, Object, find, kinds, pod, pods, rendered
 from tests.helm.test_security import allows
 
@@ -48,11 +51,22 @@ def metrics_in(expressions: list[str]) -> list[list[tuple[str, list[str]]]]:
 def exported() -> dict[str, set[str]]:
     """Metric -> its labels, from the collectors themselves."""
     counters = {**dict.fromkeys(COUNTERS, 1), "transfer_nixl_bytes": 1, "other": 1}
-    stats = PoolStats("n0", 1, 1 << 20, 2, 1, {"free": 1, "quarantined": 0}, counters, False)  # type: ignore[arg-type]
+    stats = PoolStats(
+        NodeId("n0"),
+        BootEpoch(1),
+        1 << 20,
+        2,
+        1,
+        {"free": 1, "quarantined": 0},
+        counters,
+        tenants=(TenantUsage("t", 1, 1, 1, {}),),
+        usage=(UsageRow("m", "t", 1, 1, 1),),
+        slot_bytes={"free": 1},
+    )
     lookups = LookupNumbers(0, dict.fromkeys(LOOKUP_GAUGES, 1), dict.fromkeys(LOOKUP_COUNTERS, 1))
     copy_worker = {"engines": 1, "wedged": 0, "device_lost": 0, "counters": {}}
     families: list[Metric] = [
-        *ShardCollector("s", lambda: stats).collect(),
+        *ShardCollector("s", lambda: stats, Timings).collect(),
         *LookupCollector("s", lambda: lookups).collect(),
         *CopyWorkerCollector(("s", "n0", "cpu"), lambda: copy_worker).collect(),
     ]
@@ -74,9 +88,9 @@ def dashboard(objects: tuple[Object, ...]) -> dict[str, Any]:
 def test_alerts_and_panels_ask_for_metrics_that_exist(values: str) -> None:
     expressions = [rule["expr"] for rule in rules(rendered(values))]
     expressions += [
-        target["expr"].replace("$service", "prod")
+        re.sub(r"\$__rate_interval", "5m", target["expr"].replace("$service", "prod").replace("$node", "a"))
         for panel in dashboard(rendered(values))["panels"]
-        for target in panel["targets"]
+        for target in panel.get("targets", [])
     ]
     known = exported()
     for expression, used in zip(expressions, metrics_in(expressions), strict=True):
@@ -93,9 +107,13 @@ def test_the_parser_finds_a_metric_that_does_not_exist() -> None:
 
 def test_panels_do_not_overlap_and_use_the_chosen_source() -> None:
     panels = dashboard(rendered("ray-full-values.yaml"))["panels"]
-    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
-    assert len(places) == len(panels) == len({panel["id"] for panel in panels}) > 10
-    assert {panel["datasource"]["uid"] for panel in panels} == {"${datasource}"}
+    cells: list[tuple[int, int]] = []
+    for place in (panel["gridPos"] for panel in panels):
+        columns, lines = range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
+        cells += [(x, y) for x in columns for y in lines]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+    assert len(panels) == len({panel["id"] for panel in panels}) > 10
+    assert {panel["datasource"]["uid"] for panel in panels if panel["type"] != "row"} == {"${datasource}"}
 
 
 def test_every_alert_has_a_section_in_the_documentation() -> None:
