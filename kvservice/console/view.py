@@ -59,8 +59,11 @@ class View:
                 {"cause": cause, "blocks": count, "rate": evicted.get(cause, 0.0)}
                 for cause, count in sorted(overview["evictions"].items())
             ],
-            "models": [_model(row, overview["engines"]) for row in overview["models"][:ROWS_MAX]],
-            "tenants": [_cut_all(row) for row in overview["tenants"][:ROWS_MAX]],
+            "models": [_model(row, overview) for row in overview["models"][:ROWS_MAX]],
+            "tenants": [
+                {**_cut_all(row), "hit_rate": _hit_rate(overview["hits"], "tenant", row["name"])}
+                for row in overview["tenants"][:ROWS_MAX]
+            ],
             "slowest": [_cut_all(row) for row in overview["slowest"][:ROWS_MAX]],
             "refused": [_cut_all(row) for row in overview["refused"][:ROWS_MAX]],
             "lookups": [_cut_all(row) for row in overview["lookups"][:ROWS_MAX]],
@@ -115,15 +118,24 @@ def _hit_rates(rates: Json) -> Json:
     return {f"{name}_hits": round(min(rates[name] / asked, 1.0), 4) if asked else None for name in ("local", "remote")}
 
 
-def _model(row: Json, engines: Iterable[Json]) -> Json:
-    """A model, and how fast its engines compute."""
+def _hit_rate(hits: Iterable[Json], by: str, name: str) -> float | None:
+    """Of one model or tenant, since the start of the nodes; None if nothing was asked for it."""
+    rows = [row for row in hits if row[by] == name]
+    asked = sum(row["asked_blocks"] for row in rows)
+    found = sum(row["hit_local_blocks"] + row["hit_remote_blocks"] for row in rows)
+    return round(found / asked, 4) if asked else None
+
+
+def _model(row: Json, overview: Json) -> Json:
+    """A model, how much of it is hit, and how fast its engines compute."""
     speeds = [
         engine["prefill_tokens_per_second"]
-        for engine in engines
+        for engine in overview["engines"]
         if (engine["model"], engine["namespace"]) == (row["model"], row["namespace"])
         and engine["prefill_tokens_per_second"]
     ]
-    return {**_cut_all(row), "prefill_tokens_per_second": max(speeds, default=None)}
+    hit_rate = _hit_rate(overview["hits"], "model", row["model"])
+    return {**_cut_all(row), "hit_rate": hit_rate, "prefill_tokens_per_second": max(speeds, default=None)}
 
 
 def _cut_all(row: Json) -> Json:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from kvservice.testing.cluster import LocalCluster
+from tests.conftest import ROOT
 from tests.integration import certificates
 from tests.integration.engine import attached, chain, spec
 
@@ -69,6 +70,10 @@ async def test_the_printed_url_shows_the_service(cluster: LocalCluster) -> None:
     await engine.read_all(chain(1, 6), request_id="cmpl-1")
     with console(cluster) as (process, said):
         url, token = re.search(r"(http://127\.0\.0\.1:\d+/)#token=(\S+)$", said).groups()  # type: ignore[union-attr]
+        assert process.stdout is not None
+        told = re.sub(rf"{cluster.service}|:\d+|{token}", "", said) + process.stdout.readline()
+        shown = re.search(r"\$ kvservice console\n((?:.+\n){2})", (ROOT / "docs/howto/console.md").read_text())
+        assert shown and re.sub(r"default|:\d+|(?<=token=)\S+", "", shown[1]) == told, "the page shows what is printed"
         page = first_page(url, token)
         assert [(row["node_id"], row["state"]) for row in page["nodes"]] == [("n0", "ok"), ("n1", "ok")]
         assert page["models"][0]["model"] == "test-model"

@@ -38,6 +38,8 @@ def test_actors_are_real_files_in_the_wheel(wheel: Path) -> None:
 def test_the_wheel_holds_types_generated_code_and_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "kvservice/py.typed" in names
+    page = ROOT / "kvservice/console/static"
+    assert {path.relative_to(ROOT).as_posix() for path in page.rglob("*.*")} <= names
     assert {f"kvservice/wire/v1/{name}_pb2.pyi" for name in ("common", "lookup", "shard")} <= names
     assert {f"kvservice/wire/v1/{name}_pb2_grpc.py" for name in ("common", "lookup", "shard")} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

@@ -109,18 +109,21 @@ function inWords(row) {
   if (!row.answered) return `This request asked for ${plural(whole, "block")} and never got an answer.`;
   if (whole === 0) return "This request never asked for a prefix: its prompt is shorter than a block, or its engine did not ask.";
   const from = [...new Set(row.diagnosis.filter((one) => one.outcome === "fetched").map((one) => one.node))].join(", ");
-  const sources = [
-    engine && `${count(engine)} in the engine itself`,
-    local && `${count(local)} in this node's memory`,
-    fetched && `${count(fetched)} on ${from}`,
-  ].filter(Boolean);
+  const places = [
+    [engine, "in the engine itself"],
+    [local, "in this node's memory"],
+    [fetched, `on ${from}`],
+  ].filter(([blocks]) => blocks);
+  const sources = places.length === 1 ? [places[0][1]] : places.map(([blocks, place]) => `${count(blocks)} ${place}`);
+  const took = ` The answer took ${span(row.took_seconds)}.`;
   const head = found === whole ? `All ${plural(whole, "block")} of the prompt were there` : `${count(found)} of ${plural(whole, "block")} of the prompt were there`;
   const where = sources.length ? `: ${sources.join(", ")}.` : ".";
-  if (!missed) return head + where;
+  if (!missed) return head + where + took;
   const reasons = row.diagnosis.filter((one) => one.outcome === "missed");
   const first = reasons[0];
   const why = first ? ` The first was missed because ${lower(first.text)}` : "";
-  return `${head}${where} ${missed === 1 ? "One had" : `${count(missed)} had`} to be computed.${why}${why && !why.endsWith(".") ? "." : ""}`;
+  const computed = ` ${missed === 1 ? "One had" : `${count(missed)} had`} to be computed.`;
+  return `${head}${where}${computed}${why}${why && !why.endsWith(".") ? "." : ""}${took}`;
 }
 
 const lower = (text) => (/^[A-Z][a-z]/.test(text) ? text[0].toLowerCase() + text.slice(1) : text);
@@ -129,7 +132,8 @@ function reportWords(row) {
   if (!row.report) return "has not reported the end yet";
   if (row.report.load_failed) return "could not load the blocks and computed them";
   if (row.report.gave_up) return "stopped waiting for the answer";
-  return `loaded ${count(row.report.loaded_blocks)} and computed ${count(row.report.computed_blocks)}`;
+  const { loaded_blocks: loaded, computed_blocks: computed } = row.report;
+  return `loaded ${loaded ? count(loaded) : "none"}, computed ${computed ? count(computed) : "none"}`;
 }
 
 /** One node: its slots, its windows, its evictions. It changes while it is open. */

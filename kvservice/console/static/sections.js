@@ -80,7 +80,7 @@ function tiles() {
     const element = h("div", { class: "tile", id: `tile-${key}` }, h("p", { class: "label" }, label), value, sub);
     const number = h("span");
     const unit = h("span", { class: "unit" });
-    value.append(number, unit);
+    value.append(number, " ", unit);
     made[key] = (text, unitText, subText, bad = false) => {
       setText(number, text);
       setText(unit, unitText);
@@ -292,6 +292,7 @@ function models() {
       },
       { key: "engines", label: "Engines", kind: "num", cell: (row, td) => fill(td, count(row.engines)) },
       { key: "nodes", label: "Nodes", kind: "num", cell: (row, td) => fill(td, count(row.nodes.length)) },
+      { key: "hits", label: "Hits", kind: "num", cell: (row, td) => fill(td, percent(row.hit_rate)) },
       {
         key: "speed",
         label: "Prefill",
@@ -327,6 +328,7 @@ function tenants() {
           setText(td.below, text);
         },
       },
+      { key: "hits", label: "Hits", kind: "num", cell: (row, td) => fill(td, percent(row.hit_rate)) },
       { key: "refused", label: "Refused", kind: "num", cell: (row, td) => fill(td, count(Object.values(row.counters).reduce((a, b) => a + b, 0))) },
     ],
   });

@@ -46,7 +46,9 @@ def node(name: str, counters: Mapping[str, int], *, epoch: int = 1, state: str =
 
 
 def overview(*nodes: Json, at: float = 1000.0, **others: Any) -> Json:
-    empty: Json = {name: [] for name in ("engines", "models", "refused", "flows", "tenants", "slowest", "lookups")}
+    empty: Json = {
+        name: [] for name in ("engines", "models", "refused", "flows", "tenants", "slowest", "lookups", "hits")
+    }
     fixed = {"service": "default", "at": at, "restricted": False, "pool": pool(), "windows": [WINDOW]}
     return {**empty, **fixed, "nodes": list(nodes), "evictions": {}, "problems": [], **others}
 

@@ -65,6 +65,17 @@ def test_a_silent_node_is_no_node_that_does_nothing() -> None:
     assert page["nodes"][0]["rates"]["acquires"] == 10.0
 
 
+def test_models_and_tenants_have_the_hits_of_their_rows() -> None:
+    rows = [("m", "a", 100, 50, 10), ("m", "b", 100, 0, 0), ("other", "a", 10, 10, 0)]
+    names = ("model", "tenant", "asked_blocks", "hit_local_blocks", "hit_remote_blocks")
+    models = [{"namespace": "", "model": name, "fingerprint": "f", "engines": 1, "nodes": []} for name in ("m", "new")]
+    tenants = [{"name": "a", "used_bytes": 0, "quota_bytes": 0, "in_flight": 0, "counters": {}}]
+    hits = [dict(zip(names, row, strict=True)) for row in rows]
+    page, _ = View().take(overview(node("n0", {}), models=models, tenants=tenants, hits=hits), 0.0)
+    assert [row["hit_rate"] for row in page["models"]] == [0.3, None]
+    assert page["tenants"][0]["hit_rate"] == round(70 / 110, 4)
+
+
 def test_evictions_are_counted_by_cause_over_nodes() -> None:
     view = View()
     view.take(overview(node("n0", {}, evictions={"pressure": 0, "quota": 0}), node("n1", {}, evictions={})), 0.0)
