@@ -1,4 +1,4 @@
-"""states_reference.py: write docs/reference/states.md, the diagrams of all state machines, from their tables."""
+"""states_reference.py: write docs/reference/states.md, all state machines, from their tables."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ HEAD = """# State machines
 <!-- Made from the tables in the code by `make docs-reference`. Do not edit. -->
 
 Everything here that has states moves by a literal table: a pair of state and event that is not in the table is a bug,
-and raises an error that names both. The diagrams are drawn from those tables. An arrow that leads back to its own state
-is an event that changes nothing, or not the state.
+and raises an error that names both. "Stays" is an event that changes nothing, or not the state. Each machine begins in
+the state of its first row; one that no row leads out of is the end.
 """
 
 
@@ -109,8 +109,8 @@ MACHINES = (
     ),
     Machine(
         "Exchange of the proxy",
-        "One request of a client, with its prefill and its decode. An arrow says what happened and, after a slash, how "
-        "it can go on.",
+        "One request of a client, with its prefill and its decode. The middle column says what happened and, behind "
+        "a slash, how it can go on.",
         plan,
         plan.State.NEW,
         plan.TRANSITIONS,
@@ -120,11 +120,6 @@ MACHINES = (
 
 def words(value: Enum) -> str:
     return str(value.value).replace("_", " ")
-
-
-def node(state: Enum) -> str:
-    """The name of a state in a diagram, which has no blanks."""
-    return words(state).replace(" ", "_")
 
 
 def arrows(table: Mapping[Any, Any]) -> Iterable[tuple[Enum, Enum, str]]:
@@ -144,12 +139,19 @@ def states(machine: Machine) -> list[Enum]:
 
 def drawn(machine: Machine) -> str:
     place = machine.module.__name__.replace(".", "/") + ".py"
-    lines = [f"\n## {machine.title}\n", f"{machine.meaning} The table: `{place}`.\n", "```mermaid"]
-    lines += ["stateDiagram-v2", f"    [*] --> {node(machine.first)}"]
-    lines += [f"    {node(source)} --> {node(target)}: {label}" for source, target, label in arrows(machine.table)]
-    leaving = {source for source, *_ in arrows(machine.table)}
-    lines += [f"    {node(state)} --> [*]" for state in states(machine) if state not in leaving]
-    return "\n".join([*lines, "```", ""])
+    lines = [f"\n## {machine.title}\n", f"{machine.meaning} The table: `{place}`.\n"]
+    lines += ["| in state | when | it is then |", "|---|---|---|"]
+    found = sorted(
+        arrows(machine.table), key=lambda arrow: (arrow[0] is not machine.first, states(machine).index(arrow[0]))
+    )
+    for source, target, label in found:
+        then = "stays" if source is target else f"**{words(target)}**"
+        lines.append(f"| **{words(source)}** | {label} | {then} |")
+    leaving = {source for source, *_ in found}
+    ends = [words(state) for state in states(machine) if state not in leaving]
+    if ends:
+        lines.append(f"\nIt ends in {' or '.join(f'**{state}**' for state in ends)}.")
+    return "\n".join([*lines, ""])
 
 
 def page() -> str:

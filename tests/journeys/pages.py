@@ -31,7 +31,7 @@ TITLE = re.compile(r'title="([^"]+)"')
 OPTIONS = ("in another terminal", "stays")
 # What no two runs have in common: a figure with a unit of time or speed or memory, a random name, a process.
 NUMBER = r"\d+(?:[.,]\d+)*"
-VARYING = re.compile(rf"{NUMBER}(?= ?(?:s|ms|µs|seconds|[KMG]i?B/s|GiB free)\b)|\b[0-9a-f]{{8,}}\b|(?<=pid ){NUMBER}")
+VARYING = re.compile(rf"{NUMBER}(?= ?(?:s|m|ms|µs|seconds|[KMG]i?B/s|GiB free)\b)|\b[0-9a-f]{{8,}}\b|(?<=pid ){NUMBER}")
 
 
 @dataclass(frozen=True, slots=True)

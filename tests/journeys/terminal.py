@@ -18,6 +18,7 @@ from pathlib import Path
 from kvservice.testing.eventually import eventually, patience
 
 INTERRUPTED = (0, 130, -signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a program that Ctrl-C ended in good order
+KILLED = 128 + signal.SIGKILL
 END_SECONDS = 60.0  # for a program to end after Ctrl-C; an engine takes some seconds
 
 
@@ -85,8 +86,11 @@ class Terminal:
         """Press Ctrl-C in everything that stays, the last first, then leave. Returns what went wrong."""
         wrong: list[str] = []
         for each in reversed(self.staying):
-            with contextlib.suppress(ProcessLookupError):
+            allowed = INTERRUPTED
+            try:
                 os.killpg(each.pid, signal.SIGINT)
+            except ProcessLookupError:
+                allowed = (*INTERRUPTED, KILLED)  # by a command of the page
             try:
                 code, _ = self.run(f"wait {each.pid}", END_SECONDS)
             except AssertionError:
@@ -94,7 +98,7 @@ class Terminal:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(each.pid, signal.SIGKILL)
                 continue
-            if code not in INTERRUPTED:
+            if code not in allowed:
                 wrong.append(f"ended with {code} after Ctrl-C: {each.command}\n{each.output.read_text()[-2000:]}")
         self.staying.clear()
         self._type("exit\n")

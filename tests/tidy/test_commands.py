@@ -45,8 +45,8 @@ def tree() -> Any:
 
 
 def joined(text: str) -> str:
-    """Commands that go on behind a backslash, in one line."""
-    return re.sub(r"\\\n\s*>? ?", " ", text)
+    """Commands that go on behind a backslash or in lines with `> `, in one line."""
+    return re.sub(r"\\\n\s*(?:> +)?|\n> +", " ", text)
 
 
 def unknown(words: list[str]) -> str:
