@@ -22,7 +22,7 @@ from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, Loo
 from kvservice.observe.metrics import ShardCollector
 from kvservice.observe.timings import Timings
 from kvservice.proxy.metrics import ProxyMetrics
-from kvservice.proxy.servers import Role, ServerFault, ServerPool
+from kvservice.proxy.servers import ServerPool
 from kvservice.serve.meters import COUNTERS as ROUTER_COUNTERS
 from kvservice.serve.meters import LOOKUP as ROUTER_LOOKUP
 from kvservice.serve.meters import TAGS as ROUTER_TAGS
@@ -37,7 +37,7 @@ HEAD = """# Metrics
 What each process exports to Prometheus. [Monitor the service](../howto/monitor.md) says which of them to watch.
 
 - Every counter is there from the start, as 0, so that `increase()` sees its first event. Exceptions are counters whose
-  labels are learnt: tenants, models, and the servers and paths of the proxy.
+  labels are learnt: tenants, models, and the HTTP status of requests to the proxy.
 - A name ends with its unit where there is one: `_seconds`, `_bytes`, `_blocks`.
 - `service` and `node` are the names of the service and of the shard's node. `model` and `tenant` have at most 64 values
   together; what is beyond them is added up under `(others)`.
@@ -139,12 +139,6 @@ def process() -> list[Row]:
 def proxy() -> list[Row]:
     pool = ServerPool(("http://prefill",), ("http://decode",), in_flight_max=1, check_seconds=1.0)
     metrics = ProxyMetrics(pool)
-    server = next(each for each in pool if each.role is Role.DECODE)
-    metrics.request_ended("p", "200", 0.0)
-    metrics.first_byte("p", 0.0)
-    metrics.sent(server, handoff=False)
-    metrics.failed(server, ServerFault.ERROR)
-    metrics.cancelled(server)
     return [row for row in rows(metrics.collect()) if row not in process()]
 
 

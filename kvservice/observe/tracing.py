@@ -30,12 +30,12 @@ HEADER = "traceparent"
 HEADER_CHARS = 55
 # Spans that wait for the collector. When it does not answer, further ones are dropped; this is OpenTelemetry's default.
 QUEUE_MAX = 2048
-FLUSH_MILLISECONDS = 2000  # for the last spans of a process: a collector that is away must not keep it from ending
+FLUSH_SECONDS = 2.0  # for the last spans of a process: a collector that is away must not keep it from ending
 FILE = "file:"
 Value = str | int | float | bool
 
 _tracer: Tracer | None = None
-_provider: TracerProvider | None = None
+_running: tuple[TracerProvider, SpanExporter] | None = None
 _starting = threading.Lock()
 
 
@@ -76,7 +76,7 @@ def start(where: str, name: str, **about: str) -> None:
 
     Raises ConfigError when OpenTelemetry is not installed or the file cannot be written.
     """
-    global _tracer, _provider
+    global _tracer, _running
     with _starting:
         if where == "off" or _tracer is not None:
             return
@@ -91,17 +91,22 @@ def start(where: str, name: str, **about: str) -> None:
         called = os.environ.get("OTEL_SERVICE_NAME", name)
         resource = Resource.create({"service.name": called, "process.pid": os.getpid(), **_named(about)})
         provider = TracerProvider(resource=resource)
-        provider.add_span_processor(BatchSpanProcessor(_exporter(where), max_queue_size=QUEUE_MAX))
-        _provider, _tracer = provider, provider.get_tracer("kvservice")
+        exporter = _exporter(where)
+        provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=QUEUE_MAX))
+        _running, _tracer = (provider, exporter), provider.get_tracer("kvservice")
 
 
 def stop() -> None:
-    """Export what is left, and switch tracing off. Blocks for at most FLUSH_MILLISECONDS."""
-    global _tracer, _provider
+    """Export what is left, and switch tracing off. Blocks for little more than FLUSH_SECONDS."""
+    global _tracer, _running
     with _starting:
-        provider, _provider, _tracer = _provider, None, None
-    if provider is not None:
-        provider.force_flush(FLUSH_MILLISECONDS)
+        running, _running, _tracer = _running, None, None
+    if running is not None:
+        provider, exporter = running
+        flushing = threading.Thread(target=provider.force_flush, name="kvservice-traces", daemon=True)
+        flushing.start()  # it does not keep to a timeout of its own while it tries again
+        flushing.join(FLUSH_SECONDS)
+        exporter.shutdown()  # ends the attempts under way
         provider.shutdown()
 
 

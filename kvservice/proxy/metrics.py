@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from kvservice.observe.endpoint import BuildCollector
 from kvservice.proxy.servers import Server, ServerFault, ServerPool
 
+PATHS = ("/v1/completions", "/v1/chat/completions")  # that clients' requests are counted by
 # upper bounds of the histograms' buckets; the last is the default of `request_seconds`
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 
@@ -95,6 +96,23 @@ class ProxyMetrics:
             registry=self._registry,
             buckets=_SECONDS,
         )
+
+        self._begin(pool)
+
+    def _begin(self, pool: ServerPool) -> None:
+        """Export what can be known at the start as 0: `increase` misses the first value of a counter."""
+        for path in PATHS:
+            for status in ("200", "left"):
+                self._requests.labels(path, status)
+            self._first_byte.labels(path)
+            self._duration.labels(path)
+        for server in pool:
+            place = (server.role.value, server.url)
+            self._cancelled.labels(*place)
+            for handoff in ("yes", "no"):
+                self._sent.labels(*place, handoff)
+            for fault in ServerFault:
+                self._failures.labels(*place, fault.value)
 
     def request_ended(self, path: str, status: str, seconds: float) -> None:
         self._requests.labels(path, status).inc()

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -112,6 +113,17 @@ def test_a_file_that_cannot_be_written_is_an_error_at_start(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="No such file"):
         tracing.start(f"file:{tmp_path}/missing/spans", "kvservice-test")
     assert tracing.traceparent() == ""
+
+
+def test_a_collector_that_is_away_keeps_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.2)
+    tracing.start("otlp", "kvservice-test")
+    with tracing.request_span("acquire"):
+        pass
+    began = time.monotonic()
+    tracing.stop()
+    assert time.monotonic() - began < 3.0
 
 
 def test_otlp_reaches_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
