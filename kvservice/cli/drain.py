@@ -14,7 +14,7 @@ from rich.console import RenderableType
 
 from kvservice.cli.output import Format, console, write
 from kvservice.cli.progress import Progress
-from kvservice.errors import ConfigError, NoService
+from kvservice.errors import ConfigError, Forbidden, NoService, Unauthenticated
 from kvservice.units import format_bytes
 
 POLL_SECONDS = 0.2  # Between two questions for the progress that is shown.
@@ -47,7 +47,8 @@ def run(
     form: Format = Format.TABLE,
 ) -> bool:
     """Drain the shards, or with `undo` keep them. Blocks. Returns whether every named shard left (or stays). Raises
-    ConfigError if `node` names no node or several, NoService if there is no service."""
+    ConfigError if `node` names no node or several, NoService if there is no service, Forbidden or Unauthenticated if a
+    shard refuses the certificate or token."""
     chosen = _choose(service, lookup, node, local)
     if undo:
         return _undo(chosen)
@@ -129,8 +130,11 @@ def _ask(one: Drained, timeout: float, handover: bool) -> None:
 
 
 def _failed(one: Drained, error: grpc.RpcError) -> None:
-    from kvservice.wire.status import connect_hint
+    from kvservice.wire.status import connect_hint, error_from_rpc
 
+    refused = error_from_rpc(error, f"node {one.node}")
+    if isinstance(refused, Forbidden | Unauthenticated):  # by one shard as by all
+        raise refused
     code = getattr(error, "code", lambda: None)()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and one.phase:
         return  # the shard is busy, and is asked again until the time is over

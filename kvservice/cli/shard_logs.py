@@ -81,9 +81,10 @@ def where(record: Any) -> str:
 
 def _open(record: Any, lines: int, *, name: bool) -> FollowedLog:
     path = Path(record.log)
-    print(f"==> {record.node_id}: {path}", file=sys.stderr)
     file = path.open(encoding="utf-8", errors="replace")
-    for line in deque(file, maxlen=lines):
+    last = deque(file, maxlen=lines)
+    print(f"==> {record.node_id}: {path}", file=sys.stderr)
+    for line in last:
         _print(record.node_id if name else "", line)
     return FollowedLog(record.node_id, path, file)
 

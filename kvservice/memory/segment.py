@@ -21,10 +21,12 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import re
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,9 +35,13 @@ from kvservice.core.segment.geometry import CONTROL_BYTES, HEADER_BYTES, Geometr
 from kvservice.core.segment.header import SLOT_VERSION, SlotHeader, has_length, is_whole, pack_header, unpack_header
 from kvservice.errors import KVServiceError, SegmentError, ServiceConflict, another_version
 from kvservice.private_files import user_name
-from kvservice.units import BootEpoch, SlotIndex, format_bytes
+from kvservice.units import BootEpoch, GiB, SlotIndex, format_bytes
+
+log = logging.getLogger("kvservice.memory")
 
 SEGMENT_MAGIC = b"KVSSEG01"
+PIECE_BYTES = GiB  # reserved at once: the kernel needs about a second, and then the log can say how far it is
+TELL_SECONDS = 5.0  # between two lines about it: a pool of 64 GiB is reserved in about a minute
 SLAB_MAGIC = 0x4B565353_4C414230  # "KVSSLAB0": tells a slab's header from whatever else was in memory
 _CONTROL = struct.Struct("<8sQQQ24sI")
 _CRC = struct.Struct("<I")
@@ -378,13 +384,20 @@ def _owner_hint(path: Path) -> str:
 
 
 def _reserve(descriptor: int, directory: Path, size: int) -> None:
-    """Reserve the memory with posix_fallocate. On tmpfs it takes the pages now; a later failure would be SIGBUS."""
+    """Reserve the memory with posix_fallocate. On tmpfs it takes the pages now; a later failure would be SIGBUS. Says
+    in the log how far it is."""
     status = os.fstatvfs(descriptor)
     free = status.f_bavail * status.f_frsize
     problem: OSError | None = None
     if free >= size:
         try:
-            os.posix_fallocate(descriptor, 0, size)
+            told = time.monotonic()
+            for start in range(0, size, PIECE_BYTES):
+                os.posix_fallocate(descriptor, start, min(PIECE_BYTES, size - start))
+                if time.monotonic() - told >= TELL_SECONDS:
+                    told = time.monotonic()
+                    done = format_bytes(min(start + PIECE_BYTES, size))
+                    log.info("reserving_memory", extra={"reserved": done, "wanted": format_bytes(size)})
             return
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):

@@ -74,10 +74,11 @@ def trailing_metadata(error: KVServiceError) -> tuple[tuple[str, str], ...]:
 
 def error_from_rpc(error: grpc.RpcError, what: str) -> KVServiceError:
     """The error that the server raised, rebuilt; or the nearest kind for a failure of the channel itself."""
-    code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else grpc.StatusCode.UNKNOWN
-    details = (error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None) or str(error)
+    answered = isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    code = error.code() if answered else grpc.StatusCode.UNKNOWN
+    details = (error.details() if answered else None) or str(error)
     hint = connect_hint(details)
-    metadata = _metadata(error.trailing_metadata() if isinstance(error, grpc.aio.AioRpcError) else ())
+    metadata = _metadata(error.trailing_metadata() if answered else ())
     kind = error_types().get(metadata.get(REASON_KEY, "")) or _BY_CODE.get(code, KVServiceError)
     try:
         attributes = json.loads(metadata.get(ATTRIBUTES_KEY, "{}"))

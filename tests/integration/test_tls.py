@@ -4,6 +4,7 @@ everything runs."""
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -13,10 +14,13 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner, Result
 
 from kvservice.auth import tls as wire_tls
 from kvservice.auth.tls import TlsFiles, open_blocking_channel, open_channel
 from kvservice.cli import explain, status
+from kvservice.cli.exits import ExitCode
+from kvservice.cli.main import app
 from kvservice.client.engine_stats import EngineStatsReader
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
@@ -318,6 +322,39 @@ def test_the_command_line_beside_a_service_finds_its_files(
     monkeypatch.delenv("KVSERVICE_TLS_DIR", raising=False)
     seen = status.collect(cluster.service)
     assert seen.problems == () and len(seen.nodes) == 2
+
+
+@pytest.fixture
+def bastion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of its own: no shard is registered on it, and it has a client's certificate."""
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("KVSERVICE_TLS_DIR", str(write(tmp_path / "bastion", client=True)))
+    return tmp_path
+
+
+def test_commands_ask_from_a_machine_without_a_shard(cluster: LocalCluster, bastion: Path) -> None:
+    def ask(*words: str) -> Result:
+        return CliRunner().invoke(app, [*words, "--lookup", cluster.lookup_addresses[0]])
+
+    seen = ask("status", "-o", "json")
+    assert seen.exit_code == 0, seen.output
+    assert [node["node_id"] for node in json.loads(seen.stdout)["nodes"]] == ["n0", "n1"]
+    assert ask("tenants", "usage").exit_code == 0
+    unknown = ask("explain", "nobody")
+    assert unknown.exit_code == 1 and "no shard remembers" in unknown.stdout
+    drained = ask("drain", "--node", "n0")
+    assert drained.exit_code == ExitCode.DENIED and "client" in drained.stderr, drained.output
+    assert CliRunner().invoke(app, ["status"]).exit_code == ExitCode.NO_SERVICE
+
+
+def test_one_lookup_partition_in_the_environment_is_enough(
+    cluster: LocalCluster, bastion: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSERVICE_LOOKUP", cluster.lookup_addresses[0])
+    assert CliRunner().invoke(app, ["status"]).exit_code == 0
+    monkeypatch.delenv("KVSERVICE_TLS_DIR")
+    refused = CliRunner().invoke(app, ["status"])
+    assert refused.exit_code == ExitCode.NO_SERVICE and "KVSERVICE_TLS_DIR" in refused.stderr
 
 
 def test_explain_says_what_to_do_about_wrong_certificates(

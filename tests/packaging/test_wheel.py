@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import kvservice
+from kvservice.testing.eventually import eventually
 from tests.packaging.wheel import ROOT, build_wheel
 
 
@@ -102,6 +105,74 @@ def test_the_demo_shows_a_remote_hit_and_leaves_nothing(wheel: Path, tmp_path: P
     assert "8.0 MiB from n0" in result.stdout and "nothing moved" in result.stdout
     assert not [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("kvservice-t")]
     scratch.rmdir()  # it is empty again
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command, from the wheel with two extras and what they need, in an environment that had nothing."""
+    place = tmp_path_factory.mktemp("empty")
+    subprocess.run([sys.executable, "-m", "venv", place], check=True, timeout=120)
+    words = [place / "bin" / "pip", "install", "--disable-pip-version-check", "--quiet", f"{wheel}[certs,proxy]"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+    if "No matching distribution" in done.stderr or "Connection" in done.stderr:
+        pytest.skip(f"no package index can be reached: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return place / "bin" / "kvservice"
+
+
+class Alone:
+    """Runs the command in an empty folder, with nothing of this repository in its environment."""
+
+    def __init__(self, command: Path) -> None:
+        self.command = command
+        self.folder = Path(tempfile.mkdtemp(prefix="kva-"))  # short: sockets go into it
+        passed = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVSERVICE"))}
+        self.environment = {**passed, "KVSERVICE_RUNTIME_DIR": str(self.folder / "run"), "TMPDIR": str(self.folder)}
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.command, *words],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+
+@pytest.fixture
+def alone(installed: Path) -> Iterator[Alone]:
+    made = Alone(installed)
+    yield made
+    shutil.rmtree(made.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(1200)
+def test_the_wheel_alone_serves_and_says_what_is_missing(alone: Alone) -> None:
+    assert alone.run("--version").stdout.startswith(f"kvservice {kvservice.__version__} ")
+    demo = alone.run("demo")
+    assert (demo.returncode, demo.stderr) == (0, "") and "8.0 MiB from n0" in demo.stdout
+    assert alone.run("certs", str(alone.folder / "tls")).returncode == 0, "an extra that was asked for"
+    for words in (["up"], ["shard", "--node", "n", "--transport", "nixl"]):
+        refused = alone.run(*words)
+        assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
+        assert "comes with the extra" in refused.stderr and "pip install" in refused.stderr
+    assert alone.run("status").returncode == 3
+    up = subprocess.Popen(
+        [alone.command, "up", "--no-ray", "--pool-bytes", "16MiB"],
+        cwd=alone.folder,
+        env=alone.environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        eventually(lambda: alone.run("status").returncode == 0, "the status of a service that is up")
+    finally:
+        up.terminate()
+    assert "Traceback" not in up.communicate(timeout=60)[1] and up.returncode == 0
 
 
 def test_the_source_folder_actors_refuses_to_be_imported() -> None:

@@ -233,6 +233,49 @@ def test_down_says_who_ends_a_service_without_ray(foreground: Foreground) -> Non
     assert foreground.process.poll() is None
 
 
+def test_logs_are_found_where_they_are_written(runtime: Path) -> None:
+    path = runtime / "shard.log"
+    with path.open("wb") as log:
+        shard = subprocess.Popen(
+            [sys.executable, "-m", "kvservice", "shard", "--node", "n0", "--pool-bytes", "16MiB", "--service", "logs"],
+            env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime), "KVSERVICE_TRANSPORT": "shm"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    follow = None
+    try:
+        eventually(lambda: find_shards("logs", runtime), "the shard")
+        assert "shard_started" in command(runtime, "logs", "--service", "logs").stdout
+        last = command(runtime, "logs", "--lines", "0", "--node", "n")
+        assert (last.returncode, last.stdout) == (0, "") and str(path) in last.stderr
+        assert command(runtime, "logs", "--node", "other").returncode == 2
+        follow = subprocess.Popen(
+            [sys.executable, "-m", "kvservice", "logs", "--follow", "--lines", "0"],
+            env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert follow.stderr is not None and follow.stdout is not None
+        assert str(path) in follow.stderr.readline()
+        with path.open("ab") as log:
+            log.write(b"a new line\x1b[31m\n")
+        assert follow.stdout.readline() == "a new line\\x1b[31m\n"
+        follow.send_signal(signal.SIGINT)
+        assert follow.wait(10) == 130
+    finally:
+        shard.terminate()
+        shard.wait(30)
+        if follow is not None:
+            follow.kill()
+            follow.communicate()
+
+
+def test_logs_in_a_pipe_are_said_to_be_there(foreground: Foreground) -> None:
+    shown = command(foreground.runtime, "logs")
+    assert shown.returncode == 1 and "to a pipe" in shown.stderr and str(foreground.process.pid) in shown.stderr
+
+
 def test_two_services_of_one_name_on_one_machine_are_refused(foreground: Foreground) -> None:
     second = command(foreground.runtime, "up", "--no-ray", "--service", foreground.service, "--pool-bytes", "16MiB")
     assert second.returncode == 1
