@@ -16,7 +16,7 @@ const WIDE = { width: 1440, height: 900 };
 const PHONE = { width: 390, height: 844 };
 const LOADED = 20_000; // milliseconds for what takes one or two on an idle machine
 const complaints = []; // of the console, of all pages
-const browser = await chromium.launch({ executablePath: "/usr/bin/chromium", args: ["--no-sandbox"] });
+const browser = await chromium.launch({ executablePath: process.env.KVSERVICE_TEST_BROWSER, args: ["--no-sandbox"] });
 
 async function open(options = {}, address = url) {
   const context = await browser.newContext({ viewport: WIDE, colorScheme: "light", ...options });

@@ -21,6 +21,7 @@ from kvservice.units import MiB
 from tests.conftest import ROOT
 
 SITE = ROOT / ".venv-browser"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
 SHOTS = os.environ.get("KVSERVICE_TEST_SHOTS", "")  # a folder for pictures of the page
 SCRIPT = ROOT / "tests/browser/console.mjs"
 CHECKS = re.findall(r"^  async \"?([\w', -]+?)\"?\(\) \{$", SCRIPT.read_text(), re.MULTILINE)
@@ -31,7 +32,7 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
-        not (SITE / "node_modules").is_dir() or shutil.which("chromium") is None,
+        not (SITE / "node_modules").is_dir() or not BROWSER,
         reason="no browser is installed: `make browser` installs it",
     ),
 ]
@@ -73,7 +74,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             pids = {"n1": cluster.pid("n1"), "console": served.pid}
             played = subprocess.run(
                 ["node", SCRIPT, addresses[0], SHOTS, json.dumps({"hostile": addresses[1], "pids": pids})],
-                env={**os.environ, "KVSERVICE_TEST_SITE": str(SITE)},
+                env={**os.environ, "KVSERVICE_TEST_SITE": str(SITE), "KVSERVICE_TEST_BROWSER": BROWSER},
                 capture_output=True,
                 text=True,
                 timeout=800,

@@ -66,7 +66,7 @@ function makeTable(home) {
         },
       },
       { key: "node_id", label: "Node", kind: "name", sort: (row) => row.node_id, cell: (row, td) => fill(td, row.node_id) },
-      { key: "model", label: "Model", kind: "text", sort: (row) => row.model ?? "", cell: (row, td) => fill(td, row.model || "–", row.tenant ?? "") },
+      { key: "model", label: "Model", kind: "wide", sort: (row) => row.model ?? "", cell: (row, td) => fill(td, row.model || "–", row.tenant ?? "") },
       { key: "state", label: "State", kind: "text", sort: (row) => row.state, cell: (row, td) => fill(td, row.state, [row.tier, row.copy].filter(Boolean).join(", ")) },
       number("position", "Position", count),
       number("bytes", "Bytes", size),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -167,6 +168,19 @@ def test_the_page_has_no_script_or_style_of_its_own() -> None:
         assert inline not in page, inline
     for part in page.split("<script")[1:]:
         assert part.split(">", 1)[1].startswith("</script>")
+
+
+VENDORED = {  # of uplot-1.6.32.tgz on npm; see docs/decisions/libraries.md
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+
+
+def test_files_of_others_are_as_they_were_released() -> None:
+    vendor = STATIC / "vendor"
+    found = {name: hashlib.sha256((vendor / name).read_bytes()).hexdigest() for name in VENDORED}
+    assert found == VENDORED
+    assert {path.name for path in vendor.iterdir()} == {*VENDORED, "uPlot.LICENSE.txt"}
 
 
 def test_texts_never_become_markup() -> None:
