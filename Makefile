@@ -133,16 +133,18 @@ test: $(INSTALLED) $(MODEL) ## Run the gate: every test but the slow ones, in pa
 test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
 	$(BIN)/python -m tests.lanes --all $(PYTEST)
 
-# Of what is decided in core, and of everything. Raise a bound when its figure has risen.
-CORE_COVERED := 98
-COVERED := 64
-COVER ?= pytest -q tests/unit tests/property
-coverage: $(INSTALLED) ## Branches that unit and property tests run, against lower bounds; COVER=tests.lanes for all tests
+# Of what is decided in core, and of everything. Raise a bound when its figure has risen. With other tests than these the
+# figure for everything is another one: COVERED=0 only shows it.
+CORE_COVERED := 100
+COVERED := 70
+COVER := pytest -q tests/unit tests/property
+coverage: $(INSTALLED) ## Branches that unit and property tests run, against lower bounds; COVER=tests.lanes COVERED=0 for all tests
 	rm -rf .coverage
-	$(BIN)/python -m coverage run -m $(COVER)
-	$(BIN)/python -m coverage combine --quiet
-	$(BIN)/python -m coverage report --fail-under $(COVERED)
-	$(BIN)/python -m coverage report --include 'kvservice/core/*' --fail-under $(CORE_COVERED)
+	ended=0; $(BIN)/python -m coverage run -m $(COVER) || ended=$$?; \
+	  $(BIN)/python -m coverage combine --quiet && \
+	  $(BIN)/python -m coverage report --fail-under $(COVERED) && \
+	  $(BIN)/python -m coverage report --include 'kvservice/core/*' --fail-under $(CORE_COVERED) && \
+	  exit $$ended
 
 sim: $(INSTALLED) ## Run the simulator: thousands of schedules of faults, and planted bugs that it must find
 	$(BIN)/python -m pytest -m sim tests/sim

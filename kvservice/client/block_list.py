@@ -105,6 +105,8 @@ class BlockReader:
                 rows += [_row(node, one) for one in reply.blocks]
                 if not reply.more:
                     return rows, True, ""
+                if reply.next_slot <= request.start_slot:  # it would go on for ever
+                    return rows, False, f"node {node} named a page that it had given already"
                 request.start_slot = reply.next_slot
         except grpc.aio.AioRpcError as error:
             problem = error_from_rpc(error, f"blocks of node {node}")
