@@ -30,6 +30,6 @@ def test_counters_that_begin_before_the_first_sample_count() -> None:
     assert (window.name, window.counters["hit_local_blocks"]) == ("1m", 9)
 
 
-def test_a_shard_that_could_not_sample_for_long_shows_an_empty_minute() -> None:
+def test_a_shard_that_did_not_sample_shows_an_empty_minute() -> None:
     windows = CounterWindows(0.0)
     assert [one.seconds for one in windows.read(900.0, {"acquires": 5})] == [900.0, 0.0, 0.0]

@@ -79,7 +79,7 @@ def test_links_are_those_the_replicas_own_shard_measured() -> None:
     assert speeds.link.bytes_per_second == RouterOptions().fetch_bytes_per_second
 
 
-async def test_fewer_lookup_partitions_are_believed_when_they_are_named_twice() -> None:
+async def test_fewer_partitions_are_believed_when_named_twice() -> None:
     answers = [("h:1", "h:2"), ("h:1",), ("h:1", "h:2"), ("h:1",), ("h:1",)]
     holdings = Holdings(lambda: answers.pop(0), refresh_seconds=1, answer_seconds=1)
     believed = [holdings._believed(holdings._find()) for _ in range(5)]  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ def test_decisions_of_the_same_moment_see_each_other() -> None:
     assert book.wait("b", None, 0.0) == QueueWait()
 
 
-def test_work_is_done_one_request_after_the_other_and_then_only_decoded() -> None:
+def test_prompts_are_computed_one_by_one_then_decoded() -> None:
     book = LoadBook()
     for name in ("q1", "q2"):
         book.decided(name, "a", 1.0, now=0.0)
@@ -48,7 +48,7 @@ def test_a_request_that_ends_early_takes_its_remaining_work_away() -> None:
     assert waits(book, "a", 0, 0.25) == QueueWait()
 
 
-def test_requests_of_other_routers_are_what_the_replica_counts_beyond_ours() -> None:
+def test_requests_beyond_ours_are_those_of_other_routers() -> None:
     book = LoadBook()
     book.decided("q1", "a", 1.0, now=0.0)
     book.routed("q1", "a", now=0.0)
@@ -56,7 +56,7 @@ def test_requests_of_other_routers_are_what_the_replica_counts_beyond_ours() -> 
     assert book.wait("b", 4, 0.0).waiting == 4
 
 
-def test_requests_of_other_routers_are_taken_to_be_as_far_as_ours() -> None:
+def test_requests_of_other_routers_are_as_far_as_ours() -> None:
     book = LoadBook()
     for index in range(7):
         book.decided(f"q{index}", "a", 1.0, now=0.0)
@@ -65,7 +65,7 @@ def test_requests_of_other_routers_are_taken_to_be_as_far_as_ours() -> None:
     assert (found.waiting, found.decoding) == (1.0, 7.0), "all of ours are past their prefill"
 
 
-def test_a_request_that_went_elsewhere_counts_there_and_only_there() -> None:
+def test_a_request_counts_only_where_it_went() -> None:
     book = LoadBook()
     book.decided("q1", "a", 1.5, now=0.0)
     book.routed("q1", "b", now=0.0)
@@ -127,7 +127,7 @@ def test_a_restarted_engine_is_believed_to_hold_nothing() -> None:
     assert sent.leading("a#2", hashes("x"), now=0.0) == 0
 
 
-def test_a_replica_that_was_busy_of_late_is_expected_to_be_so_again() -> None:
+def test_a_replica_that_was_busy_is_expected_busy() -> None:
     book = LoadBook()
     for index in range(30):
         book.decided(f"q{index}", "a", 0.5, now=float(index))

@@ -97,7 +97,7 @@ def test_the_end_of_a_text_that_was_cut_is_not_believed() -> None:
     assert CUT_TOKENS >= 1
 
 
-def test_before_the_tokenizer_is_loaded_text_is_unknown_and_tokens_are_not() -> None:
+def test_before_the_tokenizer_is_loaded_only_tokens_are_known() -> None:
     tokenizer = PromptTokenizer("words", tokens_max=100)
     assert tokenizer.tokens(question_of([SimpleNamespace(prompt=[7, 8])], {})) == Tokens((7, 8), 2)
     with pytest.raises(Unknown, match="tokenizer_loading"):

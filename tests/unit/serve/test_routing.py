@@ -62,7 +62,8 @@ def test_a_queue_longer_than_the_saving_sends_the_request_away() -> None:
     assert (decision.best.replica, decision.reason) == ("b", Reason.LOAD), "recomputing takes 1.6 s, waiting 2"
 
 
-def test_cheap_fetching_makes_the_idle_replica_as_good_as_the_holder() -> None:
+def test_cheap_fetching_makes_an_idle_replica_as_good() -> None:
+    """It is as good as the holder."""
     runs = held((0, 90, "a"))
     decision = choose(replica("a", runs, wait=0.1), replica("b", runs))
     assert decision.best.replica == "b"
@@ -70,7 +71,8 @@ def test_cheap_fetching_makes_the_idle_replica_as_good_as_the_holder() -> None:
     assert (decision.best.fetched_blocks, decision.best.node_blocks) == (90, 0)
 
 
-def test_a_conversation_stays_where_most_of_it_lies_even_if_fetching_costs_next_to_nothing() -> None:
+def test_a_conversation_stays_where_most_of_it_lies() -> None:
+    """It does so even if fetching costs next to nothing."""
     free = dataclasses.replace(SPEEDS, link=PeerLink(1e12))
     runs = held((0, 9, "ab"), (9, 80, "a"))
     for draws in ((0.1, 0.9), (0.9, 0.1)):
@@ -79,7 +81,8 @@ def test_a_conversation_stays_where_most_of_it_lies_even_if_fetching_costs_next_
         assert decision.groups == (("a",), ("b",))
 
 
-def test_prompts_with_a_common_beginning_do_not_all_go_where_the_first_one_went() -> None:
+def test_prompts_with_a_common_prefix_are_spread() -> None:
+    """They do not all go where the first one went."""
     free = dataclasses.replace(SPEEDS, link=PeerLink(1e12))
     runs = held((0, 40, "a"))
     chosen = {
@@ -96,7 +99,7 @@ def test_nothing_is_fetched_over_a_link_slower_than_recomputing() -> None:
     assert (found.fetched_blocks, found.compute_seconds) == (0, 1.6)
 
 
-def test_the_faster_of_two_holders_is_read_and_its_overhead_paid_once() -> None:
+def test_the_faster_holder_is_read_and_its_overhead_paid_once() -> None:
     speeds = dataclasses.replace(SPEEDS, links={NodeId("a"): SLOW_LINK, NodeId("c"): PeerLink(1e6, 0.01)})
     found = estimate(PROMPT, replica("b", held((0, 10, "ac"), (10, 10, "c")), speeds=speeds))
     assert found.fetched_blocks == 20
@@ -142,7 +145,7 @@ def test_cold_prompts_reach_every_idle_replica() -> None:
     assert min(firsts[name] for name in names) > 150, "an eighth of 2000 is 250"
 
 
-def test_a_popular_prefix_does_not_draw_all_requests_to_its_holder() -> None:
+def test_a_popular_prefix_does_not_draw_every_request() -> None:
     """Each request adds its own work to the queue of the chosen one."""
     runs = held((0, 90, "a"))
     slow = dataclasses.replace(SPEEDS, link=SLOW_LINK)

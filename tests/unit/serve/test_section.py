@@ -16,7 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 
-def test_without_a_section_the_default_service_is_found_or_started() -> None:
+def test_without_a_section_the_default_service_is_used() -> None:
+    """It is found, or else started."""
     section = parse_section(None)
     assert (section.service, section.start, section.has_settings) == ("default", True, False)
     assert section.connector_options() == {"mode": "service", "service": "default"}
@@ -89,7 +90,8 @@ def test_another_connector_is_refused_and_never_replaced() -> None:
         connector_config(multi(NIXL), parse_section(None), "m", "kv_both")
 
 
-def test_our_connector_among_several_is_filled_in_and_the_others_stay() -> None:
+def test_our_connector_among_several_is_filled_in() -> None:
+    """The others stay."""
     found = connector_config(multi({"kv_connector": CONNECTOR}, NIXL), parse_section(None), "m", "kv_both")
     ours, theirs = found["kv_connector_extra_config"]["connectors"]
     assert theirs == NIXL
@@ -111,7 +113,7 @@ def test_the_router_is_set_with_what_follows_from_the_model() -> None:
     }
 
 
-def test_a_users_router_is_kept_unless_the_section_asks_for_another() -> None:
+def test_a_users_router_is_kept_unless_another_is_asked_for() -> None:
     theirs = {"request_router_class": "my.Router"}
     assert router_config(theirs, parse_section(None), "m", {}) == theirs
     assert router_config(theirs, parse_section({"router": "default"}), "m", {}) == theirs
