@@ -99,6 +99,7 @@ class Request:
     kv_transfer_params: Any = None
     cache_salt: str | None = None
     lora_request: Any = None
+    trace_headers: Any = None
 
 
 @dataclass
