@@ -86,7 +86,7 @@ def start(where: str, name: str, **about: str) -> None:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise ConfigError(
-                "traces need OpenTelemetry: pip install 'kvservice[otel]', or set traces to off"
+                "traces need OpenTelemetry: install kvservice with its extra otel, or set traces to off"
             ) from error
         called = os.environ.get("OTEL_SERVICE_NAME", name)
         resource = Resource.create({"service.name": called, "process.pid": os.getpid(), **_named(about)})
@@ -202,7 +202,9 @@ def _exporter(where: str) -> SpanExporter:
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError as error:
-            raise ConfigError("traces to a collector need its protocol: pip install 'kvservice[otel]'") from error
+            raise ConfigError(
+                "traces to a collector need its protocol: install kvservice with its extra otel"
+            ) from error
         return OTLPSpanExporter()
     from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
