@@ -336,12 +336,11 @@ class Acquisitions:
             if index not in acquisition.held and index not in acquisition.pending:
                 self._await(acquisition, index)
         start = acquisition.handed_from = self._next_followed(acquisition)
+        assert start is not None, "the caller saw a block that is neither here nor on its way"
         if handoff.node_id == self._shard.node_id:
             self._move(acquisition, AcquisitionEvent.WATCH)
-        elif start is not None:
-            self._ask_writer(acquisition, start)
         else:
-            self._move(acquisition, AcquisitionEvent.WAIT)
+            self._ask_writer(acquisition, start)
 
     def _ask_writer(self, acquisition: Acquisition, start: int) -> None:
         handoff = acquisition.request.handoff

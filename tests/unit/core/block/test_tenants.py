@@ -185,7 +185,9 @@ def test_a_tenant_that_is_removed_takes_its_counters_along() -> None:
     harness = harness_with(a=QUOTA, b=FREE)
     attachment = harness.attach(tenant="a")
     harness.store(attachment, make_chain(3))
-    harness.hit(attachment, make_chain(3))
-    assert {row.name for row in harness.state.tenants()} >= {"a", "b"}
+    harness.store(attachment, make_chain(2, "beyond its quota"))
+    assert usage(harness, "a").counters["evicted"] == 2
     harness.set_tenants(b=FREE)
     assert "a" not in {row.name for row in harness.state.tenants()}
+    harness.set_tenants(a=QUOTA, b=FREE)
+    assert not usage(harness, "a").counters.get("evicted")
