@@ -129,7 +129,7 @@ def draw(found: BlockList, selected: Selection, wide: bool) -> RenderableType:
             plain(row.node_id),
             plain(row.model) or "-",
             plain(row.tenant) or "-",
-            row.state,
+            plain(row.state),
             row.tier,
             f"{row.position:,}" if known else "-",
             format_bytes(row.bytes),

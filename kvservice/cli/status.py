@@ -234,7 +234,7 @@ def _models(seen: Overview, names: Mapping[str, str]) -> RenderableType:
         made.add_row(
             plain(model.model),
             plain(model.namespace) or "-",
-            model.fingerprint,
+            plain(model.fingerprint),
             str(model.engines),
             rates.get(model.model, "-"),
             plain(", ".join(names.get(node, node) for node in model.nodes)),
@@ -309,7 +309,7 @@ def _engines(seen: Overview, names: Mapping[str, str]) -> Table:
     for engine in seen.engines:
         speed = engine.prefill_tokens_per_second
         made.add_row(
-            engine.engine_id,
+            plain(engine.engine_id),
             plain(names.get(engine.node_id, engine.node_id)),
             plain(engine.model),
             plain(engine.tenant) or "-",
@@ -334,8 +334,8 @@ def _details(seen: Overview, names: Mapping[str, str]) -> Table:
         made.add_row(
             plain(names[node.node_id]),
             plain(node.address),
-            node.transport,
-            node.version,
+            plain(node.transport),
+            plain(node.version),
             str(node.epoch),
             f"{node.lookup_keys:,}",
         )
@@ -363,6 +363,6 @@ def _mirrors(seen: Overview, names: Mapping[str, str]) -> Table:
                 f"{mirror.age_seconds:.1f}s",
                 f"{mirror.answers:,}",
                 f"{sum(mirror.fallbacks.values()):,}",
-                ", ".join(f"{name} {count:,}" for name, count in sorted(mirror.fallbacks.items())),
+                plain(", ".join(f"{name} {count:,}" for name, count in sorted(mirror.fallbacks.items()))),
             )
     return made

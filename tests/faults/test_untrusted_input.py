@@ -10,7 +10,7 @@ import re
 import stat
 import struct
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from rich.console import Console, RenderableType
 
 from kvservice.auth.tenants import new_token, read_tenants
 from kvservice.auth.token import Token
-from kvservice.cli import explain, output, status
+from kvservice.cli import blocks, explain, output, status
 from kvservice.cli.output import Format
+from kvservice.client.block_list import MEMORY, PRIMARY, BlockList, BlockRow
 from kvservice.copying.memory import SharedMemory
 from kvservice.core.directory.key_table import ROWS_MIN
 from kvservice.core.directory.mirror import TABLE_AT, Feed, MirrorWriter, mirror_bytes
@@ -42,6 +43,7 @@ from kvservice.wire.explain import decode_report, encode_report
 from kvservice.wire.leaving import decode_progress
 from kvservice.wire.v1 import shard_pb2
 from tests.integration.engine import spec
+from tests.unit.cli.overviews import make_overview
 
 pytestmark = pytest.mark.faults
 
@@ -136,29 +138,32 @@ def _explained(name: str) -> None:
     )
 
 
+OWN = {"state", "evictions", "counters"}  # of an overview: this process chooses these texts
+
+
+def _everywhere(value: Any, name: str) -> Any:
+    """The same value with `name` in place of each text that another process may have chosen."""
+    if isinstance(value, str):
+        return name
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        return type(value)(**{key: each if key in OWN else _everywhere(each, name) for key, each in parts.items()})
+    if isinstance(value, dict):
+        return {_everywhere(key, name): each for key, each in value.items()}
+    return tuple(_everywhere(each, name) for each in value) if isinstance(value, tuple) else value
+
+
 def _status(name: str) -> None:
-    row = {
-        "node_id": name,
-        "peer_address": name,
-        "error": name,
-        "counters": {},
-        "models": [name],
-        "tenants": [{"name": name, "quota_bytes": 0, "used_bytes": 0}],
-    }
-    lookup = {"address": name, "partition": 0, "partition_count": 1, "key_count": 0, "nodes": [], "error": name}
-    state = {
-        "service": "s",
-        "nodes": [row],
-        "lookup_partitions": [lookup],
-        "totals": {"asked_blocks": 0},
-        "hit_rates": {"local": None},
-        "problems": [name],
-    }
-    _print(status.draw, state)
+    _print(lambda seen: status.draw(seen, True), _everywhere(make_overview(), name))
+
+
+def _blocks(name: str) -> None:
+    row = BlockRow(name, 1, name, 1, name, "00ff", name, 1, PRIMARY, MEMORY, 1.0, 1.0, 1)
+    _print(lambda found: blocks.draw(found, blocks.Selection(), True), BlockList((row,), False, (name,)))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("show", [_explained, _status])
+@pytest.mark.parametrize("show", [_explained, _status, _blocks])
 def test_no_name_acts_on_the_terminal_of_an_operator(
     show: Callable[[str], None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

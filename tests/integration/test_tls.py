@@ -22,6 +22,7 @@ from kvservice.cli import explain, status
 from kvservice.cli.exits import ExitCode
 from kvservice.cli.main import app
 from kvservice.client.engine_stats import EngineStatsReader
+from kvservice.client.overview import OverviewReader
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
@@ -198,8 +199,10 @@ async def test_parts_that_do_not_fit_say_what_to_do(
         assert (answer.runs, answer.complete) == ((), False), "a miss, and nothing raised"
         assert asking.counters["lookup_failed_unavailable"] == 1
         await asking.close()
-        row = await asyncio.to_thread(status._lookup_stats, tls, lookup)
-        assert hint in row["error"]
+        reader = OverviewReader(tls)
+        seen = await reader.read("", [lookup])
+        await reader.close()
+        assert hint in seen.lookups[0].error
 
 
 async def test_a_server_with_another_name_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
