@@ -18,6 +18,7 @@ from kvservice.api.layout import Array, Arrays, Layout, Tokens, pack_tokens
 from kvservice.api.mapped import MappedPool
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, KEYS_PER_REQUEST_MAX, block_keys, chain_packed, span_route
+from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -44,6 +45,7 @@ SAMPLE_ONE_IN = 16  # blocks a digest check, as in engines: it costs little, and
 # others can read already.
 BATCH_BYTES = 64 * MiB
 BATCH_BLOCKS_MAX = 1024  # the same for small blocks: a shard reserves at most 4,096 slots a call
+TIMEOUT_SECONDS_MAX = 600.0  # as for engines: a request that waits longer is forgotten rather than waited for
 TOO_LONG = "too_long"  # beyond KEYS_PER_REQUEST_MAX blocks
 NO_POOL = "unavailable"  # the shard is away; the program attaches again by itself
 FULL = "full"
@@ -140,9 +142,12 @@ class AttachedModel:
 
     async def get(self, tokens: Tokens, start: int, salt: str, timeout: float, request_id: str) -> Hit:
         keys_of, total = self._chain(tokens, salt)
-        request_id = request_id or f"py-{secrets.token_hex(6)}"
+        _check_timeout(timeout)
+        request_id = check_request_id(request_id) or f"py-{secrets.token_hex(6)}"
         if not 0 <= start <= total:
             raise InvalidRequest(f"start is a block of the prompt, 0 to {total}, not {start}")
+        if start >= min(total, KEYS_PER_REQUEST_MAX):  # there is nothing to ask for
+            return self._miss(start, TOO_LONG if start < total else "", request_id)
         attachment, mapped = await self._pool()
         if attachment is None or mapped is None:
             return self._miss(start, NO_POOL, request_id)
@@ -173,9 +178,10 @@ class AttachedModel:
 
     async def warm(self, tokens: Tokens, salt: str, timeout: float) -> int:
         """Make the prefix local without reading it. Returns how many tokens of it are."""
-        keys_of, _ = self._chain(tokens, salt)
+        keys_of, total = self._chain(tokens, salt)
+        _check_timeout(timeout)
         attachment = self._session.attachment
-        if attachment is None:
+        if attachment is None or not total:
             return 0
         try:
             result = await self._session.ask(attachment, AcquireRequest(tuple(keys_of(attachment)), 0, timeout))
@@ -213,6 +219,10 @@ class AttachedModel:
         if sound < len(headers):
             del headers[sound:]
             miss = MissReason.CORRUPT.value
+        if not headers:
+            held.window.close()
+            release()
+            return self._miss(start, miss, request.request_id)
         fetched = min(result.fetched_count, len(headers))
         return Hit(self.layout, held, start=start, fetched=fetched, miss=miss, request_id=request.request_id)
 
@@ -324,6 +334,11 @@ class AttachedModel:
     def _may_reattach(self) -> bool:
         """Not while a thread writes: with the next attachment the shard gives the slots to others."""
         return self._mapped is None or not self._mapped.is_written
+
+
+def _check_timeout(seconds: float) -> None:
+    if not 0 <= seconds <= TIMEOUT_SECONDS_MAX:
+        raise InvalidRequest(f"timeout is 0 to {TIMEOUT_SECONDS_MAX:g} seconds, not {seconds}")
 
 
 def _dropped(blocks: Sequence[Any], statuses: Sequence[SealStatus], reason: str) -> PutResult:

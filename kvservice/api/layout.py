@@ -100,7 +100,7 @@ def pack_tokens(tokens: Tokens) -> bytes:
 
 
 def _type_name(kind: object) -> str:
-    name = str(kind).removeprefix("torch.")
+    name = "nothing" if kind is None else str(kind).removeprefix("torch.")  # NumPy takes None for float64
     if name in FOREIGN_TYPES:
         return name
     try:

@@ -20,7 +20,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvservice-pool", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvservice-pool", daemon=True)
         self._thread.start()
         self._stopped = False
 
@@ -58,5 +58,8 @@ class LoopThread:
             self._stopped = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-            self._loop.close()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()

@@ -109,8 +109,8 @@ class HeaderWatch:
         self._kept = segment.buffer[:1]  # a view keeps the memory mapped: see Segment.close
 
     def first_changed(self, before: Sequence[bytes]) -> int | None:
-        """The number of the first slot whose header is not as before; None when all are."""
-        for number, (slot, header) in enumerate(zip(self._slots, before, strict=True)):
+        """The number of the first slot whose header is not as before; None when all are. `before` may end earlier."""
+        for number, (slot, header) in enumerate(zip(self._slots, before, strict=False)):
             if self._segment.header_bytes(slot) != header:
                 return number
         return None

@@ -1,0 +1,323 @@
+"""Pools in this process: what put and get say, how long a view lives, and what a wrong use gets."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvservice
+from kvservice import InvalidRequest, Layout
+from kvservice.core.messages import AcquireResult
+from kvservice.testing.eventually import eventually
+from kvservice.units import KiB, MiB
+
+LAYOUT = Layout(block_tokens=4, shape=(2, 5))  # no multiple of a page, so that a window has gaps
+LARGE = Layout(block_tokens=4, shape=(64 * KiB,), dtype="uint8")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[kvservice.Pool]:
+    with kvservice.connect("embedded", memory=8 * MiB) as made:
+        yield made
+
+
+@pytest.fixture
+def cache(pool: kvservice.Pool) -> Iterator[kvservice.Cache]:
+    with pool.attach(os.urandom(4).hex(), LAYOUT, verify="full") as made:
+        yield made
+
+
+def some(count: int, layout: Layout = LAYOUT) -> Any:
+    return np.random.default_rng(count).random((count, *layout.shape)).astype(layout.numpy_type)
+
+
+def leases(pool: kvservice.Pool) -> int:
+    runtime = pool._thread._runtime
+    assert runtime is not None
+    return runtime.state.lease_count
+
+
+def test_a_hit_is_the_longest_stored_prefix(cache: kvservice.Cache) -> None:
+    blocks = some(3)
+    assert cache.put(range(12), blocks) == kvservice.PutResult(3, 0, 0)
+    with cache.get([*range(12), 99, 98, 97, 96, 95]) as hit:
+        assert (len(hit), hit.tokens, hit.miss, hit.fetched) == (3, 12, "never_stored", 0)
+        assert np.array_equal(hit.view, blocks) and np.array_equal(hit.tensor().numpy(), blocks)
+    with cache.get([0, 1, 2, 3, 9, 9, 9, 9]) as hit:
+        assert hit.tokens == 4 and np.array_equal(hit.copy(), blocks[:1])
+
+
+def test_a_part_of_a_block_is_neither_stored_nor_found(cache: kvservice.Cache) -> None:
+    cache.put(range(7), some(1))
+    assert cache.get(range(7)).tokens == 4
+    assert cache.get(range(3)).miss == "" and not cache.get(range(3))
+    assert cache.warm(range(3)) == 0
+    assert len(cache.get(range(3), request_id="x" * 10_000).request_id) < 1000
+    with pytest.raises(InvalidRequest, match="whole blocks"):
+        cache.put(range(7), some(2))
+
+
+def test_start_leaves_out_the_blocks_that_the_caller_has(cache: kvservice.Cache) -> None:
+    blocks = some(4)
+    assert cache.put(range(16), blocks[:2]).stored == 2
+    assert cache.put(range(16), blocks[2:], start=2).stored == 2
+    with cache.get(range(16), start=3) as hit:
+        assert (hit.start, len(hit), hit.tokens) == (3, 1, 16) and np.array_equal(hit.view, blocks[3:])
+    assert cache.get(range(16), start=4).tokens == 16
+    for start in (-1, 5):
+        with pytest.raises(InvalidRequest, match="start"):
+            cache.get(range(16), start=start)
+        with pytest.raises(InvalidRequest):
+            cache.put(range(16), some(1), start=start)
+
+
+def test_a_put_of_what_is_there_changes_nothing(cache: kvservice.Cache) -> None:
+    first = some(2)
+    cache.put(range(8), first)
+    assert cache.put(range(8), first + 1) == kvservice.PutResult(0, 2, 0)
+    assert np.array_equal(cache.get(range(8)).copy(), first)
+
+
+def test_a_put_into_a_full_pool_stores_a_prefix(pool: kvservice.Pool) -> None:
+    """What hits hold cannot be evicted."""
+    with pool.attach("large", LARGE) as cache:
+        count = 200
+        result = cache.put(range(4 * count), some(count, LARGE))
+        assert 0 < result.stored < count and result.dropped == count - result.stored and result.reason == "full"
+        with cache.get(range(4 * count)) as hit:
+            assert len(hit) == result.stored
+            other = cache.put([7] * 4 * count, some(count, LARGE))
+            assert (other.stored + other.dropped, other.reason) == (count, "full")
+        eventually(lambda: cache.put([8] * 4, some(1, LARGE)).is_complete, "room again")
+
+
+@pytest.mark.parametrize(
+    "form", [torch.from_numpy, list, lambda a: [torch.from_numpy(x) for x in a], np.asfortranarray]
+)
+def test_every_form_of_blocks_is_stored(cache: kvservice.Cache, form: Any) -> None:
+    blocks = some(3)
+    assert cache.put(range(12), form(blocks)).stored == 3
+    assert np.array_equal(cache.get(range(12)).copy(), blocks)
+
+
+def test_a_salt_separates_equal_prompts(cache: kvservice.Cache) -> None:
+    cache.put(range(8), some(2), salt="a")
+    assert [cache.get(range(8), salt=salt).tokens for salt in ("", "a", "b")] == [0, 8, 0]
+
+
+def test_a_view_ends_with_its_hit(cache: kvservice.Cache) -> None:
+    cache.put(range(8), some(2))
+    with cache.get(range(8)) as hit:
+        view, part, tensor = hit.view, hit.view[1, 1:], hit.tensor()
+        assert not np.isnan(view).any()
+        with pytest.raises(ValueError, match="read-only"):
+            view[0] = 0
+        tensor[0] = 5  # into this process's memory
+        assert not np.array_equal(view[0], some(2)[0])
+    assert np.isnan(view).all() and np.isnan(part).all() and tensor.isnan().all()
+    assert not np.isnan(cache.get(range(8)).copy()).any()
+    for use in (lambda: hit.view, hit.tensor, hit.copy, hit.check):
+        with pytest.raises(InvalidRequest, match="closed"):
+            use()
+    hit.close()
+
+
+def test_a_hit_that_nobody_keeps_gives_its_blocks_back(pool: kvservice.Pool, cache: kvservice.Cache) -> None:
+    cache.put(range(8), some(2))
+    hit = cache.get(range(8))
+    view = hit.view
+    assert leases(pool) == 1
+    del hit
+    gc.collect()
+    eventually(lambda: leases(pool) == 0, "no lease")
+    assert np.isnan(view).all()
+
+
+def test_an_error_inside_the_with_is_not_covered(cache: kvservice.Cache, pool: kvservice.Pool) -> None:
+    cache.put(range(8), some(2))
+    with pytest.raises(KeyError), cache.get(range(8)) as hit:
+        raise KeyError(len(hit))
+    eventually(lambda: leases(pool) == 0, "no lease")
+
+
+def test_copy_to_refuses_another_shape(cache: kvservice.Cache) -> None:
+    cache.put(range(8), some(2))
+    with cache.get(range(8)) as hit:
+        target = torch.zeros((2, 2, 5))
+        hit.copy_to(target)
+        assert np.array_equal(target.numpy(), some(2))
+        with pytest.raises(InvalidRequest, match="the hit is"):
+            hit.copy_to(np.zeros((3, 2, 5), "f4"))
+
+
+def test_bfloat16_comes_back_as_bfloat16(pool: kvservice.Pool) -> None:
+    with pool.attach("bf16", Layout(4, (3,), "bfloat16")) as cache:
+        tensor = torch.tensor([[1.5, -2.0, 3.0]], dtype=torch.bfloat16)
+        cache.put(range(4), tensor)
+        with cache.get(range(4)) as hit:
+            assert hit.tensor().dtype is torch.bfloat16 and hit.view.dtype == np.uint16
+            assert torch.equal(hit.tensor(), tensor)
+            held = hit.tensor()
+        assert held.isnan().all()
+
+
+def test_damaged_memory_is_a_miss_when_digests_are_checked(cache: kvservice.Cache) -> None:
+    cache.put(range(12), some(3))
+    with cache.get(range(12)) as hit:
+        assert hit._held is not None
+        segment, slot = hit._held.watch._segment, hit._held.watch._slots[1]
+        segment.payload(slot, LAYOUT.block_bytes)[3] ^= 1
+    with cache.get(range(12)) as hit:
+        assert (len(hit), hit.miss) == (1, "corrupt")
+
+
+def test_another_layout_of_one_model_is_refused_by_name(pool: kvservice.Pool, cache: kvservice.Cache) -> None:
+    with pytest.raises(kvservice.FingerprintMismatch, match=r"shape: \(3,\).*\(2, 5\)"):
+        pool.attach(cache.model, Layout(4, (3,)))
+    with pytest.raises(kvservice.FingerprintMismatch, match=r"identity\.weights"):
+        pool.attach(cache.model, LAYOUT, identity={"weights": "step-2"})
+    pool.attach(cache.model, Layout(4, (3,)), namespace="other").close()
+
+
+def test_equal_caches_share_blocks_and_others_do_not(pool: kvservice.Pool, cache: kvservice.Cache) -> None:
+    cache.put(range(8), some(2))
+    with pool.attach(cache.model, LAYOUT) as same, pool.attach("another", LAYOUT) as other:
+        assert (same.get(range(8)).tokens, other.get(range(8)).tokens) == (8, 0)
+
+
+def test_what_is_closed_says_so() -> None:
+    pool = kvservice.connect("embedded", memory=8 * MiB)
+    cache = pool.attach("m", LAYOUT)
+    cache.put(range(8), some(2))
+    hit, left = cache.get(range(8)), pool.attach("left", LAYOUT)
+    left.close()
+    assert not left.is_attached and left.get(range(8)).miss == "unavailable"
+    assert left.put(range(8), some(2)) == kvservice.PutResult(0, 0, 2, "unavailable")
+    pool.close()
+    pool.close()
+    cache.close()
+    assert np.array_equal(hit.copy(), some(2))  # the memory is this program's until the hit is closed
+    hit.close()
+    for use in (lambda: cache.get(range(8)), lambda: cache.put(range(8), some(2)), lambda: pool.attach("m", LAYOUT)):
+        with pytest.raises(InvalidRequest, match="closed"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"mode": "nowhere"}, "mode"),
+        ({"mode": "embedded", "socket": "/x"}, "embedded"),
+        ({"mode": "embedded", "memory": "1KiB"}, "memory"),
+        ({"mode": "embedded", "memory": "8MiB", "eviction": "no-such"}, "no-such"),
+    ],
+)
+def test_connect_names_the_wrong_argument(arguments: dict[str, Any], said: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(kvservice.ConfigError, match=said):
+        kvservice.connect(**arguments)
+    assert threading.active_count() == before
+
+
+def test_without_a_shard_service_mode_is_unavailable(tmp_path: Any) -> None:
+    before = threading.active_count()
+    with pytest.raises(kvservice.Unavailable, match="kvservice up"):
+        kvservice.connect("service", socket=str(tmp_path / "no.sock"))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("arguments", [{"timeout": -1}, {"timeout": float("nan")}, {"start": 3}])
+def test_a_get_refuses_what_makes_no_sense(cache: kvservice.Cache, arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        cache.get(range(8), **arguments)
+
+
+def test_threads_share_one_cache(cache: kvservice.Cache) -> None:
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for turn in range(20):
+            tokens = [number, turn, 0, 0] * 3
+            blocks = some(3) + number
+            cache.put(tokens, blocks)
+            if not np.array_equal(cache.get(tokens).copy(), blocks):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+async def test_async_calls_are_the_same(pool: kvservice.Pool) -> None:
+    async with await kvservice.connect_async("embedded", memory=8 * MiB) as own:
+        assert own.mode == "embedded"
+        async with await own.attach("m", LAYOUT) as cache:
+            assert (cache.model, cache.layout, cache.is_attached) == ("m", LAYOUT, True)
+            blocks = some(2)
+            put, other = await asyncio.gather(cache.put(range(8), blocks), cache.put([9] * 4, some(1)))
+            assert (put.stored, other.stored, await cache.warm(range(8))) == (2, 1, 8)
+            async with await cache.get(range(8)) as hit:
+                assert np.array_equal(hit.view, blocks)
+
+
+async def test_a_cancelled_get_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with await kvservice.connect_async("embedded", memory=8 * MiB) as pool:
+        cache = await pool.attach("m", LAYOUT)
+        await cache.put(range(8), some(2))
+        runtime, answered = pool._thread._runtime, threading.Event()
+        assert runtime is not None
+        acquire = type(runtime).acquire
+
+        async def slow(self: Any, *arguments: Any) -> AcquireResult:
+            result = await acquire(self, *arguments)
+            answered.set()
+            return result
+
+        monkeypatch.setattr(type(runtime), "acquire", slow)
+        for _ in range(20):
+            answered.clear()
+            task = asyncio.create_task(cache.get(range(8)))
+            await asyncio.to_thread(answered.wait, 5)
+            task.cancel()
+            await asyncio.wait([task])
+            del task
+        gc.collect()
+        eventually(lambda: runtime.state.lease_count == 0, "no lease")
+
+
+@pytest.mark.processes
+def test_a_forked_child_is_told_to_connect_again(pool: kvservice.Pool, cache: kvservice.Cache) -> None:
+    cache.put(range(8), some(2))
+    hit = cache.get(range(8))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            cache.get(range(8))
+            said = "nothing"
+        except InvalidRequest as error:
+            said = error.message
+        except BaseException as error:  # noqa: BLE001  the parent judges it
+            said = repr(error)
+        hit.close()
+        cache.close()
+        pool.close()
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "connect() again after a fork" in os.read(reading, 1000).decode()
+    assert leases(pool) == 1 and np.array_equal(hit.copy(), some(2))
+    hit.close()
+    os.close(reading)
+    os.close(writing)

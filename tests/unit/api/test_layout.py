@@ -1,0 +1,64 @@
+"""What a block is: types, shapes and tokens that do not fit are refused before anything is written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvservice import InvalidRequest, Layout
+from kvservice.api.layout import pack_tokens
+
+
+@pytest.mark.parametrize("kind", ["float32", np.float32, np.dtype("<f4"), torch.float32, "torch.float32"])
+def test_a_type_has_one_name_however_it_is_given(kind: object) -> None:
+    assert Layout(4, (2,), kind) == Layout(4, (2,), "float32")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["object", ">f4", "U5", "nothing", "datetime64[s]", None, 7])
+def test_what_is_no_type_of_numbers_is_refused(kind: object) -> None:
+    with pytest.raises(InvalidRequest):
+        Layout(4, (2,), kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tokens", "shape"), [(0, (2,)), (4, ()), (4, (2, 0)), (-1, (2,))])
+def test_sizes_that_are_not_positive_are_refused(tokens: int, shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequest):
+        Layout(tokens, shape)
+
+
+def test_bfloat16_goes_by_its_bits() -> None:
+    layout = Layout(4, (2, 3), torch.bfloat16)  # type: ignore[arg-type]
+    tensor = torch.arange(12, dtype=torch.bfloat16).reshape(2, 2, 3)
+    first, second = layout.blocks_of(tensor)
+    assert (first.dtype, layout.block_bytes) == (np.uint16, 12)
+    assert second.tobytes() == tensor[1].view(torch.int16).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        np.zeros((2, 2, 3), "float64"),
+        np.zeros((2, 3), "float32"),
+        [np.zeros((3, 2), "float32")],
+        [np.zeros((2, 3), "float32"), np.zeros((2, 3), "int32")],
+        torch.zeros((2, 3, 2)),
+        [[[1.0] * 3] * 2],
+    ],
+)
+def test_blocks_of_another_shape_or_type_are_refused(arrays: object) -> None:
+    with pytest.raises(InvalidRequest, match="blocks are"):
+        Layout(4, (2, 3)).blocks_of(arrays)  # type: ignore[arg-type]
+
+
+def test_tokens_have_the_same_bytes_in_every_form() -> None:
+    forms = [[1, 2, 300], (1, 2, 300), np.array([1, 2, 300]), torch.tensor([1, 2, 300]), np.array([1, 2, 300], "u4")]
+    assert {pack_tokens(form) for form in forms} == {b"\1\0\0\0\2\0\0\0\x2c\1\0\0"}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "tokens", [[-1], [1 << 32], ["a"], [1.5], np.array([[1]]), np.array([1.0]), np.array([-1]), torch.tensor([[1]])]
+)
+def test_what_is_no_row_of_tokens_is_refused(tokens: object) -> None:
+    with pytest.raises(InvalidRequest):
+        pack_tokens(tokens)  # type: ignore[arg-type]
