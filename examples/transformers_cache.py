@@ -2,8 +2,8 @@
 
     python transformers_cache.py models/SmolLM2-135M-Instruct
 
-Answers questions about one document twice, without the cache and with it: the tokens must be equal. Blocks are stored in
-a pool of this process, or in the service that runs on this machine; then the next run of this program hits them too.
+Answers questions about one document twice, without the cache and with it: the tokens must be equal. Blocks are stored
+in a pool of this process, or in the service that runs on this machine; then the next run of this program hits them too.
 """
 
 from __future__ import annotations

@@ -35,7 +35,11 @@ class Hit:
     """The longest prefix of a prompt that the pool holds on this node, from block `start` on.
 
     Use it in a `with`, or call `close`. Until then the pool keeps the blocks where they are, and renews that by itself.
-    A hit without blocks is a miss; it is false, and `miss` says why. Any thread may read.
+    A hit without blocks is a miss; it is false. `len(hit)` is the number of blocks. Any thread may read.
+
+    `start` is the number of its first block in the prompt, as it was asked for; `fetched` says how many of the blocks
+    came from another node for this hit. `miss` says why the prefix ends where it does; it is empty when every block
+    was found. `request_id` names the request for `kvservice explain`.
 
     >>> import kvservice, numpy
     >>> pool = kvservice.connect(mode="embedded", memory="8MiB")
@@ -43,8 +47,8 @@ class Hit:
     >>> cache.put(range(8), numpy.ones((2, 2, 8), "float32"))
     PutResult(stored=2, present=0, dropped=0, reason='')
     >>> with cache.get(range(12)) as hit:
-    ...     hit, hit.tokens, hit.view.sum()
-    (Hit(8 tokens in 2 blocks, 0 from other nodes; then never_stored), 8, np.float32(32.0))
+    ...     hit, hit.tokens, float(hit.view.sum())
+    (Hit(8 tokens in 2 blocks, 0 from other nodes; then never_stored), 8, 32.0)
     >>> pool.close()
     """
 
@@ -63,13 +67,9 @@ class Hit:
         self._count = 0 if held is None else len(held.headers)
         self._pid = os.getpid()
         self.start = start
-        """The number of the prompt's first block in this hit: as asked."""
         self.fetched = fetched
-        """How many of the blocks came from another node for this hit."""
         self.miss = miss
-        """Why the prefix ends where it does; empty when every block was found. See the table of reasons."""
         self.request_id = request_id
-        """Names this request for `explain`."""
         if held is not None:
             weakref.finalize(self, _end, held, self._pid).atexit = False
 

@@ -296,9 +296,9 @@ class AsyncCache:
     ...         cache = await pool.attach("my-model", kvservice.Layout(block_tokens=4, shape=(3,)))
     ...         await cache.put(range(8), numpy.ones((2, 3), "float32"))
     ...         async with await cache.get(range(8)) as hit:
-    ...             return hit.copy().sum()
+    ...             return float(hit.copy().sum())
     >>> asyncio.run(main())
-    np.float32(6.0)
+    6.0
     """
 
     def __init__(self, thread: PoolThread, attached: AttachedModel) -> None:

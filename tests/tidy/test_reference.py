@@ -9,6 +9,7 @@ import pytest
 from benchmarks.pictures import FOLDER as PICTURES
 from benchmarks.pictures import drawings
 from scripts import (
+    api_reference,
     architecture_picture,
     cli_reference,
     errors_reference,
@@ -18,7 +19,7 @@ from scripts import (
 )
 
 FOLDER = settings_reference.FOLDER
-SCRIPTS = (settings_reference, cli_reference, errors_reference, rpcs_reference, metrics_reference)
+SCRIPTS = (settings_reference, cli_reference, errors_reference, rpcs_reference, metrics_reference, api_reference)
 PAGES = {name: page for script in SCRIPTS for name, page in script.PAGES.items()}
 
 

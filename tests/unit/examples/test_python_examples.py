@@ -1,0 +1,52 @@
+"""The examples of the Python API do what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "examples"
+LINES_MAX = {"quickstart.py": 45, "two_nodes.py": 60, "transformers_cache.py": 90}
+
+pytestmark = pytest.mark.processes
+
+
+def run(name: str, folder: Path, *arguments: str, seconds: float = 120) -> str:
+    environment = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(("name", "count"), LINES_MAX.items())
+def test_an_example_stays_short(name: str, count: int) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) <= count
+
+
+def test_quickstart_shows_a_hit_and_a_miss(tmp_path: Path) -> None:
+    said = run("quickstart.py", tmp_path)
+    assert "mode:  embedded" in said and "equal: True" in said
+    assert "get:   Hit(512 tokens in 32 blocks, 0 from other nodes)" in said and "never_stored" in said
+
+
+def test_two_nodes_shows_a_remote_hit(tmp_path: Path) -> None:
+    said = run("two_nodes.py", tmp_path)
+    assert "n1 first: Hit(1024 tokens in 64 blocks, 64 from other nodes)" in said
+    assert "n1 again: Hit(1024 tokens in 64 blocks, 0 from other nodes)" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hugging_face_model_says_the_same(tmp_path: Path, model_path: Path) -> None:
+    said = run("transformers_cache.py", tmp_path, str(model_path), seconds=800)
+    assert said.count("answers equal") == 3, said
+    assert [int(cached) for cached in re.findall(r"(\d+) cached", said)] == [0, 640, 640], said
