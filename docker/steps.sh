@@ -40,6 +40,8 @@ case $step in
       test -x "$venv/bin/$name"
       ln -s "$venv/bin/$name" "/usr/local/bin/$name"
     done
+    # UCX of NIXL's wheel would load it, and with it a second libibverbs: then every process with NIXL ends with SIGSEGV.
+    rm -f /usr/lib/*-linux-gnu/libefa.so.*
     # A user other than root holds a capability only through a file that has it. This one passes it on to what it starts.
     mkdir -p /usr/local/libexec
     cp /usr/bin/setpriv /usr/local/libexec/setpriv-ipc-lock

@@ -38,6 +38,8 @@ class Place:
 
     def local(self, text: str) -> str:
         known = {**self.names, **{path: str(target) for path, target in self.paths.items()}}
+        if not known:
+            return text
         longest_first = "|".join(re.escape(word) for word in sorted(known, key=len, reverse=True))
         return re.sub(rf"(?:{longest_first})(?![\w-])", lambda found: known[found.group(0)], text)
 
@@ -64,7 +66,7 @@ class ContainerProcess:
     def start(self, command: list[str] | None = None) -> None:
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                command or self.command(),
+                self.wrapped(command or self.command()),
                 env=self.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -75,7 +77,12 @@ class ContainerProcess:
     def run(self, command: list[str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Until it ends: a container that is to end, or a hook in a running one."""
         words = self.command() if command is None else [self.place.local(word) for word in command]
+        words = self.wrapped(words)
         return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+    def wrapped(self, words: list[str]) -> list[str]:
+        """What runs this command where the container is to run."""
+        return words
 
     def wait_for(self, probe: str, seconds: float) -> None:
         """Ask the probe until it succeeds."""

@@ -17,8 +17,8 @@ readOnlyRootFilesystem: {{ .Values.security.readOnlyRootFilesystem }}
 capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* Security context of a shard. A user other than root holds a capability only through a file that has it, and such a
-     file gives nothing where privileges may not grow. */}}
+{{/* Security context of a shard. A user other than root holds a capability only through a file that has it, and a
+     process whose privileges may not grow need not get it from there. */}}
 {{- define "kvservice.shardSecurity" -}}
 {{- if and .Values.rdma.enabled .Values.rdma.lockMemory -}}
 allowPrivilegeEscalation: true
