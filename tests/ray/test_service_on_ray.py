@@ -268,7 +268,7 @@ def test_a_drained_shard_stays_away_until_the_next_up(config: ServiceConfig, clu
     head, other = sorted(described()["shards"], key=lambda row: row["ray_node"] != cluster.head_node.node_id)
     keys = chain(7, 20)
     with_engine(socket_of(other["node_id"]), lambda engine: engine.store(keys))
-    assert drain.run("rt", other["node_id"], False, 20.0, True, False, False)
+    assert drain.run("rt", None, other["node_id"], False, 20.0, True, False)
     eventually(lambda: described()["left"] == [other["node_id"]], "the supervisor's word that it left")
     state = described()
     assert state["complete"] and [row["node_id"] for row in state["shards"]] == [head["node_id"]]

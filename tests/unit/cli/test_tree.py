@@ -50,9 +50,12 @@ def parse(line: str) -> None:
     """Raises what the command line would end with for a wrong option, and runs nothing."""
     _, *words = shlex.split(line)
     command = TREE
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and not words[0].startswith("-"):
         command = command.commands[words.pop(0)]
-    command.make_context(command.name, words)
+    try:
+        command.make_context(command.name, words)
+    except typer.Exit as end:  # of --version
+        assert not end.exit_code
 
 
 def commands_of(page: Path) -> list[str]:
