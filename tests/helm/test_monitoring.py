@@ -128,7 +128,7 @@ def test_every_alert_has_a_section_in_the_documentation() -> None:
         assert rule["labels"]["severity"] in ("page", "ticket")
 
 
-def test_alerts_know_the_service_and_the_number_of_lookup_partitions() -> None:
+def test_alerts_know_the_service_and_its_partition_count() -> None:
     named = {rule["alert"]: rule["expr"] for rule in rules(rendered("standalone-full-values.yaml"))}
     assert named["KVServiceLookupMissing"].endswith("< 3") and 'service="prod"' in named["KVServiceSlotsQuarantined"]
     on_ray = {rule["alert"] for rule in rules(rendered("ray-full-values.yaml"))}

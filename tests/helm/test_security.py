@@ -41,7 +41,7 @@ def violations(each: Pod) -> list[str]:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_pods_meet_the_restricted_standard_or_miss_it_as_documented(values: str) -> None:
+def test_pods_meet_the_restricted_standard_as_documented(values: str) -> None:
     for each in pods(rendered(values)):
         component = each.labels["app.kubernetes.io/component"]
         expected = set()
@@ -75,7 +75,7 @@ def test_secrets_are_not_in_what_is_rendered() -> None:
     assert not roles & {kind for values in VALUES for kind in kinds(rendered(values))}
 
 
-def test_certificates_of_the_charts_own_need_a_cluster_that_keeps_them() -> None:
+def test_the_charts_certificates_need_a_cluster_that_keeps_them() -> None:
     said = refusal("tls.secretName=", values="standalone-values.yaml")
     assert "tls.secretName" in said and "tls.certManager.enabled" in said and "tls.allowPlaintext" in said
     assert "Secret" in kinds(installed("standalone-values.yaml", "tls.secretName="))

@@ -208,7 +208,7 @@ def test_draining_takes_readiness_and_leaves_liveness(cluster: Cluster) -> None:
     assert shard.probe("readinessProbe")
 
 
-def test_the_next_pod_of_a_node_takes_up_the_blocks_that_were_kept(cluster: Cluster) -> None:
+def test_the_next_pod_of_a_node_takes_up_the_kept_blocks(cluster: Cluster) -> None:
     assert cluster.shards[KEEPER].end(30) == 0
     cluster.start_shard(KEEPER)
     wait_until_ready(cluster.shards[KEEPER])
@@ -239,7 +239,7 @@ def test_pods_end_with_zero_in_time_and_leave_nothing(cluster: Cluster) -> None:
         assert process.end(lookup.spec["terminationGracePeriodSeconds"]) == 0
 
 
-def test_pods_with_a_secret_serve_each_other_and_nobody_in_plaintext() -> None:
+def test_pods_with_a_secret_serve_nobody_in_plaintext() -> None:
     cluster = Cluster("lookup.partitions=1", "cache.drainSeconds=1")
     try:
         cluster.start(NODES[1:])

@@ -61,7 +61,8 @@ def test_pool_counts_in_the_memory_limit(pool: str) -> None:
     assert settings(objects)["pool_bytes"] == f"{pool}B"
 
 
-def test_shared_memory_of_a_ray_pod_holds_pool_object_store_and_engine() -> None:
+def test_shared_memory_of_a_ray_pod_holds_all_its_parts() -> None:
+    """These are the pool, the object store and the engine."""
     objects = rendered(RAY_FULL)
     for each in (each for each in pods(objects) if each.owner.startswith("Ray")):
         (shm,) = (volume["emptyDir"] for volume in each.spec["volumes"] if volume["name"] == "shm")
@@ -190,7 +191,7 @@ def test_networks_of_the_transport_are_values() -> None:
     assert environment(rendered(STANDALONE), "shard") == {}
 
 
-def test_a_user_other_than_root_gets_the_capability_through_the_launcher() -> None:
+def test_another_user_gets_the_capability_by_the_launcher() -> None:
     shard = pod(rendered(FULL), "shard").spec["containers"][0]
     assert shard["command"][0] == "/usr/local/libexec/setpriv-ipc-lock" and shard["command"][-2:] == [
         "kvservice",
@@ -230,7 +231,8 @@ def test_a_pod_has_time_for_drain_and_grace(values: str, seconds: int) -> None:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_liveness_and_readiness_ask_different_things_or_differ_in_patience(values: str) -> None:
+def test_liveness_and_readiness_differ(values: str) -> None:
+    """They differ in what they ask, or in patience."""
     for each in pods(rendered(values)):
         for container in each.spec["containers"]:
             if each.owner.startswith("Pod/"):
@@ -263,7 +265,7 @@ def test_disruption_budgets_leave_enough_standing() -> None:
 # -- devices ----
 
 
-def test_devices_are_asked_for_where_they_are_set_and_nowhere_else() -> None:
+def test_devices_are_asked_for_only_where_they_are_set() -> None:
     for objects in (rendered(FULL), rendered(RAY_FULL)):
         for each in pods(objects):
             limits = each.spec["containers"][0]["resources"]["limits"]
@@ -298,7 +300,7 @@ def test_ray_asks_for_a_token_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_a_secret_with_certificates_reaches_every_pod_and_is_required(values: str) -> None:
+def test_a_certificate_secret_reaches_every_pod(values: str) -> None:
     objects = rendered(values, SECRET)
     directory = settings(objects)["tls_dir"]
     assert "allow_plaintext" not in settings(objects) and "Secret" not in kinds(objects)
@@ -311,7 +313,8 @@ def test_a_secret_with_certificates_reaches_every_pod_and_is_required(values: st
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_only_the_override_is_plaintext_and_then_nothing_is_about_tls(values: str) -> None:
+def test_only_the_override_is_plaintext(values: str) -> None:
+    """Then nothing in the objects is about TLS."""
     objects = rendered(values, PLAINTEXT)
     assert settings(objects)["allow_plaintext"] is True and "tls_dir" not in settings(objects)
     assert "Secret" not in kinds(objects)
@@ -321,7 +324,7 @@ def test_only_the_override_is_plaintext_and_then_nothing_is_about_tls(values: st
 
 
 @pytest.mark.parametrize("values", [FULL, RAY_FULL])
-def test_the_tenants_file_reaches_shards_and_a_token_reaches_engines(values: str) -> None:
+def test_tenants_file_reaches_shards_and_a_token_engines(values: str) -> None:
     plain = rendered(values)
     assert "tenants_file" not in settings(plain) and "KVSERVICE_TOKEN_FILE" not in json.dumps(plain)
     objects = rendered(values, "tenants.secretName=who,tenants.tokenSecretName=mine")

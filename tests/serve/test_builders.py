@@ -112,7 +112,7 @@ class Request:
         return copied
 
 
-def test_both_halves_of_a_handoff_are_told_the_same_id_and_the_writers_node() -> None:
+def test_both_halves_of_a_handoff_are_told_its_id_and_node() -> None:
     backend = KVServiceBackend(LLMConfig(**model("a")))
     ids = set()
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_both_halves_of_a_handoff_are_told_the_same_id_and_the_writers_node() ->
     assert len(ids) == 2
 
 
-def test_a_decode_without_a_prefill_replica_is_an_ordinary_request() -> None:
+def test_decode_without_a_prefill_replica_is_ordinary() -> None:
     backend = KVServiceBackend(LLMConfig(**model("a")))
     assert backend.prepare_decode_request(request=Request(), peer={}, prefill_response=None).kv_transfer_params is None
 

@@ -90,7 +90,7 @@ def handed_over(pd: OpenAI) -> bool:
     return counters().get("fetched_blocks", 0) > before
 
 
-def test_what_one_replica_computed_the_other_one_hits_from_its_node(apps: Serving) -> None:
+def test_what_one_replica_computed_another_one_hits(apps: Serving) -> None:
     with client(apps, "plain") as api:
         known, before = known_keys(), counters().get("fetched_blocks", 0)
         answers = [ask(api, prompt(1))]
@@ -192,7 +192,8 @@ def test_no_request_fails_while_ray_takes_a_node_away(apps: Serving) -> None:
         asking.more_answers(6)
 
 
-def test_no_request_fails_while_a_replica_is_killed_and_the_service_restarted(apps: Serving) -> None:
+def test_no_request_fails_while_replica_and_service_die(apps: Serving) -> None:
+    """The replica is killed, the service restarted."""
     with Asking(apps, 20_000) as asking:
         asking.more_answers(4)
         replica_processes("LLMServer")[0].kill()

@@ -66,9 +66,8 @@ def wait_connected(replica: Replica, times: int) -> Counter[str]:
     return eventually(connected, "the engine's link to the worker", detail=replica.counters)
 
 
-def test_tokens_are_equal_cold_and_warm_with_every_copy_in_the_worker(
-    replica: Replica, wanted: list[list[int]]
-) -> None:
+def test_tokens_are_equal_with_every_copy_in_the_worker(replica: Replica, wanted: list[list[int]]) -> None:
+    """They are equal cold and warm."""
     before = wait_connected(replica, 1)
     assert replica.tokens(PROMPTS, 12) == wanted
     replica.reset()

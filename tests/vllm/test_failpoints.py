@@ -70,7 +70,8 @@ def held(setup: Setup, engine: Replica, where: str, prompts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("where", ["engine.store", "engine.load"])
-def test_engine_that_sleeps_in_the_middle_of_a_copy_is_given_and_leaves_nothing_wrong(setup: Setup, where: str) -> None:
+def test_engine_that_sleeps_midway_in_a_copy_does_no_harm(setup: Setup, where: str) -> None:
+    """It is given nothing wrong, and leaves nothing wrong."""
     one, two = setup.one, setup.two
     wanted, others = setup.off.tokens(PROMPTS, 12), setup.off.tokens(OTHERS, 12)
     one.reset()
@@ -90,7 +91,7 @@ def test_engine_that_sleeps_in_the_middle_of_a_copy_is_given_and_leaves_nothing_
     setup.until_settled({"leased", "quarantined"})
 
 
-def test_engine_killed_in_the_middle_of_a_copy_leaves_no_slot_taken(setup: Setup) -> None:
+def test_engine_killed_midway_in_a_copy_leaves_no_slot_taken(setup: Setup) -> None:
     fresh = [prompt.replace("pilot", "bosun") for prompt in PROMPTS]
     wanted = setup.off.tokens(fresh, 12)
     held(setup, setup.one, "engine.store", fresh)

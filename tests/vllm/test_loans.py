@@ -99,7 +99,7 @@ def test_decode_copies_from_the_blocks_of_the_prefill(pair: Pair) -> None:
     eventually(pair.settled, "no lease", LEASE_SECONDS + 3)
 
 
-def test_loan_that_nobody_takes_ends_and_a_dead_prefill_leaves_the_slots(pair: Pair) -> None:
+def test_untaken_loan_ends_and_a_dead_prefill_leaves_slots(pair: Pair) -> None:
     text, (produce, consume) = prompt(10), handoff()
     wanted = pair.decode.ask(prompt(11), TOKENS)["token_ids"]
     pair.decode.reset()

@@ -167,7 +167,7 @@ def test_streamed_chat_is_handed_off(servers: Servers) -> None:
     assert text == client(servers.prefill).chat.completions.create(**wanted).choices[0].message.content
 
 
-def test_client_that_leaves_and_prefill_that_dies_hurt_nobody_else(servers: Servers) -> None:
+def test_leaving_clients_and_dying_prefill_hurt_nobody_else(servers: Servers) -> None:
     stream = complete(servers.proxy, "A different day. " + PROMPT, stream=True)
     stream.close()
     prompt = "Once more. " + PROMPT

@@ -212,7 +212,8 @@ def test_a_service_in_the_foreground_answers_prometheus(foreground: Foreground) 
     assert "kvservice_pull_corrupt_total{" in text and "kvservice_lookup_keys{" in text
 
 
-def test_the_only_service_of_a_machine_needs_no_name_and_others_are_named(foreground: Foreground) -> None:
+def test_the_only_service_of_a_machine_needs_no_name(foreground: Foreground) -> None:
+    """If there are several, the error names them."""
     state = json.loads(command(foreground.runtime, "status", "-o", "json").stdout)
     assert state["service"] == foreground.service
     for asked in (["status", "--service", "other"], ["explain", "x", "--service", "other"]):

@@ -180,7 +180,7 @@ def test_installed_engine_names_its_hash_without_being_imported() -> None:
     assert "sha256" in check.detail
 
 
-def test_a_cluster_that_does_not_answer_is_a_problem_only_when_it_was_asked_for(
+def test_a_silent_cluster_is_a_problem_only_if_asked_for(
     machine_of_its_own: Path, monkeypatch: pytest.MonkeyPatch, listener: str
 ) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:

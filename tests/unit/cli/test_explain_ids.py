@@ -20,7 +20,7 @@ PREFILL, DECODE, SECOND = "cmpl-7-0-0a1b2c3d", "cmpl-7-0-ffffffff", "cmpl-7-1-0a
         ("r1", [], [], set()),
     ],
 )
-def test_ids_that_differ_only_in_the_engines_part_are_one_request(
+def test_ids_that_differ_in_the_engines_part_are_one_request(
     wanted: str, found: list[str], names: list[str], ids: set[str]
 ) -> None:
     assert choose(found, wanted) == (names, ids)

@@ -55,7 +55,7 @@ def test_details_of_developers_are_behind_wide() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
 @pytest.mark.parametrize("wide", [False, True])
-def test_no_line_is_longer_than_the_terminal_and_no_number_is_cut(width: int, wide: bool) -> None:
+def test_no_line_exceeds_the_terminal_and_no_number_is_cut(width: int, wide: bool) -> None:
     text = shown(width, wide=wide)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text

@@ -37,7 +37,8 @@ async def test_many_listeners_cost_as_many_readings_as_one() -> None:
     assert feed.listeners == 0
 
 
-async def test_a_listener_too_many_is_refused_and_one_that_left_makes_room() -> None:
+async def test_a_listener_too_many_is_refused() -> None:
+    """One that left makes room."""
     feed = PageFeed(Pages(), interval_seconds=60.0)
     listeners = [feed.listen() for _ in range(LISTENERS_MAX)]
     for one in listeners:

@@ -107,7 +107,7 @@ def test_the_table_names_no_counter_that_nobody_counts() -> None:
     assert {name for name in COUNTERS if not name.startswith(composed)} <= counted
 
 
-def test_whatever_dashboards_and_alerts_ask_for_is_there_before_anything_has_happened() -> None:
+def test_what_dashboards_and_alerts_ask_for_is_there_at_once() -> None:
     """`increase` of a counter that is born with its first event is 0: that event would raise no alert."""
     chart = ROOT / "helm" / "kvservice"
     asked = (chart / "alerts.yaml").read_text() + (chart / "dashboards" / "kvservice.json").read_text()
@@ -128,7 +128,7 @@ def test_whatever_dashboards_and_alerts_ask_for_is_there_before_anything_has_hap
 
 
 @pytest.mark.parametrize("name", ["KVServiceShardsMissing", "KVServiceLookupMissing"])
-def test_an_alert_about_missing_parts_fires_when_all_of_them_are_missing(name: str) -> None:
+def test_an_alert_about_missing_parts_fires_when_all_are(name: str) -> None:
     """A count of nothing is no number in PromQL, and a comparison with it is false."""
     alerts = yaml.safe_load((ROOT / "helm" / "kvservice" / "alerts.yaml").read_text())["alerts"]
     (expression,) = [alert["expr"] for alert in alerts if alert["name"] == name]
@@ -175,7 +175,8 @@ logging.getLogger("kvservice.client").debug("nobody wants to know")
 
 
 @pytest.mark.processes
-def test_in_an_engine_our_records_are_lines_of_its_logger_marked_as_ours() -> None:
+def test_in_an_engine_our_records_are_lines_of_its_logger() -> None:
+    """They are marked as ours."""
     done = subprocess.run([sys.executable, "-c", IN_AN_ENGINE], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == [
         "ENGINE INFO [<string>] kvservice: attached to node n0",
@@ -199,7 +200,8 @@ raise RuntimeError("a bug")
 
 
 @pytest.mark.processes
-def test_with_json_lines_whatever_anybody_logs_is_one_json_line_too() -> None:
+def test_with_json_lines_every_record_is_one_json_line() -> None:
+    """This holds whoever logs it."""
     done = subprocess.run([sys.executable, "-c", OF_MANY], capture_output=True, text=True, timeout=60, check=False)
     lines = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
     assert [line["event"].split("\n")[0].rpartition(": ")[2] for line in lines] == [
@@ -212,7 +214,7 @@ def test_with_json_lines_whatever_anybody_logs_is_one_json_line_too() -> None:
     assert "RuntimeError: a bug" in lines[-1]["exception"]
 
 
-def test_who_has_configured_the_root_logger_gets_our_records_there() -> None:
+def test_a_configured_root_logger_gets_our_records() -> None:
     ours = logging.getLogger("kvservice")
     before = ours.handlers[:], ours.propagate
     logs.speak_through("vllm")  # pytest's own handlers are at the root
