@@ -69,7 +69,7 @@ def draw(seen: Overview, wide: bool) -> RenderableType:
     names = node_names(seen)
     parts: list[RenderableType] = [*_headline(seen), *_section("Nodes", _nodes(seen))]
     parts += _section("Memory by state", _memory(seen, names, wide))
-    parts += _section("Hits", _hits(seen))
+    parts += _section("Hits", draw_hits(seen))
     parts += _section("Models", _models(seen, names))
     if seen.refused:
         parts += _section("Refused engines, which serve without the cache", _refused(seen, names, wide))
@@ -203,7 +203,7 @@ def _memory(seen: Overview, names: Mapping[str, str], wide: bool) -> Table:
     return made
 
 
-def _hits(seen: Overview) -> RenderableType:
+def draw_hits(seen: Overview) -> RenderableType:
     windows = seen.windows
     if not windows or not windows[0].asked_blocks:
         return Text("No engine has asked for a block yet.")

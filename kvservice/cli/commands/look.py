@@ -38,6 +38,13 @@ def add(tree: typer.Typer) -> None:
     command(
         tree,
         GROUP,
+        "kvservice top",
+        "kvservice top --lookup 10.0.0.5:7400 --interval 5",
+        "kvservice top --plain --count 10",
+    )(top)
+    command(
+        tree,
+        GROUP,
         "kvservice blocks",
         "kvservice blocks --model meta-llama/Llama-3.1-8B --sort uses",
         "kvservice blocks --node n0 --state reserved --state writing",
@@ -67,6 +74,26 @@ def status(service: Service = None, lookup: Lookup = None, output: Output = Form
     state = run.run(service, lookup, output, watch)
     if state.problems:
         raise typer.Exit(ExitCode.PROBLEM)
+
+
+def top(
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Lines instead of a full screen. Also when the output is no terminal.")
+    ] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, help="Time between two readings.")] = 2.0,
+    count: Annotated[
+        int | None, typer.Option(metavar="ROUNDS", min=1, help="End after so many rounds of lines.")
+    ] = None,
+    service: Service = None,
+    lookup: Lookup = None,
+) -> None:
+    """Watch the service work: hit rates, bytes and memory, live.
+
+    Enter opens a node, model, engine, tenant or request, and Escape goes back. Tab shows the next table, s sorts by the
+    next column. q or Ctrl-C ends it. The full screen needs the extra `top`."""
+    from kvservice.cli.top import run
+
+    run.run(service, lookup, interval, plain=plain or count is not None, count=count)
 
 
 def blocks(

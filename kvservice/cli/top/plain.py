@@ -1,0 +1,67 @@
+"""`kvservice top --plain`: a line for each node and round, for pipes, logs and people without a full screen."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from kvservice.cli.status import node_names, percent
+from kvservice.cli.top.trends import Trends
+from kvservice.units import format_bytes, printable
+
+if TYPE_CHECKING:
+    from kvservice.client.overview import NodeOverview, Overview
+
+HEAD_EVERY = 20  # rounds between two headings, so that one is on the screen
+_COLUMNS = "{:8}  {:20}  {:8}  {:>5}  {:>10}  {:>8}  {:>8}  {:>12}  {:>12}  {:>12}  {:>9}"
+HEAD = _COLUMNS.format(
+    "time", "node", "state", "used", "reserved", "hits", "asked/s", "loaded/s", "stored/s", "read/s", "evicted/s"
+)
+
+
+async def follow(
+    read: Callable[[], Awaitable[Overview]], write: Callable[[str], None], seconds: float, count: int | None
+) -> None:
+    """Write a round of lines every `seconds`, `count` rounds or for ever. The first round has totals since the start,
+    as vmstat's; then come rates."""
+    trends = Trends()
+    rounds = 0
+    while count is None or rounds < count:
+        if rounds:
+            await asyncio.sleep(seconds)
+        seen = await read()
+        trends.add(seen)
+        if rounds % HEAD_EVERY == 0:
+            write(HEAD)
+        for line in lines(seen, trends, is_first=rounds == 0):
+            write(line)
+        rounds += 1
+
+
+def lines(seen: Overview, trends: Trends, *, is_first: bool = False) -> list[str]:
+    names = node_names(seen)
+    found = [_line(seen.at, printable(names[node.node_id]), node, trends, is_first) for node in seen.nodes]
+    return [*found, *(f"problem: {printable(problem)}" for problem in seen.problems)]
+
+
+def _line(at: float, name: str, node: NodeOverview, trends: Trends, is_first: bool) -> str:
+    rates = trends.of(node.node_id)
+    hit_rate = rates.hit_rate
+    if is_first and node.windows:
+        hit_rate = node.windows[0].hit_rate
+    reserved = next(usage.bytes for usage in node.pool.states if usage.state == "reserved")
+    return _COLUMNS.format(
+        time.strftime("%H:%M:%S", time.localtime(at)),
+        name,
+        node.state,
+        f"{node.pool.used_percent:.0f} %" if node.pool.total_bytes else "-",
+        format_bytes(reserved),
+        percent(hit_rate),
+        f"{rates.asked_blocks:.0f}",
+        format_bytes(int(rates.hit_bytes)),
+        format_bytes(int(rates.stored_bytes)),
+        format_bytes(int(rates.fetched_bytes)),
+        f"{rates.evicted_blocks:.0f}",
+    )

@@ -1,0 +1,249 @@
+"""The tables of `kvservice top`: what each lists, its columns, and how a cell is sorted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvservice.cli.status import node_names, percent, span
+from kvservice.cli.top.trends import Trends
+from kvservice.units import format_bytes, printable
+
+if TYPE_CHECKING:
+    from kvservice.client.overview import Overview
+
+STATE_STYLES = {"ok": "green", "draining": "yellow", "silent": "bold red"}
+BAR_CHARS = 10  # of used memory: a character is 10 %
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    title: str
+    is_number: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    text: str
+    sort_by: float | str
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    key: str  # names the row from one reading to the next
+    cells: tuple[Cell, ...]  # one for each column
+
+
+@dataclass(frozen=True, slots=True)
+class TopView:
+    title: str
+    columns: tuple[Column, ...]
+    rows: Callable[[Overview, Trends], Iterator[Row]]
+    first_sort: tuple[int, bool] = (0, False)  # the index of the column, and whether the largest comes first
+
+
+def words(text: str, style: str = "") -> Cell:
+    return Cell(printable(text) or "-", text, style)
+
+
+def number(text: str, value: float) -> Cell:
+    return Cell(text, value)
+
+
+def count(value: int) -> Cell:
+    return Cell(f"{value:,}", value)
+
+
+def rate(value: float) -> Cell:
+    return Cell(format_bytes(int(value)) if value else "-", value)
+
+
+def hits(value: float | None) -> Cell:
+    return Cell(percent(value), -1.0 if value is None else value)
+
+
+def bar(used_percent: float, chars: int = BAR_CHARS) -> str:
+    """Used memory in characters that differ without colours too."""
+    full = min(chars, round(chars * used_percent / 100))
+    return "█" * full + "░" * (chars - full)
+
+
+def node_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
+    names = node_names(seen)
+    for node in seen.nodes:
+        now = trends.of(node.node_id)
+        since_start = node.windows[0].hit_rate if node.windows else None
+        reserved = next(usage.bytes for usage in node.pool.states if usage.state == "reserved")
+        used = f"{bar(node.pool.used_percent)} {node.pool.used_percent:3.0f} %" if node.pool.total_bytes else "-"
+        yield Row(
+            node.node_id,
+            (
+                words(names[node.node_id]),
+                words(node.state, STATE_STYLES[node.state]),
+                Cell(used, node.pool.used_percent, "cyan"),
+                hits(since_start),
+                hits(now.hit_rate),
+                rate(now.hit_bytes),
+                rate(now.stored_bytes),
+                rate(now.fetched_bytes),
+                number(f"{now.evicted_blocks:,.0f}" if now.evicted_blocks else "-", now.evicted_blocks),
+                number(format_bytes(reserved) if node.pool.total_bytes else "-", reserved),
+            ),
+        )
+
+
+def model_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
+    names = node_names(seen)
+    asked = {one.model: one for one in reversed(seen.hits)}
+    for model in seen.models:
+        found = asked.get(model.model)
+        yield Row(
+            model_key(model.namespace, model.model, model.fingerprint),
+            (
+                words(model.model),
+                words(model.namespace),
+                words(model.fingerprint),
+                number(str(model.engines), model.engines),
+                hits(found.hit_rate if found else None),
+                number(f"{found.asked_blocks:,}" if found else "-", found.asked_blocks if found else 0),
+                words(", ".join(names.get(node, node) for node in model.nodes)),
+            ),
+        )
+
+
+def model_key(namespace: str, model: str, fingerprint: str) -> str:
+    return f"{fingerprint} {namespace}/{model}"
+
+
+def engine_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
+    names = node_names(seen)
+    for engine in seen.engines:
+        speed = engine.prefill_tokens_per_second
+        yield Row(
+            f"{engine.node_id} {engine.engine_id}",
+            (
+                words(engine.engine_id),
+                words(names.get(engine.node_id, engine.node_id)),
+                words(engine.model),
+                words(engine.tenant),
+                number(span(engine.attached_seconds), engine.attached_seconds),
+                number("-" if speed is None else f"{speed:,.0f} tokens/s", speed or 0),
+            ),
+        )
+
+
+def tenant_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
+    for tenant in seen.tenants:
+        asked = [one for one in seen.hits if one.tenant == tenant.name]
+        blocks = sum(one.asked_blocks for one in asked)
+        found = sum(one.hit_local_blocks + one.hit_remote_blocks for one in asked)
+        refused = tenant.counters.get("quota_refused", 0) + tenant.counters.get("in_flight_refused", 0)
+        quota = tenant.quota_bytes
+        yield Row(
+            tenant.name,
+            (
+                words(tenant.name),
+                number(format_bytes(tenant.used_bytes), tenant.used_bytes),
+                number(format_bytes(quota) if quota else "-", quota),
+                number(f"{100 * tenant.used_bytes / quota:.0f} %" if quota else "-", tenant.used_bytes / (quota or 1)),
+                hits(found / blocks if blocks else None),
+                number(str(tenant.in_flight), tenant.in_flight),
+                number(f"{refused:,}", refused),
+            ),
+        )
+
+
+def request_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
+    names = node_names(seen)
+    for slow in seen.slowest:
+        hit = slow.local_blocks + slow.fetched_blocks
+        yield Row(
+            f"{slow.node_id} {slow.request_id}",
+            (
+                words(slow.request_id),
+                words(names.get(slow.node_id, slow.node_id)),
+                words(slow.model),
+                number(f"{slow.took_seconds * 1000:,.1f} ms", slow.took_seconds),
+                number(f"{slow.asked_blocks:,}", slow.asked_blocks),
+                number(f"{hit:,}", hit),
+                words("" if slow.miss == "none" else slow.miss.replace("_", " ")),
+                number(span(slow.age_seconds), slow.age_seconds),
+            ),
+        )
+
+
+VIEWS: dict[str, TopView] = {
+    "nodes": TopView(
+        "Nodes",
+        (
+            Column("node"),
+            Column("state"),
+            Column("memory used", True),
+            Column("hits", True),
+            Column("hits now", True),
+            Column("loaded/s", True),
+            Column("stored/s", True),
+            Column("read/s", True),
+            Column("evicted/s", True),
+            Column("reserved", True),
+        ),
+        node_rows,
+    ),
+    "models": TopView(
+        "Models",
+        (
+            Column("model"),
+            Column("namespace"),
+            Column("fingerprint"),
+            Column("engines", True),
+            Column("hits", True),
+            Column("blocks asked", True),
+            Column("nodes"),
+        ),
+        model_rows,
+    ),
+    "engines": TopView(
+        "Engines",
+        (
+            Column("engine"),
+            Column("node"),
+            Column("model"),
+            Column("tenant"),
+            Column("attached for", True),
+            Column("prefill", True),
+        ),
+        engine_rows,
+        (1, False),
+    ),
+    "tenants": TopView(
+        "Tenants",
+        (
+            Column("tenant"),
+            Column("used", True),
+            Column("quota", True),
+            Column("of quota", True),
+            Column("hits", True),
+            Column("filling", True),
+            Column("refused", True),
+        ),
+        tenant_rows,
+        (1, True),
+    ),
+    "requests": TopView(
+        "Slowest requests",
+        (
+            Column("request"),
+            Column("node"),
+            Column("model"),
+            Column("took", True),
+            Column("blocks asked", True),
+            Column("hit", True),
+            Column("ended by"),
+            Column("ago", True),
+        ),
+        request_rows,
+        (3, True),
+    ),
+}
