@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,20 +22,31 @@ PROMPTS = [TEXT.format(name) * 14 + "He said" for name in ("Abe", "Bob", "Cal", 
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(nodes=2, pool_bytes=384 * MiB, lease_seconds=4.0) as running:
+def spans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all processes write their spans: everything here runs with traces on."""
+    return tmp_path_factory.mktemp("traces") / "spans.jsonl"
+
+
+@pytest.fixture(scope="module")
+def cluster(spans: Path) -> Iterator[LocalCluster]:
+    environment = {"KVSERVICE_TRACES": f"file:{spans}"}
+    with LocalCluster(nodes=2, pool_bytes=384 * MiB, lease_seconds=4.0, environment=environment) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def replicas(
-    cluster: LocalCluster, without_cache: Replica, shallow_model: Path, tmp_path_factory: pytest.TempPathFactory
+    cluster: LocalCluster,
+    without_cache: Replica,
+    shallow_model: Path,
+    spans: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Replica]]:
     logs = tmp_path_factory.mktemp("replicas")
     started = {
         node: Replica(
             shallow_model,
-            {"mode": "service", "socket": cluster.socket(node), "verify_load": "full"},
+            {"mode": "service", "socket": cluster.socket(node), "verify_load": "full", "traces": f"file:{spans}"},
             logs / f"{node}.log",
             **ENGINE,
         )
@@ -76,6 +88,30 @@ def test_what_one_replica_computed_is_a_remote_hit_at_the_other(
     assert sum(output["cached_tokens"] for output in answer["outputs"]) > 6 * 250
     assert cluster.stats("n1").counters["fetched_blocks"] > before + 6 * 8
     assert cluster.stats("n1").transport == cluster.stats("n0").transport
+
+
+def test_a_trace_in_the_parameters_leads_from_engine_to_peer(
+    cluster: LocalCluster, replicas: dict[str, Replica], spans: Path
+) -> None:
+    theirs, prompt = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", TEXT.format("Gus") * 14
+    known = cluster.directory_size()
+    replicas["n0"].tokens([prompt], 1)
+    eventually(lambda: cluster.directory_size() >= known + 9, "the blocks in the directory")
+    replicas["n1"].send_prompt(prompt, {"traceparent": theirs})
+    assert replicas["n1"].first_answer()["cached_tokens"] > 250
+
+    def below(parent: str) -> dict[str, str]:
+        """Span ids by name, of the spans right below this one."""
+        found = [json.loads(line) for line in spans.read_text().splitlines()]
+        of_trace = [span for span in found if span["context"]["trace_id"] == f"0x{theirs[3:35]}"]
+        return {span["name"]: span["context"]["span_id"] for span in of_trace if span["parent_id"] == parent}
+
+    def leads_to_peer() -> bool:
+        engine = below(f"0x{theirs[36:52]}").get("kvservice.acquire", "-")
+        shard = below(below(engine).get("kvservice.EngineService/Acquire", "-"))
+        return "kvservice.fetch" in shard and "kvservice.PeerService/Locate" in below(shard["kvservice.locate"])
+
+    eventually(leads_to_peer, "the spans, which each process exports every five seconds")
 
 
 @pytest.mark.parametrize("delay", [0.05, 0.6])
