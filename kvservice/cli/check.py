@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from kvservice.cli.progress import Progress
 from kvservice.errors import ConfigError
 
 CALL_SECONDS = 3.0  # For one RPC. A part that takes longer counts as missing in this round.
@@ -22,18 +23,24 @@ ASKED_AT_ONCE = 16
 MEMORY_METRIC = "kvservice_segment_bytes{"
 
 
-def run(lookups: Sequence[str], metrics: Sequence[str], nodes: int, wait_seconds: float) -> tuple[list[str], str]:
-    """Ask until nothing is wrong or the time is over; blocks. Returns (what is wrong, or nothing; what was seen)."""
+def run(lookup: Sequence[str] | None, metrics: Sequence[str], nodes: int, wait_seconds: float) -> tuple[list[str], str]:
+    """Ask until nothing is wrong or the time is over; blocks. Returns (what is wrong, or nothing; what was seen).
+    Without `lookup` the setting of this name says whom to ask."""
+    from kvservice.config import load_config
+
+    lookups = load_config(lookup=",".join(lookup) if lookup else None).lookup
     if not lookups and not metrics:
         raise ConfigError(
             "there is nothing to check; give --lookup HOST:PORT of every lookup partition, or --metrics HOST:PORT"
         )
     deadline = time.monotonic() + wait_seconds
-    while True:
-        problems, seen = _round(lookups, metrics, nodes)
-        if not problems or time.monotonic() >= deadline:
-            return problems, seen
-        time.sleep(POLL_SECONDS)
+    with Progress("waiting") as progress:
+        while True:
+            problems, seen = _round(lookups, metrics, nodes)
+            if not problems or time.monotonic() >= deadline:
+                return problems, seen
+            progress.update(problems[0])
+            time.sleep(POLL_SECONDS)
 
 
 def _round(lookups: Sequence[str], metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shutil
@@ -33,6 +34,8 @@ _ADDRESS = re.compile(r"--address=['\"]?([^'\"\s]+:\d+)")
 def up(config: Any, address: str | None) -> None:
     """Start the service on a Ray cluster, or find it, and wait until it is complete. If this fails, what this call
     started is stopped again. Blocks."""
+    from kvservice.observe import logs
+
     try:
         from kvservice.actors import deploy, ray_auth
     except ModuleNotFoundError as error:
@@ -40,6 +43,7 @@ def up(config: Any, address: str | None) -> None:
             f"`kvservice up` starts the service on Ray, which is not installed; use --no-ray. {how_to_install('ray')}"
         ) from error
 
+    logs.configure(level=logging.WARNING)
     console = new_console(stderr=True)
     started_ray = _connect_or_start(config.service, address, console)
     _tell_of_access(config.service, console, started=started_ray)
@@ -101,7 +105,9 @@ def down(service: str, address: str | None) -> None:
     from kvservice.actors.leftovers import remove_leftovers
     from kvservice.cli.members import services_here
     from kvservice.discovery import find_shards
+    from kvservice.observe import logs
 
+    logs.configure(level=logging.WARNING)
     console = new_console(stderr=True)
     found, stopped, no_ray = _stop_on_ray(service, address)
     alone = [] if stopped else find_shards(service)

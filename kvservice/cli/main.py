@@ -6,7 +6,6 @@ share, `output` how they print, `exits` how they end.
 
 from __future__ import annotations
 
-import platform
 from typing import Annotated
 
 import typer
@@ -18,7 +17,7 @@ from kvservice.cli.tree import HELP, Tree
 
 def version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvservice {__version__} (Python {platform.python_version()}, {platform.system()})")
+        typer.echo(f"kvservice {__version__}")
         raise typer.Exit
 
 

@@ -26,6 +26,7 @@ def run_shard(
         host: the address that is bound and told to peers.
         segment_dir: the folder of the pool.
     """
+    from kvservice.observe.logs import say
     from kvservice.shard.process import serve
     from kvservice.shard.server import ShardServerConfig
 
@@ -37,6 +38,8 @@ def run_shard(
         peer_host=bracketed(host),
         peer_port=port,
     )
+    if not config.lookup:
+        say("no lookup partition is named with --lookup: this node finds blocks of no other node")
     served = serve(place, keep_segment=keep_blocks, grace_seconds=grace_seconds, metrics_port=config.metrics_port)
     asyncio.run(served)
 

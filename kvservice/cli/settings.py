@@ -57,7 +57,8 @@ def _option(name: str, field: Any) -> Any:
     default = default_of(field)
     flag = f"--{name.replace('_', '-')}"
     if field.annotation is bool:
-        return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=f"{first}. Default: no.")]
+        words = f"{first}. Default: {'yes' if field.default else 'no'}."
+        return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=words)]
     text = f"{first}. Values: {allowed(field)}." + (f" Default: {default}." if default else "")
     if _is_list(field.annotation):
         return Annotated[list[str] | None, typer.Option(flag, help=f"{text} Repeat for more.", metavar="ADDRESS")]

@@ -134,6 +134,24 @@ def given_settings(context: typer.Context) -> dict[str, Any]:
     return found
 
 
+def offer_settings(incomplete: str) -> list[str]:
+    """For completion: the settings whose names begin so."""
+    from kvservice.config import ServiceConfig
+
+    return [name for name in ServiceConfig.model_fields if name.startswith(incomplete)]
+
+
+def offer_nodes(incomplete: str) -> list[str]:
+    """For completion: the nodes of this machine whose names begin so."""
+    from kvservice.discovery import find_shards
+    from kvservice.errors import KVServiceError
+
+    try:
+        return [record.node_id for record in find_shards(live_only=False) if record.node_id.startswith(incomplete)]
+    except KVServiceError:  # completion says nothing
+        return []
+
+
 def new_tree(text: str) -> typer.Typer:
     """A group of commands. Only the outermost one can install completion."""
     return typer.Typer(

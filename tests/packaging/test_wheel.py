@@ -152,7 +152,7 @@ def alone(installed: Path) -> Iterator[Alone]:
 @pytest.mark.processes
 @pytest.mark.timeout(1200)
 def test_the_wheel_alone_serves_and_says_what_is_missing(alone: Alone) -> None:
-    assert alone.run("--version").stdout.startswith(f"kvservice {kvservice.__version__} ")
+    assert alone.run("--version").stdout.strip() == f"kvservice {kvservice.__version__}"
     demo = alone.run("demo")
     assert (demo.returncode, demo.stderr) == (0, "") and "8.0 MiB from n0" in demo.stdout
     assert alone.run("certs", str(alone.folder / "tls")).returncode == 0, "an extra that was asked for"

@@ -10,7 +10,7 @@ import typer
 
 from kvservice.cli.exits import ExitCode
 from kvservice.cli.output import Format
-from kvservice.cli.tree import Lookup, Output, Service, Watch, command
+from kvservice.cli.tree import Lookup, Output, Service, Watch, command, offer_nodes
 
 GROUP = "Look"
 
@@ -206,7 +206,11 @@ def console(
 def logs(
     node: Annotated[
         str | None,
-        typer.Option(metavar="NODE", help="Node of this machine; the beginning of its name is enough. Default: all."),
+        typer.Option(
+            metavar="NODE",
+            autocompletion=offer_nodes,
+            help="Node of this machine; the beginning of its name is enough. Default: all.",
+        ),
     ] = None,
     lines: Annotated[
         int, typer.Option("--lines", "-n", min=0, metavar="N", help="Lines to show from the end of each log.")

@@ -8,7 +8,17 @@ import typer
 
 from kvservice.cli.exits import ExitCode
 from kvservice.cli.output import Format
-from kvservice.cli.tree import Config, Lookup, Output, Service, command, given_settings, new_tree
+from kvservice.cli.tree import (
+    Config,
+    Lookup,
+    Output,
+    Service,
+    command,
+    given_settings,
+    new_tree,
+    offer_nodes,
+    offer_settings,
+)
 
 GROUP = "Operate"
 
@@ -44,7 +54,12 @@ def add(tree: typer.Typer) -> None:
 
 def drain(
     node: Annotated[
-        str | None, typer.Option(metavar="NODE", help="Node whose shard leaves; the beginning of its name is enough.")
+        str | None,
+        typer.Option(
+            metavar="NODE",
+            autocompletion=offer_nodes,
+            help="Node whose shard leaves; the beginning of its name is enough.",
+        ),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="All shards of this machine leave.")] = False,
     timeout: Annotated[
@@ -87,7 +102,7 @@ def check(
     and exits with 1 and the reasons if something is missing."""
     from kvservice.cli import check as run
 
-    problems, seen = run.run(lookup or [], metrics or [], nodes, wait)
+    problems, seen = run.run(lookup, metrics or [], nodes, wait)
     for problem in problems:
         typer.secho(f"problem: {problem}", err=True, fg="red")
     typer.echo(seen)
@@ -108,7 +123,8 @@ def doctor(output: Output = Format.TABLE) -> None:
 def show_config(
     context: typer.Context,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Settings to show. Default: all.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", autocompletion=offer_settings, help="Settings to show. Default: all."),
     ] = None,
     config: Config = None,
     output: Output = Format.TABLE,

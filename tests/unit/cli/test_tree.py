@@ -62,9 +62,10 @@ def commands_of(page: Path) -> list[str]:
     """The calls of `kvservice` in a page's blocks, lines joined, comments and what follows the command left out."""
     found = []
     for block in FENCE.findall(page.read_text()):
+        shows_output = "$ " in block
         for line in block.replace("\\\n", " ").splitlines():
             match = PROMPT.match(line.strip())
-            if match:
+            if match and (line.startswith("$ ") or not shows_output):
                 found.append(re.split(r"\s+(?:#|\||&|>|2>)", match[1])[0])
     return found
 
@@ -104,7 +105,7 @@ def test_help_ends_with_the_examples(words: tuple[str, ...]) -> None:
 
 
 def test_python_m_and_version_are_the_command() -> None:
-    for arguments, said in ((["--version"], f"kvservice {kvservice.__version__} "), (["-h"], "Usage: kvservice ")):
+    for arguments, said in ((["--version"], f"kvservice {kvservice.__version__}\n"), (["-h"], "Usage: kvservice ")):
         done = subprocess.run(
             [sys.executable, "-m", "kvservice", *arguments], capture_output=True, text=True, timeout=60, check=True
         )
@@ -118,6 +119,7 @@ def test_python_m_and_version_are_the_command() -> None:
         ("kvservice up --pool", {"--pool-bytes"}),
         ("kvservice tenants u", {"usage"}),
         ("kvservice certs x --role ", {"node", "client"}),
+        ("kvservice config show pool", {"pool_bytes"}),
     ],
 )
 def test_completion_offers_commands_options_and_values(typed: str, offered: set[str]) -> None:
