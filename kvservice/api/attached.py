@@ -16,6 +16,7 @@ from kvservice.aio import in_thread
 from kvservice.api.hit import HeldBlocks, Hit
 from kvservice.api.layout import Array, Arrays, Layout, Tokens, pack_tokens
 from kvservice.api.mapped import MappedPool
+from kvservice.api.reasons import NO_POOL, TOO_LONG
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, KEYS_PER_REQUEST_MAX, block_keys, chain_packed, span_route
 from kvservice.core.explain.records import check_request_id
@@ -46,8 +47,6 @@ SAMPLE_ONE_IN = 16  # blocks a digest check, as in engines: it costs little, and
 BATCH_BYTES = 64 * MiB
 BATCH_BLOCKS_MAX = 1024  # the same for small blocks: a shard reserves at most 4,096 slots a call
 TIMEOUT_SECONDS_MAX = 600.0  # as for engines: a request that waits longer is forgotten rather than waited for
-TOO_LONG = "too_long"  # beyond KEYS_PER_REQUEST_MAX blocks
-NO_POOL = "unavailable"  # the shard is away; the program attaches again by itself
 FULL = "full"
 
 

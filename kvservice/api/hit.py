@@ -14,6 +14,7 @@ import numpy as np
 
 from kvservice.api.layout import FOREIGN_TYPES, Array, Layout
 from kvservice.api.mapped import HeaderWatch
+from kvservice.api.reasons import WORDS
 from kvservice.errors import InvalidRequest, LeaseLost
 from kvservice.memory.window import ReadWindow
 
@@ -88,6 +89,22 @@ class Hit:
     def tokens(self) -> int:
         """How many tokens of the prompt need not be computed, those before `start` included."""
         return (self.start + self._count) * self._layout.block_tokens
+
+    def explain(self) -> str:
+        """What became of the prompt's blocks, in words. What became of each block the service says: see the last words.
+
+        >>> import kvservice
+        >>> with kvservice.connect(mode="embedded", memory="8MiB") as pool:
+        ...     cache = pool.attach("m", kvservice.Layout(block_tokens=4, shape=(2, 8)))
+        ...     print(cache.get(range(8), request_id="r1").explain())
+        0 blocks from block 0 on are here, ... Block 0 is missing: no node is known to have it. In a service, ...
+        """
+        fetched = f"{self.fetched} of them fetched from other nodes."
+        here = f"{self._count} blocks from block {self.start} on are here, {fetched}"
+        if not self.miss:
+            return f"{here} None is missing."
+        why = f"Block {self.start + self._count} is missing: {WORDS.get(self.miss, self.miss)}."
+        return f"{here} {why} In a service, `kvservice explain {self.request_id}` says more."
 
     @property
     def view(self) -> Array:

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 
 import kvservice
 from kvservice import InvalidRequest, Layout
-from kvservice.core.messages import AcquireResult
+from kvservice.api.reasons import WORDS
+from kvservice.core.messages import AcquireResult, MissReason
 from kvservice.testing.eventually import eventually
 from kvservice.units import KiB, MiB
 
@@ -53,6 +55,23 @@ def test_a_hit_is_the_longest_stored_prefix(cache: kvservice.Cache) -> None:
         assert np.array_equal(hit.view, blocks) and np.array_equal(hit.tensor().numpy(), blocks)
     with cache.get([0, 1, 2, 3, 9, 9, 9, 9]) as hit:
         assert hit.tokens == 4 and np.array_equal(hit.copy(), blocks[:1])
+
+
+def test_explain_says_what_is_here_and_why_no_more(cache: kvservice.Cache) -> None:
+    cache.put(range(8), some(2))
+    assert cache.get(range(8)).explain().endswith("None is missing.")
+    hit = cache.get(range(12), start=1, request_id="r9")
+    assert "1 blocks from block 1 on are here, 0 of them" in hit.explain()
+    assert (
+        "Block 2 is missing: no node is known to have it." in hit.explain()
+        and "`kvservice explain r9`" in hit.explain()
+    )
+
+
+def test_every_reason_has_words_and_stands_on_the_page() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "python.md").read_text()
+    assert set(WORDS) == {reason.value for reason in MissReason} - {"none"} | {"too_long", "unavailable"}
+    assert [reason for reason in WORDS if f"`{reason}`" not in page] == []
 
 
 def test_a_part_of_a_block_is_neither_stored_nor_found(cache: kvservice.Cache) -> None:
