@@ -39,6 +39,8 @@ ADOPTED = "kvservice_blocks_adopted_total{"
 class Cluster:
     """What a cluster gives to pods: addresses, names, folders of nodes. And the pods."""
 
+    namespace = NAMESPACE
+
     def __init__(self, *settings: str) -> None:
         self.settings = (*SETTINGS, *settings)
         self.objects = rendered("standalone-values.yaml", *self.settings)
@@ -80,25 +82,35 @@ class Cluster:
         return place
 
     def start(self, nodes: Sequence[str] = NODES) -> None:
-        lookup = pod(self.objects, "lookup")
         service = find(self.objects, "Service", "-lookup")["metadata"]["name"]
         count = find(self.objects, "StatefulSet")["spec"]["replicas"]
         ips = [self.address() for _ in range(count)]
         # gRPC's own resolver asks name servers, so it is given the address in place of the name.
-        self.names = {f"{service}-{i}.{service}.{NAMESPACE}.svc": ip for i, ip in enumerate(ips)}
-        for index, ip in enumerate(ips):
-            place = self.place(lookup, labels={"apps.kubernetes.io/pod-index": str(index)}, ip=ip)
-            log = self.root / f"lookup-{index}.log"
-            self.lookups.append(ContainerProcess(lookup.spec["containers"][0], place, log))
-            self.lookups[-1].start()
+        self.names = {f"{service}-{i}.{service}.{self.namespace}.svc": ip for i, ip in enumerate(ips)}
+        self.lookups = [self.start_lookup(index, ip) for index, ip in enumerate(ips)]
         for node in nodes:
             self.start_shard(node)
         for process in [*self.lookups, *self.shards.values()]:
             wait_until_ready(process)
 
-    def start_shard(self, node: str) -> None:
+    def start_lookup(self, index: int, ip: str) -> ContainerProcess:
+        lookup = pod(self.objects, "lookup")
+        place = self.place(lookup, labels={"apps.kubernetes.io/pod-index": str(index)}, ip=ip)
+        started = ContainerProcess(lookup.spec["containers"][0], place, self.root / f"lookup-{index}.log")
+        started.start()
+        return started
+
+    def change(self, *settings: str) -> None:
+        """As `helm upgrade`: pods that start from now on are those of these settings."""
+        self.settings = (*self.settings, *settings)
+        self.objects = rendered("standalone-values.yaml", *self.settings)
+
+    def shard_of(self, node: str) -> Pod:
         setting = ("shard.keepBlocks=true",) if node == KEEPER else ()
-        shard = pod(rendered("standalone-values.yaml", *self.settings, *setting), "shard")
+        return pod(rendered("standalone-values.yaml", *self.settings, *setting), "shard")
+
+    def start_shard(self, node: str) -> None:
+        shard = self.shard_of(node)
         place = self.place(shard, node)
         (prepare,) = shard.spec["initContainers"]
         if os.getuid() == 0:  # it gives the folders to the pod's user, which takes root here as there
