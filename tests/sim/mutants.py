@@ -25,6 +25,7 @@ SESSION = "kvservice.session.session"
 RECONCILE = "kvservice.core.reconcile"
 HANDOFF = "kvservice.core.acquire.handoff"
 RUNTIME = "kvservice.pool.runtime"
+VANISHED = "kvservice.pool.vanished"
 STORE_PLAN = "kvservice.connector.scheduler.store_plan"
 STORES = "kvservice.connector.scheduler.stores"
 LOADS = "kvservice.connector.scheduler.loads"
@@ -335,10 +336,11 @@ MUTANTS = (
     ),
     Mutant(
         "the shard looks and acts under one lock",
-        RUNTIME,
+        VANISHED,
         "            if is_free:\n                self._dispatch(ev.EngineGone(engine_id))\n",
         "            if is_free:\n"
-        "                self._loop.call_later(0.5, self._dispatch, ev.EngineGone(engine_id))\n",
+        "                loop = asyncio.get_running_loop()\n"
+        "                loop.call_later(0.5, self._dispatch, ev.EngineGone(engine_id))\n",
         seed=354,
     ),
 )
