@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from kvservice.client.overview import NodeOverview, Overview
 
 HEAD_EVERY = 20  # rounds between two headings, so that one is on the screen
-_COLUMNS = "{:8}  {:20}  {:8}  {:>5}  {:>10}  {:>8}  {:>8}  {:>12}  {:>12}  {:>12}  {:>9}"
+# 119 characters, so that a line fits where tables do.
+_COLUMNS = "{:8}  {:16}  {:8}  {:>5}  {:>9}  {:>8}  {:>7}  {:>10}  {:>10}  {:>10}  {:>9}"
 HEAD = _COLUMNS.format(
     "time", "node", "state", "used", "reserved", "hits", "asked/s", "loaded/s", "stored/s", "read/s", "evicted/s"
 )
