@@ -322,6 +322,9 @@ MUTANTS = (
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
 def test_planted_bug_is_found(mutant: Mutant) -> None:
-    thorough = settings(TestReconcile.settings, max_examples=2000, phases=[Phase.generate], database=None)
+    """The examples are the same in every run: random ones would miss a rare bug in one run of many."""
+    thorough = settings(
+        TestReconcile.settings, max_examples=2000, phases=[Phase.generate], database=None, derandomize=True
+    )
     with planted(mutant), pytest.raises(AssertionError):
         run_state_machine_as_test(ReconcileMachine, settings=thorough)
