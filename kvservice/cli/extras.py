@@ -6,30 +6,30 @@ import importlib.metadata
 
 from kvservice.errors import ConfigError
 
-# Module → the extra that brings it.
+# Module → the extras that bring it.
 EXTRAS = {
-    "aiohttp": "proxy",
-    "cryptography": "certs",
-    "nixl_cu12": "nixl",
-    "ray": "ray",
-    "textual": "top",
-    "vllm": "vllm",
+    "aiohttp": ("proxy", "console"),
+    "cryptography": ("certs",),
+    "nixl_cu12": ("nixl",),
+    "ray": ("ray",),
+    "textual": ("top",),
+    "vllm": ("vllm",),
 }
 
 
 def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
     """The error for the user, or None if the module belongs to no extra."""
     module = (error.name or "").partition(".")[0]
-    extra = EXTRAS.get(module)
-    return None if extra is None else ConfigError(f"this needs {module}. {how_to_install(extra)}", key=extra)
+    extras = EXTRAS.get(module)
+    return None if extras is None else ConfigError(f"this needs {module}. {how_to_install(*extras)}", key=extras[0])
 
 
-def how_to_install(extra: str) -> str:
+def how_to_install(*extras: str) -> str:
     """Which extra it is, and the command that adds what is in it. It names the libraries and not kvservice itself,
     which no package index has."""
-    wanted = requirements(extra)
+    wanted = requirements(extras[0])
     command = f": pip install {' '.join(repr(each) for each in wanted)}" if wanted else ""
-    return f"It comes with the extra {extra!r} of kvservice{command}"
+    return f"It comes with the extra {' or '.join(map(repr, extras))} of kvservice{command}"
 
 
 def requirements(extra: str) -> list[str]:
