@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import kvservice
 from kvservice import InvalidRequest, Layout
 from kvservice.api.reasons import WORDS
 from kvservice.core.messages import AcquireResult, MissReason
+from kvservice.core.segment.refs import BlockRef
 from kvservice.testing.eventually import eventually
-from kvservice.units import KiB, MiB
+from kvservice.units import Generation, KiB, MiB
 
 LAYOUT = Layout(block_tokens=4, shape=(2, 5))  # no multiple of a page, so that a window has gaps
 LARGE = Layout(block_tokens=4, shape=(64 * KiB,), dtype="uint8")
@@ -340,3 +342,35 @@ def test_a_forked_child_is_told_to_connect_again(pool: kvservice.Pool, cache: kv
     hit.close()
     os.close(reading)
     os.close(writing)
+
+
+def test_a_promise_that_the_slots_do_not_keep_is_a_miss(
+    cache: kvservice.Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.put(range(12), some(3))
+    session = cache._attached._session
+    ask = session.ask
+
+    async def late(*arguments: Any) -> AcquireResult:
+        found = await ask(*arguments)
+        first, second, third = found.blocks
+        return replace(found, blocks=(first, replace(second, generation=second.generation + 2), third))
+
+    monkeypatch.setattr(session, "ask", late)
+    with cache.get(range(12)) as hit:
+        assert (len(hit), hit.miss) == (1, "stale") and np.array_equal(hit.view, some(3)[:1])
+
+
+def test_a_slot_that_is_not_reserved_is_not_written(cache: kvservice.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.put(range(12), some(3))
+    hit = cache.get(range(12))
+    assert hit._held is not None
+    of_others = [BlockRef(slot, Generation(3)) for slot in hit._held.watch._slots]
+
+    async def reserve(*arguments: Any) -> list[BlockRef]:
+        return of_others
+
+    monkeypatch.setattr(cache._attached._session, "reserve", reserve)
+    assert cache.put([9] * 12, some(3) + 1) == kvservice.PutResult(0, 0, 3, "unavailable")
+    assert np.array_equal(hit.copy(), some(3))
+    hit.close()
