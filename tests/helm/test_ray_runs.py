@@ -114,8 +114,8 @@ def test_the_head_brings_the_service_up_by_itself(head: Head) -> None:
     assert done.returncode == 0, done.stdout + done.stderr + (head.root / "log").read_text()
     assert "metrics of 1 shards" in done.stdout
     status: dict[str, Any] = json.loads(head.process.run(["kvservice", "status", "-o", "json"]).stdout)
-    assert status["service"] == head.service and len(status["nodes"]) == len(status["lookup_partitions"]) == 1
-    (lookup,) = status["lookup_partitions"]
+    assert status["service"] == head.service and len(status["nodes"]) == len(status["lookups"]) == 1
+    (lookup,) = status["lookups"]
     assert lookup["address"].endswith(f":{head.ports['lookup']}"), "the port that the NetworkPolicy names"
 
 

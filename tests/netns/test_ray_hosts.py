@@ -162,13 +162,13 @@ def test_service_outlives_the_loss_of_a_host_and_ends_clean(
     assert up.returncode == 0, up.stderr
 
     state = other.status()
-    assert hosts_of(state["nodes"], "peer_address") == addresses
-    assert hosts_of(state["lookup_partitions"], "address") == addresses
+    assert hosts_of(state["nodes"], "address") == addresses
+    assert hosts_of(state["lookups"], "address") == addresses
     assert {row["transport"] for row in state["nodes"]} == {"nixl"}
     assert state["problems"] == []
 
     assert head.blocks("store", 1, token) == {"sealed": COUNT}
-    settled(other.status, lambda now: sum(row["key_count"] for row in now["lookup_partitions"]) >= COUNT)
+    settled(other.status, lambda now: sum(row["keys"] for row in now["lookups"]) >= COUNT)
     with pytest.raises(AssertionError, match="the engine ended"):
         other.blocks("read", 1, stranger)
     before = other.received_bytes()
@@ -182,11 +182,11 @@ def test_service_outlives_the_loss_of_a_host_and_ends_clean(
         head.status,
         lambda now: (
             not now["problems"]
-            and hosts_of(now["lookup_partitions"], "address") == alone * 2
-            and sum(row["key_count"] for row in now["lookup_partitions"]) == COUNT
+            and hosts_of(now["lookups"], "address") == alone * 2
+            and sum(row["keys"] for row in now["lookups"]) == COUNT
         ),
     )
-    assert hosts_of(state["nodes"], "peer_address") == alone
+    assert hosts_of(state["nodes"], "address") == alone
     read = head.blocks("read", 1, token)
     assert (read["promised"], read["fetched"]) == (COUNT, 0)
 
