@@ -156,3 +156,14 @@ def test_a_page_is_bounded_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPa
 
 def test_a_page_may_start_at_a_slot_that_is_gone() -> None:
     assert CoreHarness().state.list_slots(SlotFilter(), SlotIndex(1 << 31), 0.0) == SlotPage((), None)
+
+
+def test_hits_are_counted_by_model_and_tenant() -> None:
+    shard = CoreHarness(slab_count=2)
+    assert shard.state.free_slab_count == 2
+    engine = shard.attach()
+    shard.store(engine, CHAIN)
+    shard.hit(engine, CHAIN)
+    (row,) = shard.state.model_usage()
+    assert (row.model, row.asked_blocks, row.hit_local_blocks, row.hit_remote_blocks) == ("model", 4, 4, 0)
+    assert shard.state.free_slab_count == 1
