@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from tests.sim.mutation import Mutant
 
-CHECKS = "kvservice.core.segment.header_checks"
 FETCH = "kvservice.core.acquire.acquisitions"
 PULLS = "kvservice.core.acquire.pulls"
 SHARD = "kvservice.core.shard"

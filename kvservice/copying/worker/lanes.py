@@ -226,9 +226,9 @@ def _all_as_promised(target: Target, direction: Direction, rows: npt.NDArray[np.
     for slot, generation, key in zip(slots, generations, keys, strict=True):
         header, ref = segment.header_bytes(slot), BlockRef(slot, Generation(generation))
         if direction is Direction.LOAD:
-            is_right = generation % 2 == 0 and is_as_promised(header, epoch, ref, key, size)
+            is_right = is_as_promised(header, epoch, ref, key, size)
         else:
-            is_right = generation % 2 == 1 and is_reserved(header, epoch, ref, size)
+            is_right = is_reserved(header, epoch, ref, size)
         if not is_right:
             return False
     return True

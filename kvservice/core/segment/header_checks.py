@@ -22,14 +22,18 @@ def is_as_located(data: bytes, handle: BlockHandle, epoch: BootEpoch) -> bool:
 def is_as_promised(data: bytes, epoch: BootEpoch, ref: BlockRef, key: BlockKey, payload_bytes: int) -> bool:
     """Whether the slot still holds the block that was promised.
 
-    It must be sealed in this boot epoch, with exactly `payload_bytes` bytes, so nothing past the slot is read.
+    It must be sealed in this boot epoch, with exactly `payload_bytes` bytes, so nothing past the slot is read. A
+    generation is even while the slot is sealed.
     """
-    return is_of(data, epoch, ref.generation, key) and has_length(data, payload_bytes)
+    is_sealed = ref.generation % 2 == 0
+    return is_sealed and is_of(data, epoch, ref.generation, key) and has_length(data, payload_bytes)
 
 
 def is_reserved(data: bytes, epoch: BootEpoch, ref: BlockRef, payload_bytes: int) -> bool:
     """Whether the slot is still the reservation that was granted.
 
-    It must have room for exactly `payload_bytes` bytes, so nothing past the slot is written.
+    It must have room for exactly `payload_bytes` bytes, so nothing past the slot is written. A generation is odd while
+    the slot is written: a reference to a sealed block never counts.
     """
-    return is_in_term(data, epoch, ref.generation) and has_length(data, payload_bytes)
+    is_writing = ref.generation % 2 == 1
+    return is_writing and is_in_term(data, epoch, ref.generation) and has_length(data, payload_bytes)

@@ -27,17 +27,20 @@ CHANGES = {
 headers = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHANGES.items()})
 
 
-@given(headers, st.none() | st.integers(0, 511))
-def test_checks_of_bytes_are_those_of_the_fields(fields: dict[str, object], flipped: int | None) -> None:
+@given(headers, st.none() | st.integers(0, 511), st.sampled_from([RIGHT.generation, Generation(9)]))
+def test_checks_of_bytes_are_those_of_the_fields(
+    fields: dict[str, object], flipped: int | None, asked: Generation
+) -> None:
+    """Only a slot of an even generation is read, and only one of an odd generation is written."""
     data = bytearray(pack_header(replace(RIGHT, **fields)))  # type: ignore[arg-type]
     if flipped is not None:
         data[flipped >> 3] ^= 1 << (flipped & 7)
     header = unpack_header(bytes(data))
-    ref = BlockRef(SLOT, RIGHT.generation)
-    in_term = header is not None and (header.epoch, header.generation) == (EPOCH, RIGHT.generation)
-    reserved = header is not None and in_term and header.length == BYTES
-    promised = header is not None and reserved and header.key == KEY
-    located = header is not None and promised and header.digest == DIGEST
-    assert is_reserved(bytes(data), EPOCH, ref, BYTES) == reserved
-    assert is_as_promised(bytes(data), EPOCH, ref, KEY, BYTES) == promised
-    assert is_as_located(bytes(data), BlockHandle(KEY, SLOT, RIGHT.generation, BYTES, DIGEST, 2), EPOCH) == located
+    ref = BlockRef(SLOT, asked)
+    in_term = header is not None and (header.epoch, header.generation) == (EPOCH, asked)
+    fits = header is not None and in_term and header.length == BYTES
+    is_block = header is not None and fits and header.key == KEY
+    located = header is not None and is_block and header.digest == DIGEST
+    assert is_reserved(bytes(data), EPOCH, ref, BYTES) == (fits and asked % 2 == 1)
+    assert is_as_promised(bytes(data), EPOCH, ref, KEY, BYTES) == (is_block and asked % 2 == 0)
+    assert is_as_located(bytes(data), BlockHandle(KEY, SLOT, asked, BYTES, DIGEST, 2), EPOCH) == located
