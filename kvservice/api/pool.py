@@ -197,7 +197,8 @@ class Cache:
 
         `start` leaves out the first blocks, which the caller has. Blocks that were put with another `salt` are not
         found. Blocks for `timeout` seconds at most, plus what the network takes. `request_id` is the name under which
-        `kvservice explain` knows the request. Raises InvalidRequest.
+        `kvservice explain` knows the request. Raises InvalidRequest, and SegmentError if the memory of a shard that has
+        just come back cannot be mapped.
         """
         return self._thread.loop.wait(self._attached.get(tokens, start, salt, timeout, request_id))
 

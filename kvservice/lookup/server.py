@@ -23,7 +23,7 @@ from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.errors import ConfigError
 from kvservice.lookup.service import LookupServicer
 from kvservice.lookup.watch import SUBSCRIBERS_MAX, WatchHub
-from kvservice.observe.endpoint import Condition
+from kvservice.observe.condition import Condition
 from kvservice.observe.lookup_metrics import LookupNumbers
 from kvservice.wire.serving import MESSAGE_BYTES_MAX, server_options, service_handler
 from kvservice.wire.v1 import lookup_pb2

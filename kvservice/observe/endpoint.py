@@ -18,7 +18,6 @@ import platform
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -29,6 +28,7 @@ from prometheus_client.registry import Collector
 
 from kvservice import __version__
 from kvservice.errors import KVServiceError
+from kvservice.observe.condition import Condition
 
 log = logging.getLogger("kvservice.observe")
 
@@ -38,14 +38,6 @@ T = TypeVar("T")
 ANSWER_SECONDS = 3.0
 IDLE_SECONDS = 10.0  # a connection that sends nothing is closed after this: it would keep its thread
 ANY_ADDRESS = "0.0.0.0"
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """What probes are told. Both texts are empty while all is well."""
-
-    dead: str = ""  # why only a restart of the process helps
-    unready: str = ""  # why it takes no new work
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, ask: Callable[[], T]) -> Callable[[], T | None]:

@@ -42,7 +42,7 @@ from kvservice.lookup.mirror_file import mirror_path
 from kvservice.lookup.mirror_writer import DirectoryMirror
 from kvservice.lookup.shard_directory import ShardDirectory
 from kvservice.memory.segment import Segment, segment_path
-from kvservice.observe.endpoint import Condition
+from kvservice.observe.condition import Condition
 from kvservice.observe.timings import Timings
 from kvservice.pool.eviction import find_policy
 from kvservice.pool.runtime import PoolRuntime

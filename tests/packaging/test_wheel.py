@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 import kvservice
 from kvservice.testing.eventually import eventually
+from tests.conftest import SESSION_VARIABLE, left_behind, segments
 from tests.packaging.wheel import ROOT, build_wheel
 
 
@@ -88,8 +90,8 @@ def test_the_demo_shows_a_remote_hit_and_leaves_nothing(wheel: Path, tmp_path: P
     subprocess.run([*install, str(wheel)], check=True, timeout=120, capture_output=True)
     refused = "".join(f"sys.modules[{name!r}] = None\n" for name in ("vllm", "ray", "nixl_cu12", "torch"))
     (site / "sitecustomize.py").write_text(f"import sys\n{refused}")
-    before = set(Path("/dev/shm").iterdir())
-    environment = {**os.environ, "PYTHONPATH": str(site), "TMPDIR": str(scratch)}
+    before, session = segments(), uuid.uuid4().hex
+    environment = {**os.environ, "PYTHONPATH": str(site), "TMPDIR": str(scratch), SESSION_VARIABLE: session}
     result = subprocess.run(
         [site / "bin" / "kvservice", "demo"],
         cwd=scratch,
@@ -103,7 +105,7 @@ def test_the_demo_shows_a_remote_hit_and_leaves_nothing(wheel: Path, tmp_path: P
     words = [line.split(":")[0] for line in result.stdout.splitlines()]
     assert words == ["started", "stored", "first", "second", "removed"]
     assert "8.0 MiB from n0" in result.stdout and "nothing moved" in result.stdout
-    assert not [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("kvservice-t")]
+    assert not left_behind(before, session)
     scratch.rmdir()  # it is empty again
 
 

@@ -29,7 +29,7 @@ from kvservice.discovery import (
     write_copy_worker,
 )
 from kvservice.errors import ServiceConflict
-from kvservice.observe.endpoint import Condition
+from kvservice.observe.condition import Condition
 from kvservice.private_files import check_socket_path, make_directory, peer_uid
 from kvservice.units import NodeId
 

@@ -256,6 +256,8 @@ def test_logs_are_found_where_they_are_written(runtime: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Tests that run in the background have SIGINT ignored, and so would this process.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert follow.stderr is not None and follow.stdout is not None
         assert str(path) in follow.stderr.readline()

@@ -18,7 +18,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from kvservice import __version__
 from kvservice.errors import Unavailable
 from kvservice.observe import endpoint
-from kvservice.observe.endpoint import Condition, on_loop, serve_endpoint
+from kvservice.observe.condition import Condition
+from kvservice.observe.endpoint import on_loop, serve_endpoint
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 

@@ -17,7 +17,7 @@ from kvservice.config import ServiceConfig
 from kvservice.core.messages import AcquireRequest
 from kvservice.errors import Unavailable
 from kvservice.observe import logs
-from kvservice.observe.endpoint import Condition
+from kvservice.observe.condition import Condition
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.units import MiB, NodeId
