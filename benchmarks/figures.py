@@ -19,7 +19,8 @@ from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
 from benchmarks.report import RESULTS, ROOT
 from benchmarks.summary import LOOKUP_GOALS_MS
 
-PAGES = tuple(ROOT / "docs" / name for name in ("comparison.md", "performance.md", "performance-goals.md", "growth.md"))
+_NAMES = ("comparison.md", "performance.md", "performance-goals.md", "growth.md", "howto/traces.md", "howto/monitor.md")
+PAGES = tuple(ROOT / "docs" / name for name in _NAMES)
 AGAIN = "to be measured again"
 SIZES = {65536: "64 KiB", 737280: "720 KiB", 2097152: "2 MiB"}
 MORE_IN_FLIGHT = "7745369e8af1"  # of this commit's peers.json: 96 MiB of a pull were in flight, 24 may be now
@@ -433,6 +434,27 @@ def _list(values: Sequence[float]) -> str:
     return " / ".join(f"{value:.3f}" for value in values)
 
 
+def traces_cost(results: Results) -> str:
+    document = results.document("observing")
+    calls, acquire = document["figures"]["calls_us"], document["figures"]["acquire_of_128_blocks"]
+    off, on = acquire["off"]["p50_us"], acquire["on"]["p50_us"]
+    return (
+        f"Off, a span takes {calls['traces off: a span']:.1f} µs and the metadata of a call "
+        f"{calls['traces off: metadata of a call']:.2f} µs; an acquire of {off:,.0f} µs has three of them.\n"
+        f"On, an acquire that is traced takes {(on - off) / 1000:.1f} ms more (medians)."
+    )
+
+
+def histograms_cost(results: Results) -> str:
+    document = results.document("observing")
+    calls = document["figures"]["calls_us"]
+    off = document["figures"]["acquire_of_128_blocks"]["off"]["p50_us"]
+    return (
+        f"A histogram takes {calls['histogram']:.1f} µs, with an exemplar {calls['histogram with an exemplar']:.1f}. "
+        f"An acquire of 128 blocks that are on the node takes\n{off:,.0f} µs (median)."
+    )
+
+
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "peers": peers,
     "bandwidth": bandwidth,
@@ -443,6 +465,8 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "first-token": first_token,
     "growth-units": growth_units,
     "growth-scales": growth_scales,
+    "traces-cost": traces_cost,
+    "histograms-cost": histograms_cost,
 }
 
 
