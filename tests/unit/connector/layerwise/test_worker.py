@@ -138,9 +138,7 @@ def test_layered_copies_move_the_same_bytes_as_whole_blocks(
         assert torch.equal(tensors[index][:4], wanted[index][:4]), "a layer is there when the forward reads it"
     assert worker.end_layered() == {"r"}
     assert all(torch.equal(tensors[i][4:], untouched[i]) for i in range(LAYERS)), "a neighbour was written"
-    back = [CopyEntry(block, BlockRef(slot_index(0, 4 + block), refs[0].generation), KEY) for block in range(4)]
-    for entry in back:
-        write_header(segment, entry.ref.slot, 2)
+    back = [CopyEntry(block, write_header(segment, slot_index(0, 4 + block), 3), KEY) for block in range(4)]
     save(segment, worker, back)
     assert outcome(worker)
     for block, slot in enumerate((0, 1, 3, 2)):
