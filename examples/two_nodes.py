@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def get_when_known(cache: kvservice.Cache) -> kvservice.Hit:
-    """The nodes hear of each other's new blocks after some milliseconds; until then a get misses."""
+    """The nodes hear of each other's new blocks after some milliseconds; until then a get hits nothing or a part."""
     until = time.monotonic() + 10
     while True:
         hit = cache.get(TOKENS)
