@@ -100,7 +100,7 @@ docs: docs-reference chart-readme figures site ## Write what comes from code and
 	$(BIN)/python scripts/check_links.py
 
 docs-reference: $(INSTALLED) ## Write the pages of docs/reference that come from the code
-	for name in settings cli errors rpcs api states metrics; do $(BIN)/python -m "scripts.$${name}_reference"; done
+	$(BIN)/python -m scripts.reference
 	$(BIN)/python -m scripts.architecture_picture
 
 site: $(DOCS_INSTALLED) ## Build the site of docs/ into build/site; a warning or a dead link fails

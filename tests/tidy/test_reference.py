@@ -8,19 +8,9 @@ import pytest
 
 from benchmarks.pictures import FOLDER as PICTURES
 from benchmarks.pictures import drawings
-from scripts import (
-    api_reference,
-    architecture_picture,
-    cli_reference,
-    errors_reference,
-    metrics_reference,
-    rpcs_reference,
-    settings_reference,
-)
-
-FOLDER = settings_reference.FOLDER
-SCRIPTS = (settings_reference, cli_reference, errors_reference, rpcs_reference, metrics_reference, api_reference)
-PAGES = {name: page for script in SCRIPTS for name, page in script.PAGES.items()}
+from scripts import architecture_picture
+from scripts.reference import cli
+from scripts.reference.pages import FOLDER, PAGES
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -29,7 +19,7 @@ def test_page_is_current(name: str) -> None:
 
 
 def test_no_page_is_left_of_a_group_of_commands_that_went() -> None:
-    assert {f"cli/{path.name}" for path in (FOLDER / "cli").glob("*.md")} <= set(cli_reference.PAGES)
+    assert {f"cli/{path.name}" for path in (FOLDER / "cli").glob("*.md")} <= set(cli.PAGES)
 
 
 @pytest.mark.parametrize("draw", [drawings, architecture_picture.drawings], ids=["results", "architecture"])

@@ -1,11 +1,10 @@
-"""states_reference.py: write docs/reference/states.md, all state machines, from their tables."""
+"""docs/reference/states.md, all state machines, from their tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,9 +15,6 @@ from kvservice.core.directory import membership
 from kvservice.core.drain import receiver, sender
 from kvservice.core.store import slots
 from kvservice.proxy import plan
-
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "reference" / "states.md"
 
 HEAD = """# State machines
 
@@ -158,6 +154,4 @@ def page() -> str:
     return HEAD + "".join(map(drawn, MACHINES))
 
 
-if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page())
+PAGES = {"states.md": page}

@@ -1,15 +1,11 @@
-"""settings_reference.py: write docs/reference/settings.md and connector-options.md from the definitions."""
+"""docs/reference/settings.md and connector-options.md from the definitions."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
 from kvservice.config import OTHER_VARIABLES, ServiceConfig, Settings, allowed, default_of, shown
 from kvservice.connector.options import ConnectorOptions
-
-FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 
 HEAD = """# Settings
 
@@ -82,8 +78,3 @@ def options() -> str:
 
 
 PAGES = {"settings.md": settings, "connector-options.md": options}
-
-
-if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (FOLDER / name).write_text(page())

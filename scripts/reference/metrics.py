@@ -1,4 +1,4 @@
-"""metrics_reference.py: writes docs/reference/metrics.md from the collectors and tables that export the metrics.
+"""docs/reference/metrics.md from the collectors and tables that export the metrics.
 
 The collectors are asked as Prometheus asks them, with one sample of everything that has labels of its own. So a metric
 is on the page if, and only if, it is exported.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
@@ -27,8 +26,7 @@ from kvservice.serve.meters import COUNTERS as ROUTER_COUNTERS
 from kvservice.serve.meters import LOOKUP as ROUTER_LOOKUP
 from kvservice.serve.meters import TAGS as ROUTER_TAGS
 from kvservice.units import BootEpoch, NodeId
-
-FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+from scripts.reference.markdown import cell
 
 HEAD = """# Metrics
 
@@ -174,10 +172,6 @@ PARTS = (
 )
 
 
-def cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
-
-
 def table(found: Iterable[Row]) -> str:
     head = "| name | type | unit | labels | meaning |\n|---|---|---|---|---|\n"
     return head + "".join(
@@ -203,8 +197,3 @@ def page() -> str:
 
 
 PAGES = {"metrics.md": page}
-
-
-if __name__ == "__main__":
-    for name, write in PAGES.items():
-        (FOLDER / name).write_text(write())

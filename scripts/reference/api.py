@@ -1,15 +1,12 @@
-"""api_reference.py: writes docs/reference/python-api.md from the signatures and docstrings of the public names."""
+"""docs/reference/python-api.md from the signatures and docstrings of the public names."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import kvservice
-
-FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 
 HEAD = """# Python API: names
 
@@ -85,8 +82,3 @@ def of_errors(names: list[str]) -> str:
 
 
 PAGES = {"python-api.md": page}
-
-
-if __name__ == "__main__":
-    for name, write in PAGES.items():
-        (FOLDER / name).write_text(write())

@@ -1,4 +1,4 @@
-"""cli_reference.py: writes docs/reference/cli.md, and a page for each group of commands beside it, from the tree."""
+"""docs/reference/cli.md, and a page for each group of commands beside it, from the tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from kvservice.cli.main import app
 from kvservice.cli.tree import GROUPS, LeafWithSettings
-from scripts.settings_reference import FOLDER
+from scripts.reference.markdown import cell
 
 MADE = "<!-- Made from kvservice/cli by `make docs-reference`. Do not edit. -->"
 COMMON = ("--service", "--lookup", "--output", "--watch")  # what `status` has of them is told once
@@ -127,17 +127,7 @@ def prose(text: str) -> str:
     return inspect.cleandoc(text)
 
 
-def cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
-
-
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": overview_page,
     **{f"cli/{name.lower()}.md": lambda name=name: group_page(name, in_group(tree(), name)) for name in GROUPS},  # type: ignore[misc]
 }
-
-
-if __name__ == "__main__":
-    for name, write in PAGES.items():
-        (FOLDER / name).parent.mkdir(exist_ok=True)
-        (FOLDER / name).write_text(write())

@@ -1,4 +1,4 @@
-"""rpcs_reference.py: writes docs/reference/rpcs.md, and a page of messages a service, from the protos' comments."""
+"""docs/reference/rpcs.md, and a page of messages a service, from the protos' comments."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from scripts.reference.markdown import cell
+
+ROOT = Path(__file__).parent.parent.parent
 PROTOS = ROOT / "protos" / "kvservice" / "wire" / "v1"
-FOLDER = ROOT / "docs" / "reference"
 
 HEAD = """# RPCs
 
@@ -89,10 +90,6 @@ def parsed(text: str) -> Iterator[tuple[str, Entry]]:
                 yield kind, entry
 
 
-def cell(words: str) -> str:
-    return words.replace("|", "\\|").strip() or "–"
-
-
 def entries(kind: str) -> list[Entry]:
     return [
         entry for path in sorted(PROTOS.glob("*.proto")) for found, entry in parsed(path.read_text()) if found == kind
@@ -153,8 +150,3 @@ PAGES = {
     "rpcs.md": services,
     **{file_of(service.name): partial(messages, service.name) for service in entries("service")},
 }
-
-
-if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (FOLDER / name).write_text(page())

@@ -1,17 +1,14 @@
-"""errors_reference.py: writes docs/reference/errors.md from the tree of errors and the exit codes."""
+"""docs/reference/errors.md from the tree of errors and the exit codes."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvservice import errors
 from kvservice.cli.exits import MEANINGS
 from kvservice.errors import KVServiceError
-
-FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 
 HEAD = """# Errors and exit codes
 
@@ -73,8 +70,3 @@ def first_line(kind: type[KVServiceError]) -> str:
 
 
 PAGES = {"errors.md": page}
-
-
-if __name__ == "__main__":
-    for name, write in PAGES.items():
-        (FOLDER / name).write_text(write())
