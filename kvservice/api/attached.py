@@ -152,11 +152,8 @@ class AttachedModel:
             return self._miss(start, NO_POOL, request_id)
         keys = keys_of(attachment)
         request = AcquireRequest(tuple(keys), start, timeout, request_id=request_id)
-        try:
-            result = await self._session.ask(attachment, request)
-        except InvalidRequest:
-            raise
-        except KVServiceError:
+        result = await self._ask(attachment, request)
+        if result is None:
             return self._miss(start, NO_POOL, request_id)
         try:
             hit = await in_thread(lambda: self._hit(mapped, request, result, total))
@@ -182,17 +179,23 @@ class AttachedModel:
         attachment = self._session.attachment
         if attachment is None or not total:
             return 0
-        try:
-            result = await self._session.ask(attachment, AcquireRequest(tuple(keys_of(attachment)), 0, timeout))
-        except InvalidRequest:
-            raise
-        except KVServiceError:
+        result = await self._ask(attachment, AcquireRequest(tuple(keys_of(attachment)), 0, timeout))
+        if result is None:
             return 0
         if result.lease_id:
             self._session.release(attachment.attachment_id, result.lease_id)
         return len(result.blocks) * self.layout.block_tokens
 
     # -- reading ----
+
+    async def _ask(self, attachment: Attachment, request: AcquireRequest) -> AcquireResult | None:
+        """What the pool promises; None when it is not there. Raises InvalidRequest."""
+        try:
+            return await self._session.ask(attachment, request)
+        except InvalidRequest:
+            raise
+        except KVServiceError:
+            return None
 
     def _hit(self, mapped: MappedPool, request: AcquireRequest, result: AcquireResult, total: int) -> Hit:
         """On a thread. The lease is given back with the hit, or here when there is nothing to read."""

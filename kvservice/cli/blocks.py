@@ -85,11 +85,11 @@ def collect(service: str | None, lookup: Sequence[str] | None, selected: Selecti
 
 def check(selected: Selection) -> None:
     """Raises ConfigError for a choice that no block can match."""
-    from kvservice.client.overview import STATES
+    from kvservice.core.store.slots import SHOWN_STATES
 
     for state in selected.state:
-        if state not in STATES:
-            raise ConfigError(f"--state is {state!r}; choose {', '.join(STATES)}", key="state")
+        if state not in SHOWN_STATES:
+            raise ConfigError(f"--state is {state!r}; choose {', '.join(SHOWN_STATES)}", key="state")
     if not set(selected.key.lower()) <= set("0123456789abcdef") or len(selected.key) > KEY_DIGITS_MAX:
         raise ConfigError(f"--key is {selected.key!r}; give the first of its {KEY_DIGITS_MAX} hex digits", key="key")
 

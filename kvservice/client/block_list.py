@@ -29,7 +29,7 @@ MEMORY = "memory"  # the only tier there is
 class BlockFilter:
     """Which slots are listed. An empty field lets every slot through."""
 
-    states: tuple[str, ...] = ()  # as in client.overview.STATES; empty = all but free ones
+    states: tuple[str, ...] = ()  # as in core.store.slots.SHOWN_STATES; empty = all but free ones
     model: str = ""  # the whole name
     tenant: str | None = None
     key_prefix: str = ""  # hex

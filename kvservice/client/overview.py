@@ -19,6 +19,9 @@ import grpc
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
+from kvservice.core.explain.evictions import EvictionCause
+from kvservice.core.store.blocks import EVICTED
+from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import ConfigError
 from kvservice.wire.status import connect_hint
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
@@ -26,15 +29,14 @@ from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_
 CALL_SECONDS = 3.0  # for one RPC; a part that takes longer is shown as a problem
 AT_ONCE_MAX = 32  # nodes asked in parallel, so that a large service is asked in seconds with few calls at a time
 SLOWEST_SHOWN = 16  # requests of the whole service; more do not help a reader
-STATES = ("free", "reserved", "writing", "sealed", "leased", "quarantined")
 OK, DRAINING, SILENT = "ok", "draining", "silent"
 _FALLBACK = "mirror_fallback_"
-_EVICTIONS = ("pressure", "slab_moved", "quota")  # the causes that a shard counts, of core.explain.evictions
+_EVICTIONS = (EvictionCause.PRESSURE, EvictionCause.SLAB_MOVED, EvictionCause.QUOTA)  # a shard serves on after these
 
 
 @dataclass(frozen=True, slots=True)
 class StateUsage:
-    state: str  # one of STATES
+    state: str  # one of SHOWN_STATES
     slots: int
     bytes: int  # free: with the slabs that are not assigned to a block size yet, which have no slots
     percent: float  # of the pool's bytes
@@ -49,7 +51,7 @@ class PoolUsage:
     free_bytes: int
     overhead_bytes: int  # headers, and what is left over at the end of slabs
     used_percent: float
-    states: tuple[StateUsage, ...]  # one for each of STATES, in that order
+    states: tuple[StateUsage, ...]  # one for each of SHOWN_STATES, in that order
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +358,7 @@ def _node(answer: _NodeAnswer, lookup_keys: int) -> NodeOverview:
         reply.version,
         _pool(reply),
         tuple(hit_window(window.name, window.seconds, window.counters) for window in reply.windows),
-        {cause: counters.get(f"evicted_{cause}", 0) for cause in _EVICTIONS},
+        {cause.value: counters.get(EVICTED[cause], 0) for cause in _EVICTIONS},
         tuple(
             TenantOverview(row.name, row.used_bytes, row.quota_bytes, row.in_flight, dict(sorted(row.counters.items())))
             for row in reply.tenants
@@ -369,29 +371,31 @@ def _node(answer: _NodeAnswer, lookup_keys: int) -> NodeOverview:
 
 def _pool(reply: shard_pb2.StatsReply) -> PoolUsage:
     unassigned = reply.slab_free_count * reply.slab_bytes
-    sizes = {state: reply.slot_bytes.get(state, 0) for state in STATES}
+    sizes = {state: reply.slot_bytes.get(state, 0) for state in SHOWN_STATES}
     sizes["free"] += unassigned
     return pool_usage(
-        reply.slab_count * reply.slab_bytes, {state: reply.slots.get(state, 0) for state in STATES}, sizes
+        reply.slab_count * reply.slab_bytes, {state: reply.slots.get(state, 0) for state in SHOWN_STATES}, sizes
     )
 
 
 def pool_usage(total_bytes: int, slots: Mapping[str, int], sizes: Mapping[str, int]) -> PoolUsage:
     """The usage of a pool with so many slots and bytes in each state. `sizes["free"]` includes unassigned slabs."""
-    used = sum(sizes[state] for state in STATES if state != "free")
+    used = sum(sizes[state] for state in SHOWN_STATES if state != "free")
     return PoolUsage(
         total_bytes,
         used,
         sizes["free"],
         total_bytes - used - sizes["free"],
         _percent(used, total_bytes),
-        tuple(StateUsage(state, slots[state], sizes[state], _percent(sizes[state], total_bytes)) for state in STATES),
+        tuple(
+            StateUsage(state, slots[state], sizes[state], _percent(sizes[state], total_bytes)) for state in SHOWN_STATES
+        ),
     )
 
 
 def sum_pools(pools: Sequence[PoolUsage]) -> PoolUsage:
-    slots: Counter[str] = Counter(dict.fromkeys(STATES, 0))
-    sizes: Counter[str] = Counter(dict.fromkeys(STATES, 0))
+    slots: Counter[str] = Counter(dict.fromkeys(SHOWN_STATES, 0))
+    sizes: Counter[str] = Counter(dict.fromkeys(SHOWN_STATES, 0))
     for pool in pools:
         slots.update({usage.state: usage.slots for usage in pool.states})
         sizes.update({usage.state: usage.bytes for usage in pool.states})

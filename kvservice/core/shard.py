@@ -44,7 +44,7 @@ from kvservice.core.store.blocks import NO_KEY, Block, BlockStore
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
 from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.listing import SlotFilter, SlotPage, list_slots
-from kvservice.core.store.slots import SlotState
+from kvservice.core.store.slots import RESERVED, SHOWN_STATES, SlotState
 from kvservice.core.writes import Writes
 from kvservice.errors import (
     Exhausted,
@@ -62,7 +62,6 @@ ATTACHMENTS_MAX = 256  # engines of one node: far more than it has GPUs. Another
 ENGINES_REMEMBERED = 4 * ATTACHMENTS_MAX  # includes some that left, because late messages of theirs may still come
 assert ENGINES_REMEMBERED > ATTACHMENTS_MAX
 BOOT_ATTACHMENTS_BITS = 20  # of an attachment id, after the epoch: a million attachments in one boot
-FINGERPRINT_CHARS = 12  # of a digest in hex: enough to tell the fingerprints of one service apart
 ATTACHMENTS_OF_TENANT_MAX = 128  # so that no tenant uses up all attachments; more are refused with Exhausted
 assert ENGINE_ID_BYTES == KEY_BYTES
 assert ATTACHMENTS_OF_TENANT_MAX < ATTACHMENTS_MAX < 1 << BOOT_ATTACHMENTS_BITS
@@ -217,7 +216,8 @@ class ShardState:
         writing_bytes = fetching_bytes + sum(slot.payload_bytes for slot in sealing)
         shown = {state: (count, sizes[state]) for state, count in slots.items()}
         reserved = (slots["writing"] - writing, sizes["writing"] - writing_bytes)
-        return {"free": shown["free"], "reserved": reserved, **shown, "writing": (writing, writing_bytes)}
+        found = {**shown, RESERVED: reserved, "writing": (writing, writing_bytes)}
+        return {state: found[state] for state in SHOWN_STATES}
 
     def list_slots(self, wanted: SlotFilter, start: SlotIndex, now: float) -> SlotPage:
         """Slots from `start` on, for people: see core.store.listing. Bounded."""
@@ -370,9 +370,7 @@ class ShardState:
         self._writes.free(spec.engine_id)
         attachment = AttachmentId(self._next_attachment)
         self._next_attachment += 1
-        self._attached[attachment] = _Attached(
-            attachment, spec, event.account, now, spec.fingerprint.digest.hex()[:FINGERPRINT_CHARS]
-        )
+        self._attached[attachment] = _Attached(attachment, spec, event.account, now, spec.fingerprint.short)
         self.counters["attaches"] += 1
         self._actions.append(
             Reply(
@@ -564,7 +562,7 @@ class ShardState:
         self.records.check_invariants()
         self._admission.check_invariants()
         reserved = self.reserved_slots() - {slot.index for slot in self._writes.sealing_slots()}
-        assert len(reserved) == self.slot_usage()["reserved"][0], "reserved slots are miscounted"
+        assert len(reserved) == self.slot_usage()[RESERVED][0], "reserved slots are miscounted"
         pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned()
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"

@@ -14,6 +14,7 @@ from kvservice.core.actions import Digest, Reply, WatchEngine
 from kvservice.core.block.keys import check_keys
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.context import ShardContext
+from kvservice.core.explain.records import name_engine
 from kvservice.core.messages import EngineSpec, SealItem, SealStatus, Statement
 from kvservice.core.reconcile import STATED_SLOTS_MAX, Grants
 from kvservice.core.segment.refs import BlockRef
@@ -67,7 +68,7 @@ class Writes:
             )
         slots: tuple[Slot, ...] = ()
         if not self._is_draining():
-            room_for = f"stores of {spec.model} by engine {spec.engine_id.hex()[:8]}"
+            room_for = f"stores of {spec.model} by engine {name_engine(spec.engine_id)}"
             want = Want(layouts[event.group].payload_bytes, now, account, room_for)
             slots = self._store.reserve(event.count, spec.engine_id, want).slots
         refs = [BlockRef(slot.index, slot.generation) for slot in slots]

@@ -313,7 +313,7 @@ class Session:
         layout, size = self._spec.layout, format_bytes(attachment.geometry.segment_bytes)
         return (
             f"attached{again} {where} (pool {size}, a block of {layout.block_tokens} tokens is "
-            f"{format_bytes(layout.payload_bytes)}, fingerprint {self._spec.fingerprint.digest.hex()[:12]})"
+            f"{format_bytes(layout.payload_bytes)}, fingerprint {self._spec.fingerprint.short})"
         )
 
     async def _keep(self, attachment: Attachment, lost: list[str]) -> None:

@@ -13,12 +13,12 @@ from kvservice.core.counter_windows import CounterWindow
 from kvservice.core.explain.records import LOCAL, RefusedAttach, RequestRecord, took_seconds
 from kvservice.core.messages import AttachedEngine, ListedSlot, UsageRow
 from kvservice.core.store.listing import SlotFilter, SlotPage
+from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import InvalidRequest
 from kvservice.units import SlotIndex
 from kvservice.wire.v1 import shard_pb2
 
 SLOWEST_MAX = 16  # requests in one answer; more do not help a reader
-LISTED_STATES = ("free", "reserved", "writing", "sealed", "leased", "quarantined")
 SLOTS_MAX = 1 << 32  # a slot's index has 32 bits
 KEY_DIGITS_MAX = 32  # of a block's key in hex
 
@@ -100,9 +100,9 @@ def decode_filter(request: shard_pb2.ListBlocksRequest, account: str | None) -> 
 
     Raises InvalidRequest.
     """
-    states = frozenset(request.states[: len(LISTED_STATES)])
-    if len(request.states) > len(LISTED_STATES) or not states <= set(LISTED_STATES):
-        raise InvalidRequest(f"a slot is {', '.join(LISTED_STATES)}; name each once")
+    states = frozenset(request.states[: len(SHOWN_STATES)])
+    if len(request.states) > len(SHOWN_STATES) or not states <= set(SHOWN_STATES):
+        raise InvalidRequest(f"a slot is {', '.join(SHOWN_STATES)}; name each once")
     prefix = request.key_prefix.lower()
     if len(prefix) > KEY_DIGITS_MAX or not set(prefix) <= set("0123456789abcdef"):
         raise InvalidRequest(f"a key has {KEY_DIGITS_MAX} hex digits; give its first ones")

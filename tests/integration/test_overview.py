@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvservice.client.block_list import BlockFilter, BlockList, BlockReader
-from kvservice.client.overview import DRAINING, OK, SILENT, STATES, Overview, OverviewReader, as_json
+from kvservice.client.overview import DRAINING, OK, SILENT, Overview, OverviewReader, as_json
 from kvservice.client.shard import ShardClient
+from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import FingerprintMismatch, InvalidRequest
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
@@ -59,7 +60,7 @@ async def test_the_overview_shows_what_engines_did(cluster: LocalCluster) -> Non
     n0, n1 = seen.nodes
     assert (n0.state, n1.state, seen.problems, seen.restricted) == (OK, OK, (), False)
     assert {usage.state: (usage.slots, usage.bytes) for usage in n0.pool.states}["reserved"] == (3, 3 * BLOCK)
-    assert [usage.state for usage in seen.pool.states] == list(STATES)
+    assert [usage.state for usage in seen.pool.states] == list(SHOWN_STATES)
     for pool in (n0.pool, n1.pool, seen.pool):
         assert pool.used_bytes + pool.free_bytes + pool.overhead_bytes == pool.total_bytes
     assert seen.pool.used_bytes == (8 + 3 + 8) * BLOCK

@@ -17,6 +17,7 @@ from kvservice.errors import InvalidRequest
 FIELDS_MAX = 512
 FIELD_CHARS_MAX = 4096  # of a name or a value; see FIELDS_MAX
 DIFFERENCES_TOLD = 12  # fields named in one error; two models with little in common differ in most fields
+SHORT_DIGITS = 12  # of a digest in hex; see Fingerprint.short
 ABSENT = "(absent)"
 
 
@@ -55,6 +56,11 @@ class Fingerprint:
             hasher.update(len(data).to_bytes(4, "big"))
             hasher.update(data)
         return hasher.digest()
+
+    @property
+    def short(self) -> str:
+        """The digest for people: enough digits to tell the fingerprints of one service apart."""
+        return self.digest.hex()[:SHORT_DIGITS]
 
     def differences(self, other: Fingerprint) -> list[FieldDifference]:
         """The fields that differ, in order of name. A field that one of the two lacks counts as ABSENT."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.messages import ListedSlot
 from kvservice.core.store.blocks import NO_KEY, BlockStore
-from kvservice.core.store.slots import Slot, SlotState
+from kvservice.core.store.slots import RESERVED, Slot, SlotState
 from kvservice.units import SlotIndex
 
 PAGE_SLOTS_MAX = 512  # listed in one page: half a millisecond, and 60 KiB on the wire
@@ -56,7 +56,7 @@ def _listed(
     """The slot as it is shown; None when it does not match."""
     state = slot.state.value
     if slot.state is SlotState.WRITING and slot.owner != NO_KEY and slot.index not in sealing:
-        state = "reserved"
+        state = RESERVED
     if state not in wanted.states if wanted.states else slot.state is SlotState.FREE:
         return None
     if wanted.account is not None and slot.account != wanted.account:

@@ -28,6 +28,10 @@ class SlotState(Enum):
     __hash__ = object.__hash__  # members are unique; Enum's own hash is slow, and every change of a slot looks up two
 
 
+# What people are shown: the states, and apart from `writing` the slots that engines hold for their next stores.
+RESERVED = "reserved"
+SHOWN_STATES = ("free", RESERVED, "writing", "sealed", "leased", "quarantined")
+
 _FREE, _WRITING, _LEASED = SlotState.FREE, SlotState.WRITING, SlotState.LEASED
 _READABLE = frozenset((SlotState.SEALED, SlotState.LEASED))
 

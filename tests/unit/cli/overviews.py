@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvservice.client.overview import (
-    STATES,
     EngineOverview,
     FingerprintDifference,
     Flow,
@@ -24,6 +23,7 @@ from kvservice.client.overview import (
     sum_pools,
     sum_windows,
 )
+from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.units import GiB, MiB
 
 MODEL = "meta-llama/Llama-3.3-70B-Instruct"
@@ -53,7 +53,7 @@ def make_windows(asked: int) -> tuple[HitWindow, ...]:
 def make_node(number: int, asked: int = 80_000, state: str = "ok") -> NodeOverview:
     """A node that uses 48 of 64 GiB. A silent one says nothing."""
     silent = state == "silent"
-    sizes = dict.fromkeys(STATES, 0)
+    sizes = dict.fromkeys(SHOWN_STATES, 0)
     if not silent:
         sizes |= {"free": 16 * GiB, "reserved": 2 * GiB, "writing": GiB, "sealed": (40 - number) * GiB}
         sizes["leased"] = (5 + number) * GiB

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvservice.console.source import Json
+from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import Unavailable
 
-STATES = ("free", "reserved", "writing", "sealed", "leased", "quarantined")
 WINDOW = {
     "name": "1m",
     "seconds": 60.0,
@@ -21,7 +21,7 @@ WINDOW = {
 
 
 def pool(total: int = 1 << 20) -> Json:
-    states = [{"state": name, "slots": 0, "bytes": 0, "percent": 0.0} for name in STATES]
+    states = [{"state": name, "slots": 0, "bytes": 0, "percent": 0.0} for name in SHOWN_STATES]
     return {"total_bytes": total, "used_bytes": 0, "free_bytes": total, "used_percent": 0.0, "states": states}
 
 
