@@ -89,7 +89,13 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("writes",),
         ("shard",),
     ),
-    "connector": (("weights", "plan"), ("options", "cache_groups"), ("scheduler", "worker"), ("layerwise",), ("vllm",)),
+    "connector": (
+        ("weights", "plan"),
+        ("options", "cache_groups", "step_failures"),
+        ("scheduler", "worker"),
+        ("layerwise",),
+        ("vllm",),
+    ),
     "copying": (
         ("message", "memory"),
         ("copies",),

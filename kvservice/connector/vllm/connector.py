@@ -39,11 +39,11 @@ from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
 from kvservice.connector.scheduler.ports import Wait
+from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.vllm import compat
 from kvservice.connector.vllm.lora import Adapters, located
 from kvservice.connector.vllm.pins import PoolPins
 from kvservice.connector.vllm.stats import ConnectorPromMetrics, ConnectorStats
-from kvservice.connector.vllm.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.weights import Terms
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
