@@ -9,10 +9,10 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.services import get_ray_address_from_environment
 from ray.exceptions import ActorUnavailableError, AuthenticationError, GetTimeoutError, RayError
 from ray.util import list_named_actors
 
@@ -206,11 +206,15 @@ def connect(address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
         return
-    wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        # Ray would take the same address, but go on trying for minutes if nothing listens there.
+        wanted = get_ray_address_from_environment(address or "auto", None) if address in (None, "auto") else address
+    except ConnectionError as error:
+        raise Unavailable(f"no Ray cluster on this machine: {error}") from error
     endpoint = _endpoint(wanted)
     ray_auth.prepare(None if endpoint is None else f"{endpoint[0]}:{endpoint[1]}")
     listens = endpoint is not None and _listens(*endpoint)
-    if endpoint is not None and not listens:  # Ray itself would go on trying for minutes
+    if endpoint is not None and not listens:
         raise Unavailable(f"no Ray cluster at {wanted}: nothing listens there")
     try:
         ray.init(address=wanted, log_to_driver=False, logging_level="ERROR")
@@ -225,11 +229,7 @@ def connect(address: str | None) -> None:
 
 
 def _endpoint(address: str) -> tuple[str, int] | None:
-    """Host and port of the control plane. None if the address is not host:port, or is "auto" without a cluster."""
-    if address == "auto":
-        # `ray start` writes this file
-        note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
-        address = note.read_text().strip() if note.is_file() else ""
+    """Host and port of the control plane. None if the address is not host:port."""
     host, colon, port = address.rpartition(":")
     return (host, int(port)) if colon and port.isdigit() and "/" not in host else None
 
