@@ -106,6 +106,7 @@ docs-reference: $(INSTALLED) ## Write the pages of docs/reference that come from
 site: $(DOCS_INSTALLED) ## Build the site of docs/ into build/site; a warning or a dead link fails
 	rm -rf build/site .cache
 	$(DOCS_VENV)/bin/zensical build --clean --strict
+	$(DOCS_VENV)/bin/python scripts/redirects.py build/site
 
 $(DOCS_INSTALLED): requirements/docs.txt
 	scripts/new-venv.sh "$(PYTHON)" "$(DOCS_VENV)"

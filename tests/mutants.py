@@ -1,7 +1,7 @@
 """`python -m tests.mutants --seed N`: one small fault at a time, in a line drawn at random, against the near tests.
 
 A mutant that no test notices is a rule that no test keeps, or a line that does nothing. Each survivor deserves a test
-of the rule that it breaks, or a sentence that says why no test can tell (docs/reliability.md has those).
+of the rule that it breaks, unless it changes nothing that anybody could tell.
 
 Lines are drawn among all that a mutation applies to in core, pool, connector, transfer and client, the same ones for
 the same seed and tree. The near tests are those that reach the module in at most three imports, nearest first, without

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import redirects
+
 ROOT = Path(__file__).resolve().parents[2]
 ZENSICAL = ROOT / ".venv-docs" / "bin" / "zensical"
 LOADED = re.compile(r"<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=\"?(https?://[^\s\">]+)")
@@ -31,6 +33,11 @@ def test_the_site_builds_strictly_and_is_whole(tmp_path: Path) -> None:
     loaded = {found for page in site.rglob("*.html") for found in LOADED.findall(page.read_text())}
     assert loaded <= ALLOWED
     assert list(site.rglob("search*")), "the index of the search"
+    redirects.write(site)
+    for old, new in redirects.MOVED.items():
+        moved = (site / old).with_suffix(".html")
+        (target,) = re.findall(r'href="([^"]+)">', moved.read_text().split("<p>")[1])
+        assert (moved.parent / target).resolve() == (site / new).with_suffix(".html").resolve()
 
 
 @pytest.mark.skipif(not ZENSICAL.exists(), reason="`make .venv-docs/.installed` makes what builds the site")

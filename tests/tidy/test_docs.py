@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.check_links import FENCE, pages
+from scripts.redirects import MOVED
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -35,6 +36,11 @@ def test_a_page_is_read_in_one_sitting() -> None:
 def test_every_page_is_in_the_navigation_once() -> None:
     named = re.findall(r"(?:: |- )([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+def test_a_page_that_moved_leads_to_one_that_is_there() -> None:
+    assert [old for old in MOVED if (DOCS / old).exists()] == []
+    assert [new for new in MOVED.values() if not (DOCS / new).is_file()] == []
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(DOCS).as_posix())
