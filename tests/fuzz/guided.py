@@ -133,7 +133,7 @@ def seeds() -> dict[str, bytes]:
         **{name: whole for name, (whole, _) in BYTES_PARSERS.items()},
         **{name: b"\x01" + json.dumps(whole).encode() for name, (whole, _) in JSON_PARSERS.items()},
         "transfer_params": json.dumps(decode_params(Handoff(HandoffId(bytes(16)), NodeId("n0")))).encode(),
-        "config": b'service = "a"\npool_bytes = "4GiB"\nlookup_addresses = "h:1,dns:///h:2"\n',
+        "config": b'service = "a"\npool_bytes = "4GiB"\nlookup = "h:1,dns:///h:2"\n',
         "attach": encode_spec(spec()).SerializeToString(),
         "announce": announced.SerializeToString(),
         "mixed": b"\0" + pack_header(HEADER),
@@ -154,15 +154,18 @@ def main() -> int:
     arguments.add_argument("target", choices=["all", *TARGETS])
     arguments.add_argument("again", nargs="?", help="a file with one input")
     arguments.add_argument("--seconds", type=int, default=20)
+    arguments.add_argument("--corpus", type=Path, help="an empty folder for the inputs that are tried")
     options = arguments.parse_args()
     if options.target == "all":
         return run_all(options.seconds)
+    if options.corpus is None:  # Atheris ends its process at once, so the folder belongs to another
+        with tempfile.TemporaryDirectory() as corpus:
+            return subprocess.call([sys.executable, "-m", "tests.fuzz.guided", *sys.argv[1:], "--corpus", corpus])
     print(f"== {options.target}", flush=True)
-    with tempfile.TemporaryDirectory() as corpus:
-        (Path(corpus) / "seed").write_bytes(seeds()[options.target])
-        given = [options.again] if options.again else [f"-max_total_time={options.seconds}", "-verbosity=0", corpus]
-        atheris.Setup([sys.argv[0], *given], parser(TARGETS[options.target]()))
-        atheris.Fuzz()  # ends the process
+    (options.corpus / "seed").write_bytes(seeds()[options.target])
+    search = [f"-max_total_time={options.seconds}", "-verbosity=0", str(options.corpus)]
+    atheris.Setup([sys.argv[0], *([options.again] if options.again else search)], parser(TARGETS[options.target]()))
+    atheris.Fuzz()
     return 0
 
 
