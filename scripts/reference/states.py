@@ -14,6 +14,7 @@ from kvservice.core.acquire import acquisition, handoff, pulls, windowed
 from kvservice.core.directory import membership
 from kvservice.core.drain import receiver, sender
 from kvservice.core.store import slots
+from kvservice.engine import schedule
 from kvservice.proxy import plan
 
 HEAD = """# State machines
@@ -110,6 +111,13 @@ MACHINES = (
         plan,
         plan.State.NEW,
         plan.TRANSITIONS,
+    ),
+    Machine(
+        "Request in the reference engine",
+        "The sequences of one request, as one group, in the engine that is for reading and testing.",
+        schedule,
+        schedule.GroupState.WAITING,
+        schedule.TRANSITIONS,
     ),
 )
 

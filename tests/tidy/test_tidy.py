@@ -77,6 +77,7 @@ FAULTS = [
     ("third_party_homes", "kvservice/transfer/second.py", "import nixl\n"),
     ("core_purity", "kvservice/core/shard.py", "import time\n"),
     ("core_purity", "kvservice/core/shard.py", "from random import Random\n"),
+    ("core_purity", "kvservice/engine/blocks.py", "import torch\n"),
     ("core_purity", "kvservice/core/shard.py", "def f():\n    import asyncio\n"),
     ("core_purity", "kvservice/core/shard.py", "async def f(): ...\n"),
     ("core_purity", "kvservice/core/shard.py", "def f():\n    print(1)\n"),

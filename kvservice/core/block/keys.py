@@ -71,25 +71,31 @@ def version_term(version: str) -> bytes:
     return hashlib.blake2b(b"kvservice/weights-version/1" + version.encode(), digest_size=16).digest()
 
 
-def chain_hashes(token_ids: Sequence[int], block_tokens: int, root: bytes = b"") -> list[BlockHash]:
+def chain_hashes(
+    token_ids: Sequence[int], block_tokens: int, root: bytes = b"", after: BlockHash | None = None
+) -> list[BlockHash]:
     """`chain_packed` for tokens in Python's numbers."""
-    return chain_packed(struct.pack(f"<{len(token_ids)}I", *token_ids), block_tokens, root, len(token_ids))
+    return chain_packed(struct.pack(f"<{len(token_ids)}I", *token_ids), block_tokens, root, len(token_ids), after)
 
 
 def chain_packed(
-    tokens: bytes, block_tokens: int, root: bytes = b"", count_max: int = KEYS_PER_REQUEST_MAX
+    tokens: bytes,
+    block_tokens: int,
+    root: bytes = b"",
+    count_max: int = KEYS_PER_REQUEST_MAX,
+    after: BlockHash | None = None,
 ) -> list[BlockHash]:
     """Chained SHA-256 of the first `count_max` full token blocks, for engines without block hashes.
 
     `tokens` are little-endian u32. A trailing partial block gets no hash. `root` separates namespaces (a salt, a LoRA
-    id).
+    id). With `after` the chain goes on behind the block of that hash, and `root` is not used.
     """
-    parent = hashlib.sha256(b"kvservice/chain/1" + root).digest()
+    parent = after or hashlib.sha256(b"kvservice/chain/1" + root).digest()
     hashes: list[BlockHash] = []
     size = 4 * block_tokens
     for start in range(0, min(len(tokens) // size, count_max) * size, size):
-        parent = hashlib.sha256(parent + tokens[start : start + size]).digest()
-        hashes.append(BlockHash(parent))
+        parent = BlockHash(hashlib.sha256(parent + tokens[start : start + size]).digest())
+        hashes.append(parent)
     return hashes
 
 
