@@ -48,7 +48,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "connector": frozenset(
         {"client", "core", "auth", "memory", "transfer", "pool", "copying", "session", "discovery", "config", "observe"}
     ),
-    "engine": frozenset({"core", "memory", "pool", "copying", "session", "connector", "config", "observe"}),
+    "engine": frozenset({"api", "core", "memory", "pool", "copying", "session", "connector", "config", "observe"}),
     "serve": frozenset(
         {"client", "core", "wire", "auth", "lookup", "connector", "actors", "discovery", "config", "observe"}
     ),

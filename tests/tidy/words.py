@@ -70,6 +70,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("side", "benchmarks/pd_handoff.py"): "vLLM's VLLM_NIXL_SIDE_CHANNEL_HOST",
     ("original", "kvservice/connector/vllm/identity.py"): ROPE,
     ("original", "tests/unit/connector/vllm/test_identity.py"): ROPE,
+    ("original", "tests/unit/engine/test_blend.py"): ROPE,
     ("original", "tests/vllm/tiny_model.py"): ROPE,
     ("original", "tests/faults/test_naming_engines.py"): ROPE,
 }
