@@ -1,0 +1,216 @@
+"""LMCache's connector for vLLM, which keeps chunks of 256 tokens where this project keeps the engine's blocks.
+
+Each test retells a passage of the public analyses of LMCacheConnector with its numbers. Where text and code of the
+source disagree, the test names both and asserts what this project does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvservice.connector.layerwise.copies import BlockRun, HostLayers
+from kvservice.connector.layerwise.worker import LayerwiseWorker
+from kvservice.connector.options import Verify
+from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan
+from kvservice.connector.scheduler.ports import Promise
+from kvservice.connector.worker.block_copier import BlockCopier
+from kvservice.connector.worker.copier import InlineCopier
+from kvservice.copying.message import Direction
+from kvservice.core.block.keys import chain_hashes
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import plan_geometry, slot_index
+from kvservice.core.segment.header import SlotHeader
+from kvservice.core.segment.layout import HeadShare, SlotLayout
+from kvservice.core.segment.refs import BlockRef
+from kvservice.memory.segment import Segment
+from kvservice.testing.eventually import eventually
+from kvservice.units import BlockKey, BootEpoch, Generation, MiB, SpanRoute
+from tests.conformance.walk import BLOCK, HEADS, LAYOUT, WIDTH, Walk
+
+CHUNK = 256  # tokens of one of LMCache's chunks
+
+
+@pytest.fixture
+def walk() -> Iterator[Walk]:
+    made = Walk()
+    yield made
+    made.close()
+
+
+def stored(walk: Walk, tokens: list[int], table: list[int]) -> None:
+    """The whole blocks of a prompt lie in the pool, computed in these blocks of the device."""
+    blocks = len(tokens) // BLOCK
+    walk.arrive("writer", tokens)
+    assert walk.matched("writer", len(tokens)) == Promise(0)
+    walk.scheduler.allocated("writer", table, 0)
+    while walk.slots()["sealed"] < blocks:  # the stock may hold fewer slots than this, and stores the rest later
+        walk.step({"writer": (blocks * BLOCK, table)})
+    walk.finish("writer", blocks * BLOCK, table)
+
+
+def test_three_hundred_tokens_have_eighteen_names() -> None:
+    """300 tokens are 19 blocks of 16 tokens, and a chunk of 256 with 44 over. Whole blocks have names: 18 here, one for
+    the chunk, and each name depends on all tokens before its own. The last 12 tokens have none."""
+    tokens = list(range(300))
+    assert -(-len(tokens) // BLOCK) == 19
+    assert divmod(len(tokens), CHUNK) == (1, 44)
+    names = chain_hashes(tokens, BLOCK)
+    assert len(names) == 18
+    assert len(tokens) - 18 * BLOCK == 12
+    assert len(chain_hashes(tokens, CHUNK)) == 1
+    assert names == chain_hashes(tokens[:288], BLOCK)
+    other = chain_hashes([7, *tokens[1:]], BLOCK)
+    assert all(one != two for one, two in zip(names, other, strict=True)), "the first token is in every name"
+
+
+def test_mask_alignment(walk: Walk) -> None:
+    """The engine has 100 tokens of a prompt whose first 256 are stored.
+
+    The source's text skips the chunk that the engine has in part, so 156 tokens are computed again. Its code rounds
+    down, 100 // 256 * 256 = 0, and loads all 256, though the engine has 96 of them. Here a chunk is the engine's block:
+    the engine's own hit is 6 blocks, blocks 6 to 15 are loaded, 160 tokens, and of the 256 nothing is computed.
+    """
+    tokens = list(range(CHUNK + 1))
+    stored(walk, tokens, list(range(16)))
+    assert 100 // CHUNK * CHUNK == 0
+    own = 100 // BLOCK * BLOCK
+    assert own == 96
+    walk.arrive("reader", tokens)
+    assert walk.matched("reader", len(tokens), own) == Promise(160)
+    table = list(range(100, 117))
+    before = [layer[100:106].clone() for layer in walk.tensors]
+    walk.scheduler.allocated("reader", table, 160)
+    (load,) = walk.step().loads
+    assert [entry.block_id for entry in load.entries] == table[6:16]
+    assert own + 160 == CHUNK, "only the token behind the chunk is computed"
+    for layer, kept in zip(walk.tensors, before, strict=True):
+        assert torch.equal(layer[106:116], layer[6:16])
+        assert torch.equal(layer[100:106], kept), "the engine's own blocks are left alone"
+
+
+def test_failed_blocks(walk: Walk) -> None:
+    """Expected are the tokens 0 to 47, and 0 to 15 and 32 to 47 come: 16 to 31 are missing, which lie in device block
+    200. The source reports that block, and the engine recomputes from it on.
+
+    Here the block is known as well, but the load fails whole: a block that several requests share must not be computed
+    again in place. The request computes everything itself, and what failed is not promised to it again.
+    """
+    tokens = list(range(49))
+    table = [100, 200, 50, 60]
+    stored(walk, tokens, [1, 2, 3, 4])
+    expected, returned = set(range(48)), {*range(16), *range(32, 48)}
+    assert {table[token // BLOCK] for token in expected - returned} == {200}
+    walk.arrive("reader", tokens)
+    assert walk.matched("reader", 49) == Promise(48)
+    walk.scheduler.allocated("reader", table, 48)
+    damaged = plan_of_load(walk)[1]
+    assert walk.runtime is not None
+    payload = walk.worker._segment.payload(damaged.ref.slot, LAYOUT.payload_bytes)  # type: ignore[union-attr]
+    payload[4000] ^= 1
+    plan = walk.step()
+    (load,) = plan.loads
+    missing = [entry.block_id for entry in load.entries if entry.ref == damaged.ref]
+    assert missing == [200]
+    assert walk.scheduler.counters["loads_failed"] == 1
+    assert walk.scheduler.counters["load_corrupt"] == 1, "the one damaged block was noticed"
+    assert walk.scheduler.matched("reader", 0, 49, 0.5) == Promise(0), "everything is computed, and not asked for again"
+    stores = walk.step({"reader": (48, table)}).stores
+    assert [entry.block_id for store in stores for entry in store.entries] == table[:3]
+
+
+def plan_of_load(walk: Walk) -> list[CopyEntry]:
+    """The entries of the one load that waits for the next step."""
+    (load,) = walk.scheduler._loads._planned
+    return list(load.entries)
+
+
+class Layers:
+    """A layer-wise worker of so many layers, one sealed block, and the order in which layers are copied."""
+
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        layout = SlotLayout(count, HEADS, BLOCK * WIDTH * 2, BLOCK)
+        self.segment = Segment.nameless(Path("/dev/shm"), plan_geometry(4 * MiB), "n")
+        self.segment.assign_slab(0, layout.payload_bytes)
+        key, slot = BlockKey(b"0123456789abcdef"), slot_index(0, 0)
+        payload = self.segment.payload(slot, layout.payload_bytes)
+        payload[:] = torch.randn(layout.payload_bytes // 2).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+        epoch, generation = BootEpoch(self.segment.epoch), Generation(2)
+        digest = digest_payload(payload, key)
+        header = SlotHeader(epoch, generation, key, layout.payload_bytes, SpanRoute(0), digest, 0)
+        self.segment.write_header(slot, header)
+        self.tensors = [torch.zeros(2, HEADS, BLOCK, WIDTH, dtype=torch.bfloat16) for _ in range(count)]
+        self.wanted = torch.frombuffer(bytearray(payload), dtype=torch.bfloat16).view(count, HEADS, BLOCK, WIDTH)
+        self.copied: list[int] = []
+        self.changed = threading.Condition()
+        unpatched = HostLayers.copy
+
+        def copy(layers: HostLayers, direction: Direction, layer: int, runs: list[BlockRun]) -> None:
+            unpatched(layers, direction, layer, runs)
+            with self.changed:
+                self.copied.append(layer)
+                self.changed.notify_all()
+
+        monkeypatch.setattr(HostLayers, "copy", copy)
+        copier = BlockCopier(self.tensors, range(HEADS))
+        names = [f"layer.{index}" for index in range(count)]
+        share = HeadShare(range(HEADS))
+        self.worker = LayerwiseWorker(copier, Verify.FULL, InlineCopier(copier), share, names, save=False)
+        pool = PoolInfo(str(self.segment.path), self.segment.geometry, epoch, layout, bytes(16))
+        entry = CopyEntry(1, BlockRef(slot, generation), key)
+        self.plan = StepPlan(pool=pool, loads=[LoadPlan("r", (entry,), layered=True)])
+
+    def wait_for(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.copied) >= count, 10.0)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.segment.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_prefetch_two(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Layers 0 and 1 are copied before the forward begins, and layer n + 2 when it asks for layer n: never more than
+    two ahead of the one it computes. A model of one layer or of two has everything there at its first wait."""
+    layers = Layers(count, monkeypatch)
+    try:
+        layers.worker.start_loads(layers.plan)
+        for index in range(count):
+            layers.wait_for(min(index + 2, count))
+            time.sleep(0.02)  # for a copy too many
+            assert layers.copied == list(range(min(index + 2, count))), "two ahead, in order, and no further"
+            layers.worker.begin_layer(f"layer.{index}")
+            assert torch.equal(layers.tensors[index][1], layers.wanted[index]), "the layer that is computed is there"
+        assert layers.worker.end_layered() == {"r"}
+        assert layers.copied == list(range(count)), "each layer once"
+    finally:
+        layers.close()
+
+
+@pytest.mark.xfail(strict=True, raises=ImportError, reason="there is no tier below the pool's memory yet")
+def test_prefetch_before_delete_before_put() -> None:
+    """A disk's work waits in three classes. While the disk is busy, two puts, a delete and a prefetch are submitted in
+    this order: the prefetch is done first, because a request waits for it, then the delete, which makes room, then the
+    puts. A full queue refuses puts and nothing else."""
+    tier = importlib.import_module("kvservice.tier.worker")
+    gate, done = threading.Event(), list[str]()
+    worker = tier.TierWorker(queue_max=2)
+    try:
+        worker.put(gate.wait)
+        worker.put(lambda: done.append("put 1"))
+        worker.put(lambda: done.append("put 2"))
+        worker.delete(lambda: done.append("delete"))
+        worker.prefetch(lambda: done.append("prefetch"))
+        assert not worker.put(lambda: done.append("put 3")), "the queue is full"
+        gate.set()
+        eventually(lambda: len(done) == 4, "everything that was accepted")
+        assert done == ["prefetch", "delete", "put 1", "put 2"]
+    finally:
+        worker.close()

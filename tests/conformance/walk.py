@@ -1,0 +1,118 @@
+"""A small engine that the tests step by hand: both halves of the connector, a session, and a real pool in this process.
+
+Nothing is a stand-in but the engine's own block pool: its blocks are rows of `tensors`, and `pins` counts who holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from kvservice.connector.options import Verify
+from kvservice.connector.plan import PoolInfo, StepPlan
+from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.worker.block_copier import BlockCopier
+from kvservice.connector.worker.half import WorkerHalf
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.keys import block_keys, chain_hashes
+from kvservice.core.messages import Attachment, EngineSpec
+from kvservice.core.segment.geometry import Geometry
+from kvservice.core.segment.layout import SlotLayout
+from kvservice.pool.port import PoolPort
+from kvservice.pool.runtime import PoolRuntime
+from kvservice.pool.runtime_ports import PoolConfig
+from kvservice.session.session import Session
+from kvservice.testing.eventually import eventually
+from kvservice.units import BlockHash, NodeId
+from tests.unit.connector.line import Pins
+
+BLOCK = 16  # tokens
+HEADS, WIDTH = 8, 32  # kv heads, and numbers of K and V of one token and head
+LAYOUT = SlotLayout(layer_count=3, kv_head_count=HEADS, cell_bytes=BLOCK * WIDTH * 2, block_tokens=BLOCK)
+# One slab of exactly fifty slots: a page of headers and fifty payloads of six pages.
+FIFTY_SLOTS = Geometry(slab_bytes=4096 + 50 * LAYOUT.payload_bytes, slab_count=1)
+DEVICE_BLOCKS = 256
+
+
+class Walk:
+    """One engine with a pool of fifty slots."""
+
+    def __init__(self) -> None:
+        assert FIFTY_SLOTS.slots_per_slab(LAYOUT.payload_bytes) == 50
+        self.spec = EngineSpec(b"w" * 16, "m", Fingerprint.of({"model": "m"}), LAYOUT)
+        self.tensors = list(torch.randn(3, DEVICE_BLOCKS, HEADS, BLOCK, WIDTH).to(torch.bfloat16).unbind(0))
+        self.pins = Pins()
+        self.runtime: PoolRuntime | None = None
+        self.session = Session(self._open, self.spec, lambda: self.scheduler.may_reattach())
+        self.scheduler = SchedulerHalf(
+            self.session,
+            partial(block_keys, self.spec.fingerprint.digest),
+            self._info,
+            block_tokens=BLOCK,
+            worker_count=1,
+            lazy=False,
+            fetch_timeout_seconds=5.0,
+        )
+        self.scheduler.pin_with(self.pins)
+        self.worker = WorkerHalf(BlockCopier(self.tensors, range(HEADS)), Verify.FULL)
+        self.prompts: dict[str, list[BlockHash]] = {}
+        assert self.session.start(10.0) is not None
+        eventually(lambda: self.session._stocks[0], "slots in stock")
+
+    async def _open(self) -> PoolPort:
+        self.runtime = await PoolRuntime.open(PoolConfig(NodeId("walk"), None, FIFTY_SLOTS))
+        return self.runtime
+
+    def _info(self, of: Attachment) -> PoolInfo:
+        return PoolInfo(of.segment_path, of.geometry, of.epoch, LAYOUT, self.spec.engine_id, of.node_directory)
+
+    def slots(self) -> dict[str, int]:
+        assert self.runtime is not None
+        return self.runtime.stats().slots
+
+    def arrive(self, request: str, tokens: Sequence[int]) -> None:
+        self.prompts[request] = chain_hashes(tokens, BLOCK)
+        self.scheduler.on_new_request(request, self.prompts[request], 0.0)
+
+    def matched(self, request: str, total_tokens: int, computed_tokens: int = 0) -> Promise:
+        """The answer, once it is there: until then the engine is told to ask again in a later step."""
+
+        def answered() -> Promise | None:
+            answer = self.scheduler.matched(request, computed_tokens, total_tokens, 0.1)
+            return None if isinstance(answer, Wait) else answer
+
+        return eventually(answered, f"the answer about {request}")
+
+    def step(self, computed: dict[str, tuple[int, list[int]]] | None = None) -> StepPlan:
+        """One step of an engine: plan, loads, forward, stores, report.
+
+        Args:
+            computed: per scheduled request the tokens that are computed when the step ends, and its block table.
+        """
+        plan = StepPlan()
+        self.scheduler.begin_step(plan, 0.2)
+        scheduled = [
+            (name, self.prompts[name], tokens, partial(list, table))
+            for name, (tokens, table) in (computed or {}).items()
+        ]
+        self.scheduler.plan_stores(plan, scheduled)
+        self.worker.start_loads(plan)
+        self.worker.store(plan)
+        loaded, failed = self.worker.take_loaded()
+        report = self.worker.take_report()
+        if report is not None:
+            self.scheduler.reported(report)
+        for name in loaded:
+            self.scheduler.loaded(name, failed=name in failed)
+        self.scheduler.check_invariants()
+        return plan
+
+    def finish(self, request: str, computed: int, table: list[int]) -> None:
+        self.scheduler.finished(request, self.prompts[request], computed, table, store_rest=True)
+
+    def close(self) -> None:
+        self.session.close()
+        self.worker.close()

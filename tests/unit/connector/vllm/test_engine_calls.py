@@ -1,0 +1,201 @@
+"""vLLM's own code around a connector, with ours in it: factory, transfer group, attention wrapper, and the order of
+calls in a step. No engine is started: what calls the connector is vLLM's, and only the forward is a loop of ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm.distributed.kv_transfer.kv_transfer_state as state
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.forward_context import override_forward_context
+from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from kvservice.connector.vllm import KVServiceConnector
+from kvservice.connector.vllm.connector import Metadata
+from tests.unit.connector.vllm.test_connector import cache_config, model, vllm_config
+
+__all__ = ["model"]  # a fixture
+LAYER_NAMES = [f"model.layers.{index}.attn" for index in range(30)]
+OURS = "kvservice.connector.vllm"
+
+
+def transfer_config(module: str | None, name: str = "KVServiceConnector") -> KVTransferConfig:
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_module_path=module)
+
+
+def engine_config(model: Path) -> Any:
+    config = vllm_config(model, {"mode": "embedded", "memory": "8MiB"})
+    config.kv_transfer_config.kv_connector_module_path = OURS
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    config.adjust_dcp_kv_cache_interleave_size = lambda kv_cache_config: None
+    return config
+
+
+@pytest.fixture
+def group(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KVServiceConnector]:
+    """The connector of this process's worker, made as vLLM's worker makes it."""
+    monkeypatch.setattr(state, "_sync_engine_id_across_tp", lambda config: None)  # needs ranks that talk to each other
+    state.ensure_kv_transfer_initialized(engine_config(model), cache_config())
+    made = state.get_kv_transfer_group()
+    assert isinstance(made, KVServiceConnector)
+    yield made
+    state.ensure_kv_transfer_shutdown()
+
+
+def test_vllms_factory_makes_our_connector_by_its_module(model: Path) -> None:
+    """It imports the module that the configuration names, and only for who names it: by its name alone ours is not
+    known. One class is made once for each role, with the other half left out."""
+    assert KVConnectorFactory.get_connector_class(transfer_config(OURS)) is KVServiceConnector
+    with pytest.raises(ValueError, match="Unsupported connector type"):
+        KVConnectorFactory.get_connector_class(transfer_config(None))
+    with pytest.raises(AttributeError, match="not found in"):
+        KVConnectorFactory.get_connector_class(transfer_config(OURS, "Another"))
+    config = engine_config(model)
+    scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache_config())
+    worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config())
+    try:
+        assert isinstance(scheduler, KVServiceConnector) and isinstance(worker, KVServiceConnector)
+        assert scheduler._scheduler is not None and scheduler._worker is None
+        assert worker._scheduler is None and worker._session is None
+    finally:
+        for connector in (scheduler, worker):
+            assert isinstance(connector, KVServiceConnector)
+            connector.shutdown()
+
+
+def test_vllms_factory_takes_us_with_several_kv_cache_groups(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses connectors that know one group only while the engine has several, and those of the old signature."""
+    assert KVConnectorFactory.supports_hma_config(transfer_config(OURS))
+
+    class OneGroup(KVConnectorBase_V1):
+        """Has no request_finished_all_groups."""
+
+    class OldSignature(KVConnectorBase_V1):
+        def __init__(self, vllm_config: Any, role: KVConnectorRole) -> None: ...
+
+    module = importlib_module_of(monkeypatch, OneGroup=OneGroup, OldSignature=OldSignature)
+    config = engine_config(model)
+    config.kv_transfer_config = transfer_config(module, "OneGroup")
+    with pytest.raises(ValueError, match="does not support HMA"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache_config())
+    with pytest.raises(ValueError, match="deprecated"):
+        KVConnectorFactory.get_connector_class(transfer_config(module, "OldSignature"))
+
+
+def importlib_module_of(monkeypatch: pytest.MonkeyPatch, **classes: type) -> str:
+    """The name of a module that has these classes."""
+    import sys
+    from types import ModuleType
+
+    made = ModuleType("connectors_of_this_test")
+    vars(made).update(classes)
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made.__name__
+
+
+def test_a_worker_process_has_one_connector(group: KVServiceConnector, model: Path) -> None:
+    """A second initialisation changes nothing, and after the end there is none."""
+    assert state.has_kv_transfer_group() and state.is_v1_kv_transfer_group()
+    state.ensure_kv_transfer_initialized(engine_config(model), cache_config())
+    assert state.get_kv_transfer_group() is group
+    state.ensure_kv_transfer_shutdown()
+    assert not state.has_kv_transfer_group()
+
+
+@pytest.fixture
+def calls(group: KVServiceConnector, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the connector's methods in the order in which vLLM calls them; after each, whether it had the
+    step's metadata."""
+    made: list[str] = []
+
+    def record(name: str, *, with_argument: bool = False) -> None:
+        unpatched = getattr(group, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            made.append(f"{name} {arguments[0]}" if with_argument else name)
+            if name not in ("bind_connector_metadata", "clear_connector_metadata"):
+                assert group.has_connector_metadata(), f"{name} without the step's metadata"
+            return unpatched(*arguments, **named)
+
+        monkeypatch.setattr(group, name, call)
+
+    for name in ("bind_connector_metadata", "start_load_kv", "wait_for_save", "get_transfer_results"):
+        record(name)
+    for name in ("get_block_ids_with_load_errors", "get_kv_connector_stats", "get_kv_connector_kv_cache_events"):
+        record(name)
+    for name in ("build_connector_worker_meta", "clear_connector_metadata"):
+        record(name)
+    for name in ("wait_for_layer_load", "save_kv_layer"):
+        record(name, with_argument=True)
+    return made
+
+
+def forward_context() -> Any:
+    layers = {name: SimpleNamespace(kv_cache=None) for name in LAYER_NAMES}
+    return SimpleNamespace(
+        attn_metadata={name: object() for name in LAYER_NAMES}, no_compile_layers=layers, slot_mapping={}
+    )
+
+
+@maybe_transfer_kv_layer
+def attend(layer_name: str) -> None:
+    """An attention layer, as vLLM wraps it."""
+
+
+def run_step(*, has_sync_kv_loads: bool) -> Any:
+    """A step of vLLM's model runner on thirty layers."""
+    output = SimpleNamespace(
+        kv_connector_metadata=Metadata(), has_sync_kv_loads=has_sync_kv_loads, finished_req_ids=set()
+    )
+    with override_forward_context(forward_context()):
+        with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as found:
+            for name in LAYER_NAMES:
+                attend(name)
+    return found
+
+
+LAYER_CALLS = [call for name in LAYER_NAMES for call in (f"wait_for_layer_load {name}", f"save_kv_layer {name}")]
+AFTER_THE_FORWARD = [
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+]
+
+
+def test_order_of_the_step(group: KVServiceConnector, calls: list[str]) -> None:
+    """Thirty layers, each waited for and saved in order; bind before everything, clear behind everything. Every call
+    between them finds the step's metadata, and outside there is none."""
+    assert not group.has_connector_metadata()
+    run_step(has_sync_kv_loads=True)
+    assert calls == ["bind_connector_metadata", "start_load_kv", *LAYER_CALLS, *AFTER_THE_FORWARD]
+    assert not group.has_connector_metadata()
+
+
+def test_loads_that_no_step_waits_for_start_after_its_forward(calls: list[str]) -> None:
+    """The surveys of the interface have start_load_kv before every forward. vLLM 0.32 calls it after the forward was
+    launched, unless this step computes on what is loaded."""
+    run_step(has_sync_kv_loads=False)
+    assert calls == ["bind_connector_metadata", *LAYER_CALLS, "start_load_kv", *AFTER_THE_FORWARD]
+
+
+def test_attention_calls_no_connector_where_there_is_none() -> None:
+    assert not state.has_kv_transfer_group()
+    attend(LAYER_NAMES[0])  # would need a forward context otherwise
+    with contextlib.suppress(AssertionError):
+        state.get_kv_transfer_group()
+        raise RuntimeError("there is no group")
+    step: Any = SimpleNamespace()
+    with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(step) as found:
+        assert found is None
