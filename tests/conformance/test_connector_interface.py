@@ -1,8 +1,8 @@
 """vLLM's KV connectors of version 1: the OffloadingConnector, which keeps blocks in the host's memory, and LMCache's
 backend for GPUDirect Storage, which keeps them in files.
 
-Each test retells a passage of the public surveys of them with its numbers. What only vLLM's own code can show, the order
-of calls in a step among it, is in tests/unit/connector/vllm/test_engine_calls.py.
+Each test retells a passage of the public surveys of them with its numbers. What only vLLM's own code can show, as the
+order of calls in a step, is in tests/unit/connector/vllm/test_engine_calls.py.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def test_gds_file_format(tmp_path: Path) -> None:
 
 @pytest.mark.xfail(strict=True, raises=ImportError, reason="blocks are not written to files yet: tiers come next")
 def test_file_system_decides() -> None:
-    """ext4 is read directly into device memory; tmpfs and overlayfs are not unless that is forced; wekafs is, with a pool
-    of threads, and cannot be switched off. The file system is that of the longest mount point that the path lies in, by
-    whole names: the source compares beginnings of strings, and takes /mnt/ab for a folder of /mnt/a."""
+    """ext4 is read directly into device memory; tmpfs and overlayfs are not unless that is forced; wekafs is, with a
+    pool of threads, and cannot be switched off. The file system is that of the longest mount point that the path lies
+    in, by whole names: the source compares beginnings of strings, and takes /mnt/ab for a folder of /mnt/a."""
     mounts = importlib.import_module("kvservice.tier.mounts")
     table = mounts.parse(MOUNTS)
     assert mounts.decide(table, Path("/mnt/a/blocks")).direct

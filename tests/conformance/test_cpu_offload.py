@@ -92,7 +92,7 @@ def test_sizes_of_the_example() -> None:
     assert wide.slab_count * wide.slots_per_slab(64 * MiB) == 47
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="only whole blocks have names: a part of one is not stored")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="only whole blocks have names and are stored")
 def test_three_and_seven_tokens(walk: Walk) -> None:
     """The source's own prompts, 3 and 7 tokens in blocks of 16. A's 3 tokens lie in device block 101 and are stored. B
     hits 3 tokens, which are copied into block 102, computes its other 4 into the slots 3 to 6 of that block, and stores
@@ -139,3 +139,25 @@ def test_three_and_seven_tokens_as_whole_blocks(walk: Walk) -> None:
     second = walk.step({"B": (112, table)})
     assert [entry.block_id for store in second.stores for entry in store.entries] == [14, 15, 16, 17]
     eventually(lambda: walk.slots()["sealed"] == 7, "and B's own", detail=walk.slots)
+
+
+def test_the_engine_takes_the_leading_part_of_a_promise(walk: Walk) -> None:
+    """Three blocks are promised, and the engine has room for two and takes 32 tokens: the first two are loaded, nothing
+    is written behind them, and the third is computed and known to be stored."""
+    tokens = list(range(48))
+    walk.arrive("A", tokens)
+    assert walk.matched("A", 49) == Promise(0)
+    walk.scheduler.allocated("A", [1, 2, 3], 0)
+    walk.step({"A": (48, [1, 2, 3])})
+    eventually(lambda: walk.slots()["sealed"] == 3, "A's blocks", detail=walk.slots)
+    walk.arrive("B", tokens)
+    assert walk.matched("B", 49) == Promise(48)
+    untouched = [layer[13].clone() for layer in walk.tensors]
+    walk.scheduler.allocated("B", [11, 12], 32)
+    (load,) = walk.step().loads
+    assert [entry.block_id for entry in load.entries] == [11, 12]
+    for layer, kept in zip(walk.tensors, untouched, strict=True):
+        assert torch.equal(layer[11:13], layer[1:3])
+        assert torch.equal(layer[13], kept)
+    assert not walk.step({"B": (48, [11, 12, 13])}).stores
+    assert not walk.session._leases

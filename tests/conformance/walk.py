@@ -1,6 +1,6 @@
-"""A small engine that the tests step by hand: both halves of the connector, a session, and a real pool in this process.
+"""A small engine that tests step by hand: both halves of the connector, a session, and a real pool in this process.
 
-Nothing is a stand-in but the engine's own block pool: its blocks are rows of `tensors`, and `pins` counts who holds them.
+Only the engine's own block pool is a stand-in: its blocks are rows of `tensors`, and `pins` counts who holds them.
 """
 
 from __future__ import annotations

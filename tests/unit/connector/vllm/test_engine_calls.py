@@ -3,10 +3,10 @@ calls in a step. No engine is started: what calls the connector is vLLM's, and o
 
 from __future__ import annotations
 
-import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +16,17 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request as VllmRequest
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvservice.connector.vllm import KVServiceConnector
 from kvservice.connector.vllm.connector import Metadata
-from tests.unit.connector.vllm.test_connector import cache_config, model, vllm_config
+from kvservice.core.block.keys import block_keys
+from tests.unit.connector.vllm.test_connector import BLOCK, cache_config, model, vllm_config
 
 __all__ = ["model"]  # a fixture
 LAYER_NAMES = [f"model.layers.{index}.attn" for index in range(30)]
@@ -81,7 +87,7 @@ def test_vllms_factory_takes_us_with_several_kv_cache_groups(model: Path, monkey
     class OldSignature(KVConnectorBase_V1):
         def __init__(self, vllm_config: Any, role: KVConnectorRole) -> None: ...
 
-    module = importlib_module_of(monkeypatch, OneGroup=OneGroup, OldSignature=OldSignature)
+    module = module_with(monkeypatch, OneGroup=OneGroup, OldSignature=OldSignature)
     config = engine_config(model)
     config.kv_transfer_config = transfer_config(module, "OneGroup")
     with pytest.raises(ValueError, match="does not support HMA"):
@@ -90,11 +96,8 @@ def test_vllms_factory_takes_us_with_several_kv_cache_groups(model: Path, monkey
         KVConnectorFactory.get_connector_class(transfer_config(module, "OldSignature"))
 
 
-def importlib_module_of(monkeypatch: pytest.MonkeyPatch, **classes: type) -> str:
+def module_with(monkeypatch: pytest.MonkeyPatch, **classes: type) -> str:
     """The name of a module that has these classes."""
-    import sys
-    from types import ModuleType
-
     made = ModuleType("connectors_of_this_test")
     vars(made).update(classes)
     monkeypatch.setitem(sys.modules, made.__name__, made)
@@ -155,10 +158,13 @@ def run_step(*, has_sync_kv_loads: bool) -> Any:
     output = SimpleNamespace(
         kv_connector_metadata=Metadata(), has_sync_kv_loads=has_sync_kv_loads, finished_req_ids=set()
     )
-    with override_forward_context(forward_context()):
-        with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as found:
-            for name in LAYER_NAMES:
-                attend(name)
+    step: Any = output
+    with (
+        override_forward_context(forward_context()),
+        KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(step) as found,
+    ):
+        for name in LAYER_NAMES:
+            attend(name)
     return found
 
 
@@ -193,9 +199,42 @@ def test_loads_that_no_step_waits_for_start_after_its_forward(calls: list[str]) 
 def test_attention_calls_no_connector_where_there_is_none() -> None:
     assert not state.has_kv_transfer_group()
     attend(LAYER_NAMES[0])  # would need a forward context otherwise
-    with contextlib.suppress(AssertionError):
-        state.get_kv_transfer_group()
-        raise RuntimeError("there is no group")
     step: Any = SimpleNamespace()
     with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(step) as found:
         assert found is None
+
+
+def test_a_step_before_the_kv_caches_are_registered_does_nothing(group: KVServiceConnector, calls: list[str]) -> None:
+    """Older connectors of others pick the KV tensors up from the first forward. Ours gets them by register_kv_caches,
+    and a step without them is one without a cache."""
+    found = run_step(has_sync_kv_loads=True)
+    assert not found.finished_sending and not found.finished_recving and not found.failed_recving
+    assert not found.invalid_block_ids
+    assert len(calls) == 2 + len(LAYER_CALLS) + len(AFTER_THE_FORWARD)
+    assert not group._failures
+
+
+def test_two_images_in_another_order_are_another_prompt() -> None:
+    """Their placeholders are the same tokens at the same places. The blocks in front of the first image are shared."""
+    function = get_hash_fn_by_name("sha256_cbor")
+    init_none_hash(function)
+
+    def keys(*images: str) -> list[bytes]:
+        places = [PlaceholderRange(offset=(1 + 2 * index) * BLOCK, length=BLOCK) for index in range(len(images))]
+        features = [
+            MultiModalFeatureSpec(None, "image", name, place) for name, place in zip(images, places, strict=True)
+        ]
+        made = VllmRequest(
+            "r",
+            prompt_token_ids=[7] * (5 * BLOCK),
+            sampling_params=SamplingParams(),
+            pooling_params=None,
+            mm_features=features,
+            block_hasher=get_request_block_hasher(BLOCK, function),
+        )
+        return list(block_keys(bytes(32), made.block_hashes))
+
+    one, other = keys("cat", "dog"), keys("dog", "cat")
+    assert one == keys("cat", "dog")
+    assert one[0] == other[0]
+    assert not set(one[1:]) & set(other[1:])
