@@ -1,6 +1,6 @@
 """docs/reference/conformance.md: what other caches and engines do, whether it is here, and which test shows it.
 
-The mechanisms stand in tests/conformance/mechanisms, one file a subject, and name tests by their names without `test_`.
+The mechanisms stand in tests/conformance/mechanisms, one file a subject, and name tests by file and name.
 After a run of the tests, `python -m scripts.reference.conformance FOLDER` compares the page with pytest's reports
 (JUnit) in this folder: it exits with 1 if a test that the page relies on did not run there, or did not pass.
 """
@@ -69,7 +69,7 @@ class Case:
 class Mechanism:
     what: str
     status: Status
-    tests: tuple[str, ...]  # a name without `test_`, after `file::` where several have this name
+    tests: tuple[str, ...]  # `file::name`, without tests/ and `test_`; or the name alone, if it is unique
     why: str  # "" if the status is yes
 
 
