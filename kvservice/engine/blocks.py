@@ -28,15 +28,6 @@ class Room(Enum):
     NEVER = "never"  # not even alone
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixEvent:
-    """A block can be found by its tokens from now on ("stored"), or no longer ("removed")."""
-
-    kind: str
-    block_hash: BlockHash
-    block_id: int
-
-
 def slot_mapping(table: Sequence[int], begin: int, end: int, block_tokens: int) -> list[int]:
     """The slots of the tokens [begin, end): rows of the device's K/V seen as [blocks * block_tokens, ...].
 
@@ -64,14 +55,13 @@ class BlockAllocator:
     name are given out first, then those that were freed first.
     """
 
-    def __init__(self, device: str, block_ids: Iterable[int], *, record_events: bool = False) -> None:
+    def __init__(self, device: str, block_ids: Iterable[int]) -> None:
         """`block_ids` are given out in their order while none has been freed."""
         self.device = device
         self._refs = dict.fromkeys(block_ids, 0)
         self._free = OrderedDict.fromkeys(self._refs)
         self._blocks: dict[BlockHash, int] = {}
-        self._names: dict[int, list[BlockHash]] = {}
-        self._events: list[PrefixEvent] | None = [] if record_events else None
+        self._names: dict[int, BlockHash] = {}
 
     @property
     def count(self) -> int:
@@ -89,7 +79,7 @@ class BlockAllocator:
         if not self._free:
             raise Exhausted(f"no free block on {self.device}: all {self.count} are in use", free_blocks=0)
         block_id, _ = self._free.popitem(last=False)
-        self._unname(block_id)
+        self.unname(block_id)
         self._refs[block_id] = 1
         return block_id
 
@@ -112,27 +102,17 @@ class BlockAllocator:
 
     def name(self, block_id: int, block_hash: BlockHash) -> None:
         """Let the block be found: it holds what the hash stands for. Of blocks with one content, the first is found."""
-        if block_hash not in self._blocks:
+        if block_hash not in self._blocks and block_id not in self._names:
             self._blocks[block_hash] = block_id
-            self._names.setdefault(block_id, []).append(block_hash)
-            self._record("stored", block_hash, block_id)
+            self._names[block_id] = block_hash
 
     def find(self, block_hash: BlockHash) -> int | None:
         return self._blocks.get(block_hash)
 
-    def take_events(self) -> list[PrefixEvent]:
-        """What was named and unnamed since the last call, in order. Empty unless they are recorded."""
-        events, self._events = self._events, None if self._events is None else []
-        return events or []
-
-    def _unname(self, block_id: int) -> None:
-        for block_hash in self._names.pop(block_id, ()):
-            del self._blocks[block_hash]
-            self._record("removed", block_hash, block_id)
-
-    def _record(self, kind: str, block_hash: BlockHash, block_id: int) -> None:
-        if self._events is not None:
-            self._events.append(PrefixEvent(kind, block_hash, block_id))
+    def unname(self, block_id: int) -> None:
+        """Let nobody find the block any more: it is written."""
+        if block_id in self._names:
+            del self._blocks[self._names.pop(block_id)]
 
     # -- pins: references of copies and of other engines, which outlive a sequence ----
 
@@ -147,7 +127,7 @@ class BlockAllocator:
     def forget(self, block_ids: Sequence[int]) -> None:
         """Let nobody find these blocks any more: their contents are wrong."""
         for block_id in block_ids:
-            self._unname(block_id)
+            self.unname(block_id)
 
     def free_share(self) -> float:
         return self.free_count / self.count if self.count else 0.0
@@ -160,8 +140,7 @@ class BlockAllocator:
         for block_id, refs in self._refs.items():
             assert refs >= 0
             assert (refs == 0) == (block_id in self._free), f"block {block_id} of {self.device} has {refs} references"
-        named = {name: block_id for block_id, names in self._names.items() for name in names}
-        assert named == self._blocks
+        assert {name: block_id for block_id, name in self._names.items()} == self._blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +150,6 @@ class PagedSequence:
     sequence_id: int  # unique in its group
     tokens: list[int]
     root: bytes = b""  # separates namespaces of prefixes: a salt
-    private: bool = False  # its blocks get no names and it takes no others': they do not depend on a prefix alone
     table: list[int] = field(default_factory=list)  # ids of the device's blocks, or of the host's while on_host
     computed: int = 0  # leading tokens whose K/V is in the blocks, or under way into them
     on_host: bool = False
@@ -239,8 +217,8 @@ class PagedMemory:
         return len(shared) + sum(alone)
 
     def _shareable(self, sequence: PagedSequence) -> list[BlockHash]:
-        """The names of the blocks that others may have filled. At least the last token is left to compute."""
-        return [] if sequence.private else self.hashes(sequence)[: (len(sequence.tokens) - 1) // self.block_tokens]
+        """The names of the full blocks that others may have filled. At least the last token is left to compute."""
+        return self.hashes(sequence)[: (len(sequence.tokens) - 1) // self.block_tokens]
 
     def room_for(self, sequences: Sequence[PagedSequence]) -> Room:
         """Whether the sequences of a group, which hold no blocks, may be admitted."""
@@ -281,7 +259,7 @@ class PagedMemory:
     # -- growing ----
 
     def match(self, sequence: PagedSequence) -> list[int]:
-        """The blocks that hold its first tokens already."""
+        """The full blocks that hold its first tokens already."""
         found: list[int] = []
         for block_hash in self._shareable(sequence):
             block_id = self.device.find(block_hash)
@@ -290,13 +268,30 @@ class PagedMemory:
             found.append(block_id)
         return found
 
-    def share_prefix(self, sequence: PagedSequence) -> int:
-        """Give an empty table the blocks that hold its first tokens already. Returns how many tokens that is."""
+    def share_prefix(self, sequence: PagedSequence, *, tail: bool = True) -> int:
+        """Give an empty table the blocks that hold its first tokens already. Returns how many tokens that is.
+
+        With `tail` also the beginning of a block, as far as a step or a sequence ended in it. Who writes behind it
+        copies the block first, if others count on it.
+        """
         assert not sequence.table, "it has blocks"
         sequence.table = [self.device.share(block_id) for block_id in self.match(sequence)]
         sequence.named = len(sequence.table)
-        sequence.computed = len(sequence.table) * self.block_tokens
+        begin = sequence.computed = len(sequence.table) * self.block_tokens
+        longest = min(self.block_tokens, len(sequence.tokens) - begin) - 1
+        for end in range(begin + longest, begin, -1) if tail else ():
+            block_id = self.device.find(self._tail_name(sequence, end))
+            if block_id is not None:
+                sequence.table.append(self.device.share(block_id))
+                sequence.computed = end
+                break
         return sequence.computed
+
+    def _tail_name(self, sequence: PagedSequence, end: int) -> BlockHash:
+        """The name of a block whose last token is the one before `end`: that of a chain with a short last block."""
+        full = end // self.block_tokens
+        tail = sequence.tokens[full * self.block_tokens : end]
+        return chain_hashes(tail, len(tail), sequence.root, sequence.hashes[full - 1] if full else None)[0]
 
     def append(self, sequence: PagedSequence, end: int) -> Pairs:
         """Make the tokens [computed, end) writable: new blocks, and copies of those that others share.
@@ -314,19 +309,23 @@ class PagedMemory:
                 sequence.table[position] = self.device.allocate()
                 self.device.free(source)
                 pairs.append((source, sequence.table[position]))
+            else:
+                self.device.unname(source)
         while len(sequence.table) < self.blocks_for(end):
             sequence.table.append(self.device.allocate())
         return pairs
 
     def written(self, sequence: PagedSequence, end: int) -> None:
-        """Note that the K/V of the tokens up to `end` is in the blocks. Full blocks can be found from now on."""
+        """Note that the K/V of the tokens up to `end` is in the blocks. They can be found from now on."""
         sequence.computed = end
-        if not sequence.private:
-            hashes = self.hashes(sequence)
-            for position in range(sequence.named, end // self.block_tokens):
-                if sequence.table[position] != RELEASED:
-                    self.device.name(sequence.table[position], hashes[position])
-                sequence.named = position + 1
+        hashes = self.hashes(sequence)
+        full = end // self.block_tokens
+        for position in range(sequence.named, full):
+            if sequence.table[position] != RELEASED:
+                self.device.name(sequence.table[position], hashes[position])
+        sequence.named = full
+        if end % self.block_tokens:
+            self.device.name(sequence.table[full], self._tail_name(sequence, end))
         if self.window:
             self._release(sequence, (end - self.window + 1) // self.block_tokens)
 
@@ -351,7 +350,6 @@ class PagedMemory:
             sequence_id,
             list(sequence.tokens),
             sequence.root,
-            sequence.private,
             list(sequence.table),
             sequence.computed,
             sequence.on_host,

@@ -219,7 +219,6 @@ class Scheduler:
         length_max: int,
         width: int = 1,
         salt: bytes = b"",
-        private: bool = False,
     ) -> SequenceGroup:
         """A request that waits from now on. Raises InvalidRequest if it can never run."""
         if request_id in self._groups:
@@ -230,11 +229,12 @@ class Scheduler:
             )
         if not 0 < width <= self._sequences_max:
             raise InvalidRequest(f"{width} sequences at once: at least 1, at most sequences_max={self._sequences_max}")
-        if not self._chunked and length_max > self._tokens_max:
+        if not self._chunked and length_max + self._sequences_max > self._tokens_max:
             raise InvalidRequest(
-                f"{length_max} tokens are over tokens_max={self._tokens_max}: raise it, or allow chunks"
+                f"without chunks a step must hold {length_max} tokens and one of each other sequence, and it holds "
+                f"tokens_max={self._tokens_max}: raise it, or allow chunks"
             )
-        group = SequenceGroup(request_id, width, length_max, [PagedSequence(0, list(tokens), salt, private)])
+        group = SequenceGroup(request_id, width, length_max, [PagedSequence(0, list(tokens), salt)])
         if self.memory.room_for(group.sequences) is Room.NEVER:
             raise InvalidRequest(
                 f"a prompt of {len(tokens)} tokens needs {self.memory.required(group.sequences)} blocks, of "
@@ -419,14 +419,14 @@ class Scheduler:
         """Admit a group that there is room for, unless the cache has not answered. Returns the tokens it takes."""
         sequence, size = group.sequences[0], self.memory.block_tokens
         most = len(sequence.tokens) - 1
-        found = Found() if sequence.private else self._matched(group.request_id, local, most)
+        found = self._matched(group.request_id, local, most)
         if found.wait:
             return 0
         external = max(0, min(found.tokens, most // size * size - local))
         if found.layered and len(group.sequences) > 1:
             external = 0  # the other sequences would have to share blocks that are not there before the step
-        self.memory.share_prefix(sequence)
-        step.admitted.append(Admitted(group, local, external, found.layered))
+        shared = self.memory.share_prefix(sequence, tail=not external)
+        step.admitted.append(Admitted(group, shared, external, found.layered))
         # All blocks of the first sequence at once, while there is room.
         step.copy += self.memory.append(sequence, len(sequence.tokens))
         sequence.computed += external
@@ -439,12 +439,15 @@ class Scheduler:
     def commit(self, outcomes: Mapping[str, Iterable[Next]]) -> None:
         """Note what the step computed: for each request with a chunk that samples, its sequences from now on.
 
-        Raises InvalidRequest, without effect, if that does not fit the step.
+        No sequences: all of them end as they are. Raises InvalidRequest, without effect, if an outcome is missing or
+        does not fit its request.
         """
         step = self._step
         assert step is not None, "schedule a step first"
         sampled = {chunk.group.request_id: chunk.group for chunk in step.chunks if chunk.samples}
-        listed = {request_id: list(outcomes.get(request_id, ())) for request_id in sampled}
+        if not sampled.keys() <= outcomes.keys():
+            raise InvalidRequest(f"no outcome for {sorted(sampled.keys() - outcomes.keys())}")
+        listed = {request_id: list(outcomes[request_id]) for request_id in sampled}
         for request_id, group in sampled.items():
             _check(group, listed[request_id])
         self._step = None
@@ -464,9 +467,11 @@ class Scheduler:
                 group.next_id += 1
             taken[each.sequence_id] = sequence
             grown.append((sequence, each))
-        for sequence_id, sequence in parents.items():
-            if sequence_id not in taken:
-                self.memory.free(sequence)
+        dropped = [sequence for sequence_id, sequence in parents.items() if sequence_id not in taken]
+        if not outcome:
+            group.ended += dropped
+        for sequence in dropped if outcome else ():
+            self.memory.free(sequence)
         group.sequences = []
         for sequence, each in grown:
             sequence.tokens.append(each.token)
@@ -491,7 +496,7 @@ class Scheduler:
 def _check(group: SequenceGroup, outcome: Sequence[Next]) -> None:
     known = {sequence.sequence_id for sequence in group.sequences}
     live = sum(not each.ends for each in outcome)
-    if not outcome or not {each.sequence_id for each in outcome} <= known or live > group.width:
+    if not {each.sequence_id for each in outcome} <= known or live > group.width:
         raise InvalidRequest(
             f"request {group.request_id} has the sequences {sorted(known)} and room for {group.width}: the outcome "
             f"{outcome} of the step does not fit"

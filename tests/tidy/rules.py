@@ -106,7 +106,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("worker",),
         ("process",),
     ),
-    "engine": (("blocks",), ("schedule", "paged", "sampling"), ("model",), ("blend",), ("loop",)),
+    "engine": (("blocks", "options"), ("schedule", "paged", "sampling"), ("model",), ("cache", "blend"), ("loop",)),
 }
 
 # What the command line may import before it knows which command runs: everything else costs start-up time.

@@ -10,7 +10,6 @@ from kvservice.engine.blocks import (
     BlockAllocator,
     PagedMemory,
     PagedSequence,
-    PrefixEvent,
     Room,
     padded,
     slot_mapping,
@@ -59,17 +58,16 @@ def test_a_shared_block_is_free_after_the_last() -> None:
 
 
 def test_a_freed_block_is_found_until_it_is_reused() -> None:
-    allocator = BlockAllocator("device", range(2), record_events=True)
+    allocator = BlockAllocator("device", range(2))
     (name,) = chain_hashes([1, 2], 2)
     block = allocator.allocate()
     allocator.name(block, name)
     allocator.free(block)
     assert allocator.find(name) == block
     assert allocator.allocate() == 1, "a block without a name is given out first"
+    assert allocator.find(name) == block
     assert allocator.allocate() == block
     assert allocator.find(name) is None
-    assert allocator.take_events() == [PrefixEvent("stored", name, block), PrefixEvent("removed", name, block)]
-    assert allocator.take_events() == []
 
 
 def test_of_two_blocks_with_one_content_one_is_found() -> None:
@@ -123,15 +121,43 @@ def test_the_last_token_is_always_computed() -> None:
     assert paged.share_prefix(PagedSequence(2, list(range(9)))) == 8
 
 
-def test_salts_and_private_sequences_share_nothing() -> None:
+def test_salts_share_nothing() -> None:
     paged = memory()
     computed(paged, range(8))
     assert paged.match(PagedSequence(1, list(range(9)), root=b"salt")) == []
-    private = PagedSequence(2, list(range(9)), private=True)
-    assert paged.match(private) == []
-    paged.append(private, 9)
-    paged.written(private, 9)
-    assert paged.device.find(paged.hashes(private)[0]) not in private.table
+
+
+def test_the_beginning_of_a_block_is_shared_too() -> None:
+    paged = memory()
+    first = computed(paged, range(7))
+    second = PagedSequence(1, [*range(7), 50, 51])
+    assert paged.share_prefix(second) == 7
+    assert second.table == first.table
+    assert paged.append(second, 9) == [(1, 2)], "the first sequence may go on in its block"
+    assert second.table == [0, 2, 3]
+    third = PagedSequence(2, [*range(6), 50, 51])
+    assert paged.share_prefix(third) == 4, "nothing ended after six tokens"
+    paged.check_invariants([first, second, third])
+
+
+def test_a_free_tail_is_written_in_place() -> None:
+    paged = memory()
+    paged.free(computed(paged, range(7)))
+    second = PagedSequence(1, [*range(7), 50, 51])
+    assert paged.share_prefix(second) == 7
+    assert paged.append(second, 9) == []
+    assert paged.share_prefix(PagedSequence(2, list(range(9)))) == 4, "its old name is gone"
+
+
+def test_a_tail_that_is_written_has_another_name() -> None:
+    paged = memory()
+    sequence = computed(paged, range(5))
+    for token in (5, 6):
+        sequence.tokens.append(token)
+        assert paged.append(sequence, token + 1) == []
+        paged.written(sequence, token + 1)
+    assert paged.share_prefix(PagedSequence(1, [0, 1, 2, 3, 4, 9])) == 4
+    assert paged.share_prefix(PagedSequence(2, list(range(8)))) == 7
 
 
 def test_names_go_on_with_the_new_tokens() -> None:
