@@ -29,9 +29,14 @@ FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | 
 MARK = re.compile(r"<!-- journey: (?P<words>[^>]+) -->\n\Z")
 TITLE = re.compile(r'title="([^"]+)"')
 OPTIONS = ("in another terminal", "stays")
-# What no two runs have in common: a figure with a unit of time or speed or memory, a random name, a process.
 NUMBER = r"\d+(?:[.,]\d+)*"
-VARYING = re.compile(rf"{NUMBER}(?= ?(?:s|m|ms|µs|seconds|[KMG]i?B/s|GiB free)\b)|\b[0-9a-f]{{8,}}\b|(?<=pid ){NUMBER}")
+# What varies from run to run, and what may stand there instead. A time or a speed may have another unit.
+VARYING = {
+    re.compile(rf"{NUMBER} ?{unit}\b"): rf"{NUMBER} ?{unit}" for unit in (r"(?:ms|m|s|µs|seconds)", r"[KMG]?i?B/s")
+} | {
+    re.compile(rf"{NUMBER}(?= GiB free\b)|(?<=pid ){NUMBER}"): NUMBER,
+    re.compile(r"\b[0-9a-f]{8,}\b"): r"[0-9a-f]+",  # a random name
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +146,12 @@ def _pattern(line: str) -> str:
 
 def _literal(text: str) -> str:
     """A regular expression for this text in which what varies from run to run is left open."""
-    found, at = [], 0
-    for match in VARYING.finditer(text):
-        found.append(re.escape(text[at : match.start()]))
-        found.append(NUMBER if match[0][0].isdigit() and not _is_name(match[0]) else r"[0-9a-f]+")
-        at = match.end()
-    return re.sub(r"(\\ ){2,}", " +", "".join([*found, re.escape(text[at:])]))
-
-
-def _is_name(text: str) -> bool:
-    """Eight hexadecimal digits and more are a random name."""
-    return re.fullmatch(r"[0-9a-f]{8,}", text) is not None
+    found = [
+        (match.start(), match.end(), other) for varying, other in VARYING.items() for match in varying.finditer(text)
+    ]
+    parts, at = [], 0
+    for begin, end, other in sorted(found):
+        if begin >= at:
+            parts += [re.escape(text[at:begin]), other]
+            at = end
+    return re.sub(r"(\\ ){2,}", " +", "".join([*parts, re.escape(text[at:])]))
