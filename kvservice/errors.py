@@ -8,6 +8,7 @@
     │   ├── StaleEpoch             EPOCH                                         the shard restarted: attach again
     │   ├── NotAttached            NOT_ATTACHED                                  no such attachment here
     │   ├── UnsupportedLayout      LAYOUT                                        KV cache groups or layout not supported
+    │   ├── UnsupportedDevice      DEVICE                                        the engine's device has no copies here
     │   ├── RandomHashSeed         HASH_SEED                                     the engine's hashes differ per process
     │   ├── UnnamedWeights         WEIGHTS                                       the engine cannot name its weights
     │   └── Unauthenticated        UNAUTHENTICATED   UNAUTHENTICATED             token is missing, unknown or revoked
@@ -86,6 +87,10 @@ class NotAttached(Refused):
 
 class UnsupportedLayout(Refused):
     reason = "LAYOUT"
+
+
+class UnsupportedDevice(Refused):
+    reason = "DEVICE"
 
 
 class RandomHashSeed(Refused):

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.bindings import constants
 from benchmarks.gpu.children import MARK
 from benchmarks.gpu.findings import Stage, call, child, said_by, wait_for, words_of
-from kvservice.copying.cuda import driver as cuda_driver
 from kvservice.copying.cuda.copies import gather_launcher
 from kvservice.copying.cuda.driver import Driver
 from kvservice.units import GiB, MiB
@@ -135,37 +135,6 @@ def pinning(driver: Driver) -> dict[str, Any]:
         "pinned again": again,
         "copy over the border of two pieces": border,
         "RLIMIT_MEMLOCK": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-    }
-
-
-def constants() -> dict[str, Any]:
-    """The product's constants and structs against those of cuda-bindings, where it is installed."""
-    from cuda.bindings import driver as theirs
-
-    order, flag = theirs.CUmemcpySrcAccessOrder, theirs.CUpointer_attribute
-    pairs = {
-        "NOT_READY": (cuda_driver.NOT_READY, theirs.CUresult.CUDA_ERROR_NOT_READY),
-        "LEGACY_IPC_CAPABLE": (
-            cuda_driver._LEGACY_IPC_CAPABLE,
-            flag.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
-        ),
-        "LAZY_ENABLE_PEER_ACCESS": (
-            cuda_driver._LAZY_ENABLE_PEER_ACCESS,
-            theirs.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS,
-        ),
-        "STREAM_NON_BLOCKING": (cuda_driver._STREAM_NON_BLOCKING, theirs.CUstream_flags.CU_STREAM_NON_BLOCKING),
-        "EVENT_DISABLE_TIMING": (cuda_driver._EVENT_DISABLE_TIMING, theirs.CUevent_flags.CU_EVENT_DISABLE_TIMING),
-        "HOST_REGISTER_PORTABLE": (cuda_driver._HOST_REGISTER_PORTABLE, theirs.CU_MEMHOSTREGISTER_PORTABLE),
-        "ORDER_STREAM": (cuda_driver.ORDER_STREAM, order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM),
-        "ORDER_ANY": (cuda_driver.ORDER_ANY, order.CU_MEMCPY_SRC_ACCESS_ORDER_ANY),
-    }
-    numbers = {name: (own, int(their)) for name, (own, their) in pairs.items()}
-    numbers["bytes of the attributes"] = (ctypes.sizeof(cuda_driver._Attributes), 24)
-    known = {int(code) for code in theirs.CUresult}
-    return {
-        "checked": len(numbers),
-        "wrong": {name: pair for name, pair in numbers.items() if pair[0] != pair[1]},
-        "final errors that it does not know": sorted(cuda_driver.FATAL - known),
     }
 
 

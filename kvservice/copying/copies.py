@@ -8,23 +8,38 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvservice.copying.memory import SharedMemory
+from kvservice.copying.message import Direction
 from kvservice.core.segment.copy_runs import Descriptors
 from kvservice.memory.runs import copy_runs
 from kvservice.memory.segment import Segment
 
 
-class CopyEngine(Protocol):
-    def load(self, runs: Descriptors) -> None:
-        """Copy segment → engine. Blocks until the bytes have arrived. Raises TransferError."""
+class StartedCopies(Protocol):
+    def wait(self) -> None:
+        """Block until the bytes have arrived. Raises TransferError; nothing is copied any more then either."""
         ...
 
-    def store(self, runs: Descriptors) -> None:
-        """Copy engine → segment. Blocks and raises as `load` does."""
+
+class CopyEngine(Protocol):
+    def start(self, direction: Direction, runs: Descriptors) -> StartedCopies:
+        """Start copies. Those of one direction end in the order in which they were started, and several may be under
+        way. Wait for each of them. Raises TransferError, and then nothing of it runs on."""
+        ...
+
+    def load(self, runs: Descriptors) -> None:
+        """Copy segment → engine. Blocks until the bytes have arrived. Raises TransferError."""
         ...
 
     def close(self) -> None:
         """Release both memories. The copy engine touches neither any more."""
         ...
+
+
+class AlreadyEnded:
+    """Copies that had ended when they were started."""
+
+    def wait(self) -> None:
+        return
 
 
 class HostCopies:
@@ -34,6 +49,13 @@ class HostCopies:
     def __init__(self, kv: SharedMemory, segment: Segment | SharedMemory) -> None:
         self._kv = kv.address
         self._segment = segment.address
+
+    def start(self, direction: Direction, runs: Descriptors) -> AlreadyEnded:
+        if direction is Direction.LOAD:
+            self.load(runs)
+        else:
+            self.store(runs)
+        return AlreadyEnded()
 
     def load(self, runs: Descriptors) -> None:
         copy_runs(self._kv, self._segment, runs.engine, runs.segment, runs.lengths)

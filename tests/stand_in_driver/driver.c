@@ -3,8 +3,8 @@
  * It is unkind on purpose. A stream is a queue that a thread works off later than the call. The processor cannot touch
  * device memory. The copies of a batch run in reverse. A source given as ORDER_ANY is read before the earlier work of its
  * stream. IPC handles work between processes only. A mistake that a GPU punishes gets the GPU's error and a line on
- * standard error, and is counted. There are no kernels but the two at the end, no graphs, no peers, no default stream and
- * no time: nothing can be measured here.
+ * standard error, and is counted. There are no kernels but the two at the end, no graphs, no default stream and no time:
+ * nothing can be measured here. Its GPUs, one or two, are no peers: a kernel reaches the memory of its own only.
  *
  * Faults on request: the settings below, as STAND_IN_<NAME> in the environment or by stand_in_set().
  */
@@ -35,6 +35,7 @@ enum { /* CUresult */
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
     MAPPING_FAILED = 205,
+    NO_PEERS = 217,
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     NOT_READY = 600,
@@ -46,12 +47,13 @@ enum { /* CUresult */
 
 /* ---- settings and counters ---- */
 
-enum { VERSION, DELAY_US, WITHOUT_IPC, PIN_FAILS_AT, UNPIN_MS, FAULTS_AT, HANGS_AT, SETTINGS };
+enum { VERSION, DEVICES, DELAY_US, WITHOUT_IPC, PIN_FAILS_AT, UNPIN_MS, FAULTS_AT, HANGS_AT, SETTINGS };
 static struct {
     const char *name;
     long value;
 } settings[SETTINGS] = {
     [VERSION] = {"VERSION", 13000},        /* of the driver; below 12080 there is no batched copy */
+    [DEVICES] = {"DEVICES", 1},            /* GPUs, 1 or 2 */
     [DELAY_US] = {"DELAY_US", 200},        /* before each piece of a stream's work */
     [WITHOUT_IPC] = {"WITHOUT_IPC", 0},    /* 1: allocations have no handle, as with expandable segments */
     [PIN_FAILS_AT] = {"PIN_FAILS_AT", 0},  /* the n-th registration of host memory fails */
@@ -90,8 +92,10 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of everything below,
 static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
 static pid_t owner;         /* the process that called cuInit */
 static int fatal;           /* the error that made the context unusable; atomic */
-static int context;         /* its address stands for the primary context */
+static int contexts[2];     /* the addresses stand for the primary contexts of the GPUs */
 static __thread void *bound; /* by this thread */
+
+static int device_bound(void) { return bound == &contexts[1]; }
 
 static int mistake(int error, const char *format, ...) {
     va_list arguments;
@@ -140,23 +144,25 @@ API int cuDriverGetVersion(int *version) {
 }
 API int cuDeviceGetCount(int *found) {
     REQUIRE(initialised());
-    *found = 1;
+    *found = (int)setting(DEVICES);
     return OK;
 }
 API int cuDeviceGet(int *device, int index) {
     REQUIRE(initialised());
     *device = index;
-    return index ? INVALID_DEVICE : OK;
+    return index < 0 || index >= setting(DEVICES) ? INVALID_DEVICE : OK;
 }
 API int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
     REQUIRE(initialised());
     memcpy(uuid, "stand-in driver", 16);
-    return device ? INVALID_DEVICE : OK;
+    uuid[15] = (unsigned char)device;
+    return device < 0 || device >= setting(DEVICES) ? INVALID_DEVICE : OK;
 }
 API int cuDevicePrimaryCtxRetain(void **found, int device) {
     REQUIRE(initialised());
-    *found = &context;
-    return device ? INVALID_DEVICE : OK;
+    if (device < 0 || device >= setting(DEVICES)) return INVALID_DEVICE;
+    *found = &contexts[device];
+    return OK;
 }
 API int cuCtxSetCurrent(void *wanted) { /* works also when the context is unusable */
     REQUIRE(initialised());
@@ -188,6 +194,7 @@ typedef struct Memory { /* device memory; `base` is what the process sees, `alia
     Shared *shared;
     int descriptor;
     int opened; /* how often an IPC handle was opened; 0 for own memory */
+    int device;
 } Memory;
 
 typedef struct Pinned {
@@ -228,7 +235,8 @@ static Memory *map_memory(int descriptor, size_t size, int opened) {
     void *base = mmap(NULL, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     Memory *memory = calloc(1, sizeof *memory);
     if (alias == MAP_FAILED || base == MAP_FAILED || !memory) return NULL;
-    *memory = (Memory){memories, (Pointer)(uintptr_t)base, size, alias, (Shared *)((char *)alias + mapped), descriptor, opened};
+    Shared *shared = (Shared *)((char *)alias + mapped);
+    *memory = (Memory){memories, (Pointer)(uintptr_t)base, size, alias, shared, descriptor, opened, device_bound()};
     return memories = memory;
 }
 
@@ -329,7 +337,7 @@ API int cuMemHostUnregister(void *address) {
 
 /* ---- streams: queues of work, each worked off by a thread ---- */
 
-enum { COPY, FILL, RECORD };
+enum { COPY, FILL, RECORD, WAIT };
 typedef struct Work {
     struct Work *next;
     int kind, value;
@@ -338,7 +346,7 @@ typedef struct Work {
     char **targets, **sources, **read_early; /* read_early[i]: bytes of the source as they were at the call, or NULL */
     size_t *sizes;
     Shared *event;
-    uint64_t ticket; /* RECORD: how far the event is when this work has ended */
+    uint64_t ticket; /* RECORD: how far the event is when this work has ended; WAIT: how far it must be */
 } Work;
 
 typedef struct Stream { /* never freed: small, and a handle that was destroyed stays recognisable */
@@ -346,7 +354,7 @@ typedef struct Stream { /* never freed: small, and a handle that was destroyed s
     pthread_cond_t wake;
     Work *first, **last;
     uint64_t given, done;
-    int is_destroyed;
+    int is_destroyed, device;
 } Stream;
 
 static Stream *streams;
@@ -364,6 +372,8 @@ static void sleep_us(unsigned us) {
 
 static void perform(const Work *work) { /* without the lock */
     sleep_us(work->delay_us);
+    while (work->kind == WAIT && __atomic_load_n(&work->event->completed, __ATOMIC_ACQUIRE) < work->ticket && !fatal_error())
+        sleep_us(20);
     if (fatal_error()) return;
     if (work->kind == COPY) /* a batch has no order: not the one in which it was given */
         for (size_t i = work->count; i-- > 0;)
@@ -433,6 +443,7 @@ API int cuStreamCreate(void **handle, unsigned flags) {
     if (flags > 1) return mistake(INVALID_VALUE, "a stream with flags %u", flags);
     Stream *stream = calloc(1, sizeof *stream);
     stream->last = &stream->first;
+    stream->device = device_bound();
     pthread_cond_init(&stream->wake, NULL);
     pthread_mutex_lock(&lock);
     stream->next = streams;
@@ -468,7 +479,7 @@ API int cuStreamSynchronize(void *handle) {
 
 enum { IS_EVENT = 0x45564e54, DISABLE_TIMING = 2, INTERPROCESS = 4 };
 typedef struct { /* never freed: work of streams may still point to its page */
-    int magic, is_imported, descriptor;
+    int magic, is_imported, descriptor, device;
     unsigned flags;
     Shared *shared;
 } Event;
@@ -483,7 +494,7 @@ static Event *new_event(int descriptor, unsigned flags, int is_imported) {
     void *page = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (page == MAP_FAILED) return NULL;
     Event *event = malloc(sizeof *event);
-    *event = (Event){IS_EVENT, is_imported, descriptor, flags, page};
+    *event = (Event){IS_EVENT, is_imported, descriptor, device_bound(), flags, page};
     return event;
 }
 
@@ -511,6 +522,7 @@ API int cuEventRecord(void *handle, void *where) {
     REQUIRE(check_event(event));
     pthread_mutex_lock(&lock);
     Stream *stream = stream_of(where);
+    if (stream && stream->device != event->device) stream = NULL;
     if (stream) {
         Work *work = new_work(RECORD, 0);
         work->event = event->shared;
@@ -518,7 +530,23 @@ API int cuEventRecord(void *handle, void *where) {
         give(stream, work);
     }
     pthread_mutex_unlock(&lock);
-    return stream ? OK : mistake(INVALID_HANDLE, "recorded an event on what is no stream");
+    return stream ? OK : mistake(INVALID_HANDLE, "recorded an event on what is no stream of its GPU");
+}
+API int cuStreamWaitEvent(void *where, void *handle, unsigned flags) { /* also of another GPU */
+    REQUIRE(usable());
+    const Event *event = handle;
+    REQUIRE(check_event(event));
+    if (flags) return mistake(INVALID_VALUE, "waited for an event with flags %u", flags);
+    pthread_mutex_lock(&lock);
+    Stream *stream = stream_of(where);
+    if (stream) {
+        Work *work = new_work(WAIT, 0);
+        work->event = event->shared;
+        work->ticket = __atomic_load_n(&event->shared->recorded, __ATOMIC_ACQUIRE);
+        give(stream, work);
+    }
+    pthread_mutex_unlock(&lock);
+    return stream ? OK : mistake(INVALID_HANDLE, "let what is no stream wait");
 }
 API int cuEventQuery(void *handle) {
     REQUIRE(usable());
@@ -533,7 +561,7 @@ API int cuEventQuery(void *handle) {
 enum { MEMORY_HANDLE = 0x4d454d31, EVENT_HANDLE };
 typedef struct {
     uint32_t kind, process;
-    int32_t descriptor;
+    int32_t descriptor, device;
     uint64_t serial, size;
     char unused[32];
 } Handle;
@@ -563,7 +591,7 @@ API int cuIpcGetMemHandle(Handle *handle, Pointer pointer) {
     Memory *memory = memory_at(pointer);
     int has_one = memory && memory->base == pointer && !memory->opened && !setting(WITHOUT_IPC);
     if (has_one)
-        *handle = (Handle){MEMORY_HANDLE, (uint32_t)getpid(), memory->descriptor, memory->shared->serial, memory->size, ""};
+        *handle = (Handle){MEMORY_HANDLE, (uint32_t)getpid(), memory->descriptor, memory->device, memory->shared->serial, memory->size, ""};
     pthread_mutex_unlock(&lock);
     return has_one ? OK : mistake(INVALID_VALUE, "an IPC handle of what is not the start of an own allocation that has one");
 }
@@ -571,6 +599,7 @@ API int cuIpcOpenMemHandle_v2(Pointer *pointer, Handle handle, unsigned flags) {
     REQUIRE(usable());
     REQUIRE(check_handle(&handle, MEMORY_HANDLE));
     if (flags != 1) return mistake(INVALID_VALUE, "IPC memory opened without lazy peer access");
+    if (handle.device != device_bound()) return mistake(NO_PEERS, "opened memory of a GPU that is no peer");
     pthread_mutex_lock(&lock);
     Memory *memory = memories;
     while (memory && !(memory->opened && memory->shared->serial == handle.serial)) memory = memory->next;
@@ -603,7 +632,7 @@ API int cuIpcGetEventHandle(Handle *handle, void *given) {
     Event *event = given;
     REQUIRE(check_event(event));
     if (!(event->flags & INTERPROCESS) || event->is_imported) return mistake(INVALID_HANDLE, "an IPC handle of an event that has none");
-    *handle = (Handle){EVENT_HANDLE, (uint32_t)getpid(), event->descriptor, event->shared->serial, PAGE, ""};
+    *handle = (Handle){EVENT_HANDLE, (uint32_t)getpid(), event->descriptor, event->device, event->shared->serial, PAGE, ""};
     return OK;
 }
 API int cuIpcOpenEventHandle(void **given, Handle handle) {
@@ -763,9 +792,12 @@ API int stand_in_gather(const Pointer *to, const Pointer *from, const size_t *si
     pthread_mutex_lock(&lock);
     Stream *stream = stream_of(handle);
     int error = stream ? OK : INVALID_HANDLE;
-    for (size_t i = 0; !error && i < count_; i++)
-        if (!memory_at(to[i]) || !memory_at(from[i]) || (to[i] | from[i] | sizes[i]) % 4)
-            error = make_unusable("a kernel touched what is not device memory, or not in words");
+    for (size_t i = 0; !error && i < count_; i++) {
+        const Memory *target = memory_at(to[i]), *source = memory_at(from[i]);
+        if (!target || !source || target->device != stream->device || source->device != stream->device ||
+            (to[i] | from[i] | sizes[i]) % 4)
+            error = make_unusable("a kernel touched what is not memory of its GPU, or not in words");
+    }
     if (!error) error = submit_copies(to, from, sizes, count_, ORDER_STREAM, stream, &failed);
     pthread_mutex_unlock(&lock);
     return error;

@@ -193,6 +193,7 @@ def test_lent_block_is_read_when_the_lender_has_computed_it(driver: Driver) -> N
     [
         ("stores_in_any_order", check_blocks_go_through_the_worker_and_come_back),
         ("copies_are_not_awaited", check_copy_has_ended_when_the_engine_is_told),
+        ("staging_is_reused_early", check_blocks_go_through_the_worker_and_come_back),
         ("engine_is_not_awaited", check_store_waits_for_the_kernels_that_write_the_block),
         ("offset_is_forgotten", check_blocks_go_through_the_worker_and_come_back),
         ("lender_is_not_awaited", check_lent_block_is_read_when_the_lender_has_computed_it),

@@ -5,6 +5,7 @@ The tests of the stand-in must notice each of these mistakes: otherwise the stan
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from kvservice.copying.cuda import pinning
 from kvservice.copying.cuda.driver import ORDER_ANY
 from kvservice.copying.message import NO_EVENT
 from kvservice.copying.worker import lanes, loans
+from tests.gpu.slots import SLOT
 from tests.stand_in_driver import engine
 
 
@@ -28,7 +30,27 @@ def stores_in_any_order() -> None:
 
 
 def copies_are_not_awaited() -> None:
-    cuda_copies._await = lambda driver, way: None  # type: ignore[assignment]
+    cuda_copies.OnStream.wait = lambda self: None  # type: ignore[method-assign]
+
+
+def staging_is_reused_early() -> None:
+    """The next round of a store fills the buffer before this one has left it, which only stream order prevents."""
+    start, across = cuda_copies.CudaCopies.start, cuda_copies.CudaCopies._start_across
+    others: dict[int, Any] = {}
+
+    def on_another_stream(self: Any, direction: Any, way: Any, address: Any, runs: Any) -> None:
+        engine.call("cuStreamSynchronize", ctypes.c_void_p(way.stream))  # this round is gathered
+        other = others.setdefault(id(way), cuda_copies._Way(way.driver))
+        across(self, direction, other, address, runs)
+
+    def and_await_both(self: Any, direction: Any, runs: Any) -> Any:
+        started = start(self, direction, runs)
+        for other in others.values():
+            engine.call("cuStreamSynchronize", ctypes.c_void_p(other.stream))
+        return started
+
+    cuda_copies.CudaCopies._start_across = on_another_stream  # type: ignore[method-assign]
+    cuda_copies.CudaCopies.start = and_await_both  # type: ignore[method-assign]
 
 
 def engine_is_not_awaited() -> None:
@@ -80,6 +102,7 @@ PLANTS: dict[str, Callable[[], None]] = {
     for plant in (
         stores_in_any_order,
         copies_are_not_awaited,
+        staging_is_reused_early,
         engine_is_not_awaited,
         offset_is_forgotten,
         lender_is_not_awaited,
@@ -102,6 +125,7 @@ def pinned_is_said() -> None:
 
 if __name__ == "__main__":
     pinned_is_said()
+    cuda_copies.STAGING_BYTES = 2 * SLOT.payload_bytes  # small jobs go through it in rounds, too
     cuda_device.gather_launcher = lambda driver: engine.gather  # type: ignore[assignment]
     if plant := os.environ.get("STAND_IN_PLANT"):
         PLANTS[plant]()

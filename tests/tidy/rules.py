@@ -98,7 +98,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("vllm",),
     ),
     "copying": (
-        ("message", "memory"),
+        ("message", "memory", "profiling"),
         ("copies",),
         ("device",),
         ("engine",),

@@ -76,10 +76,7 @@ class HostLayers:
 
 
 class CudaLayers:
-    """For KV tensors on a GPU: through a buffer there, so that only contiguous bytes cross the bus.
-
-    Has not run on a GPU yet.
-    """
+    """For KV tensors on a GPU: through a buffer there, so that only contiguous bytes cross the bus."""
 
     def __init__(self, block_copier: BlockCopier, pool: PoolInfo) -> None:
         assert block_copier.slots is not None

@@ -182,10 +182,7 @@ class ThreadLane:
 
 
 class StreamLane:
-    """Copies on a CUDA stream of their own, ordered against the engine's stream by events; no thread waits.
-
-    Has not run on a GPU yet.
-    """
+    """Copies on a CUDA stream of their own, ordered against the engine's stream by events; no thread waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -27,6 +27,7 @@ from kvservice.connector.vllm.group_rules import Spec, StoredGroup, StoredGroups
 from kvservice.connector.vllm.identity import config_fields, model_fields, text_of
 from kvservice.connector.weights import weights_identity
 from kvservice.connector.worker.block_copier import BlockCopier, GroupedBlockCopiers
+from kvservice.connector.worker.devices import check_device
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.window_groups import WindowGroup
 from kvservice.core.messages import EngineSpec
@@ -39,7 +40,9 @@ MEDIUM = "CPU"  # what vLLM's own offloading calls host memory in its events
 
 
 def check(vllm_config: Any, cache_config: KVCacheConfig) -> None:
-    """Check that this engine is supported. Raises UnsupportedLayout or RandomHashSeed that says what to change."""
+    """Check that this engine is supported. Raises UnsupportedDevice, UnsupportedLayout or RandomHashSeed that says what
+    to change."""
+    check_device(vllm_config.device_config.device_type)
     supported(vllm_config, cache_config)
     hash_fields(vllm_config)
 
@@ -55,8 +58,7 @@ def engine_spec(
 ) -> EngineSpec:
     """The engine's identity towards the pool. `weights` is their name, if their files need not be read.
 
-    May read all files of the model, which takes minutes. Raises UnsupportedLayout, RandomHashSeed or UnnamedWeights
-    that says what to change.
+    May read all files of the model, which takes minutes. Raises as `check` does, and UnnamedWeights.
     """
     check(vllm_config, cache_config)
     found = supported(vllm_config, cache_config)

@@ -7,24 +7,31 @@ the worker half decides whether they may be copied.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.connector.worker.block_copier import BlockCopier, BlockCopiers
+from kvservice.connector.worker.devices import check_device
 from kvservice.connector.worker.shared_kv import region_layout
+from kvservice.copying.cuda.copies import SMALL_RUN_BYTES, start_across
+from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.cuda.pinning import Pinning, PinningOnUse
 from kvservice.copying.message import Direction
-from kvservice.core.segment.copy_runs import CopyTemplate
-from kvservice.errors import TransferError, UnsupportedLayout
+from kvservice.copying.profiling import profiled
+from kvservice.core.segment.copy_runs import CopyTemplate, Offsets
+from kvservice.errors import KVServiceError, TransferError, UnsupportedLayout
 from kvservice.memory.runs import copy_runs
 from kvservice.observe.failpoints import failpoint
 from kvservice.units import BlockKey
 
-HOST_BATCH = 64  # Blocks copied by one call: enough to make calling cheap, few enough to return often.
+log = logging.getLogger("kvservice.connector")
+
+RUN_BATCH = 64  # Blocks copied by one call: enough to make calling cheap, few enough to return often.
 # For a worker to connect or to be replaced, which takes less. If copies run here for longer, the pool is pinned here
 # too.
 FALLBACK_PIN_SECONDS = 5.0
@@ -155,9 +162,9 @@ class InlineCopier:
         return
 
 
-class HostCopier(InlineCopier):
-    """Like InlineCopier, but one call of the processor copies the runs of many blocks, if the tensors allow it.
-    InlineCopier needs a view for every layer and block."""
+class RunCopier(InlineCopier):
+    """Like InlineCopier, for tensors whose blocks can be described as runs of bytes. A view for every layer and block
+    is then not needed."""
 
     def __init__(self, block_copiers: BlockCopiers) -> None:
         super().__init__(block_copiers)
@@ -170,21 +177,33 @@ class HostCopier(InlineCopier):
         self._memory = memory.data_ptr()
         self._regions.clear()
 
-    def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
-        for start in range(0, len(entries), HOST_BATCH):
-            by_group: dict[int, list[CopyEntry]] = {}
-            for entry in entries[start : start + HOST_BATCH]:
-                by_group.setdefault(entry.engine_group, []).append(entry)
-            for engine_group, own in by_group.items():
-                self._copy(direction, engine_group, own)
-        return Done()
-
     def region_of(self, engine_group: int) -> tuple[int, CopyTemplate] | None:
         """Where the tensors of this engine group lie, and the runs of a block in them. None if they cannot be
         described."""
         if engine_group not in self._regions:
-            self._regions[engine_group] = _host_region(self._block_copiers.of(engine_group))
+            self._regions[engine_group] = _region(self._block_copiers.of(engine_group))
         return self._regions[engine_group]
+
+    def _by_group(self, entries: Sequence[CopyEntry]) -> Iterator[tuple[int, list[CopyEntry]]]:
+        """The entries of each engine group, in batches of RUN_BATCH in all."""
+        for start in range(0, len(entries), RUN_BATCH):
+            by_group: dict[int, list[CopyEntry]] = {}
+            for entry in entries[start : start + RUN_BATCH]:
+                by_group.setdefault(entry.engine_group, []).append(entry)
+            yield from by_group.items()
+
+    def _offsets(self, template: CopyTemplate, entries: Sequence[CopyEntry]) -> Offsets:
+        assert self._pool is not None
+        return self._pool.geometry.payload_offsets([entry.ref.slot for entry in entries], template.payload_bytes)
+
+
+class HostCopier(RunCopier):
+    """For KV tensors in host memory: one call of the processor copies the runs of many blocks."""
+
+    def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
+        for engine_group, own in self._by_group(entries):
+            self._copy(direction, engine_group, own)
+        return Done()
 
     def _copy(self, direction: Direction, engine_group: int, entries: list[CopyEntry]) -> None:
         assert self._pool is not None
@@ -193,9 +212,7 @@ class HostCopier(InlineCopier):
             copy_entries(self._block_copiers, self._pool, direction, entries)
             return
         address, template = region
-        slots = [entry.ref.slot for entry in entries]
-        offsets = self._pool.geometry.payload_offsets(slots, template.payload_bytes)
-        runs = template.expand_by_block([entry.block_id for entry in entries], offsets)
+        runs = template.expand_by_block([entry.block_id for entry in entries], self._offsets(template, entries))
         if direction is Direction.LOAD:
             copy_runs(address, self._memory, runs.engine, runs.segment, runs.lengths)
         else:
@@ -203,7 +220,7 @@ class HostCopier(InlineCopier):
         failpoint(f"engine.{direction.name.lower()}")
 
 
-def _host_region(block_copier: BlockCopier) -> tuple[int, CopyTemplate] | None:
+def _region(block_copier: BlockCopier) -> tuple[int, CopyTemplate] | None:
     """None if blocks must go through the block copier: their tensors cannot be described by runs, or blocks share
     slots."""
     if not block_copier.fills_slots:
@@ -236,20 +253,25 @@ class _Recorded:
         return True  # a copy that fails makes the context unusable, and the engine with it
 
 
-class CudaCopier(InlineCopier):
-    """Copies on a CUDA stream of its own. They start when the forwards launched so far have ended, so a block is never
-    copied before it is written, nor overwritten while an earlier forward reads it. The next forward does not wait.
+class CudaCopier(RunCopier):
+    """Copies on CUDA streams of its own, one per direction. They start when the forwards launched so far have ended, so
+    a block is never copied before it is written, nor overwritten while an earlier forward reads it. The next forward
+    does not wait.
 
-    It has not run on a GPU yet.
+    Large runs go straight between the KV cache and the pool, by the batched copies that a copy worker uses too, once
+    the pool's memory is pinned. Everything else goes through the tensors: small runs, which torch gathers in the
+    engine's own time, and all runs where the driver has no batched copy. On ROCm `torch.cuda` is HIP; there is no CUDA
+    driver, and everything goes through the tensors.
     """
 
     def __init__(self, block_copiers: BlockCopiers, pin_after: float = 0.0) -> None:
         """`pin_after` is how many seconds copies must have run here before the pool's memory is pinned."""
         super().__init__(block_copiers)
         self._device = block_copiers.device
-        self._stream = torch.cuda.Stream(self._device)
+        self._streams = {direction: torch.cuda.Stream(self._device) for direction in Direction}
         self._pin_after = pin_after
         self._pinning: PinningOnUse | None = None
+        self._driver = _batching_driver(self._device)
 
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
         super().adopt(memory, pool)
@@ -269,14 +291,46 @@ class CudaCopier(InlineCopier):
         assert self._pool is not None and self._pinning is not None
         # Until its memory is pinned, a copy goes through a buffer of the driver and blocks the calling thread.
         self._pinning.used()
-        computed = torch.cuda.Event()
+        stream, computed = self._streams[direction], torch.cuda.Event()
         computed.record(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(computed)
-            copy_entries(self._block_copiers, self._pool, direction, entries)
+        with torch.cuda.stream(stream), profiled(direction.name.lower()):
+            stream.wait_event(computed)
+            try:
+                for engine_group, own in self._by_group(entries):
+                    self._start(direction, engine_group, own, stream.cuda_stream)
+            except BaseException:
+                stream.synchronize()  # no copy may run after its failure was reported
+                raise
             copied = torch.cuda.Event()
-            copied.record(self._stream)
+            copied.record(stream)
         return _Recorded(copied)
+
+    def _start(self, direction: Direction, engine_group: int, entries: list[CopyEntry], stream: int) -> None:
+        assert self._pool is not None and self._pinning is not None
+        region = self.region_of(engine_group) if self._driver is not None else None
+        if self._driver is not None and region is not None:
+            address, template = region
+            runs = template.expand([entry.block_id for entry in entries], self._offsets(template, entries))
+            is_large = runs.byte_count >= SMALL_RUN_BYTES * runs.lengths.size
+            if is_large and self._pinning.covers(int((runs.segment + runs.lengths).max())):
+                device, host = address + runs.engine, self._memory + runs.segment
+                start_across(self._driver, direction, device, host, runs.lengths, stream, is_pinned=True)
+                self.counters["copy_batched_blocks"] += len(entries)
+                failpoint(f"engine.{direction.name.lower()}")
+                return
+        copy_entries(self._block_copiers, self._pool, direction, entries)
+
+
+def _batching_driver(device: torch.device) -> Driver | None:
+    """The driver of this GPU. None if it has no batched copy, or if it is not CUDA's."""
+    if torch.version.hip is not None:
+        return None
+    try:
+        found = Driver.of_device(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except KVServiceError as error:
+        log.warning("blocks are copied one by one: %s", error.message)
+        return None
+    return found if found.has_batch_copy else None
 
 
 def _pin(address: int, byte_count: int) -> None:
@@ -310,7 +364,9 @@ def copy_entries(
 
 def in_process_copier(block_copiers: BlockCopiers, *, is_fallback: bool = False) -> InlineCopier:
     """The copier for the engine's device. `is_fallback` means that a copy worker is wanted and will do most copies.
-    Never raises for an unknown device; its blocks are copied through the tensors."""
+    Raises UnsupportedDevice for a device that is known not to work. Blocks of an unknown one are copied through the
+    tensors."""
+    check_device(block_copiers.device.type)
     if block_copiers.device.type == "cuda":
         return CudaCopier(block_copiers, FALLBACK_PIN_SECONDS if is_fallback else 0.0)
     return HostCopier(block_copiers) if block_copiers.device.type == "cpu" else InlineCopier(block_copiers)

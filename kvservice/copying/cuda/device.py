@@ -1,5 +1,4 @@
-"""The GPU of a copy worker: imports engines' KV memory by CUDA IPC, pins segments, makes copy engines. It has not run
-on a GPU yet.
+"""The GPU of a copy worker: imports engines' KV memory by CUDA IPC, pins segments, makes copy engines.
 
 The exporter's memory cannot be freed while it is open here, so a session closes it as soon as its engine is gone.
 """

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that copies need, through ctypes: no toolkit, no torch. It has not run on a GPU yet.
+"""The few calls of the CUDA driver that copies need, through ctypes: no toolkit, no torch.
 
 The driver library is loaded on first use, so everything imports on machines without one. A thread binds the context
 before its first call (`bind`). Every handle is a plain integer.

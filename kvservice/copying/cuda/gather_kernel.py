@@ -1,6 +1,6 @@
 """Moves many small runs within a GPU's memory with one launch of a Triton kernel, on a stream of the driver's.
 
-It has not run on a GPU yet. Imported only where Triton is installed.
+Imported only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,30 @@ import torch
 import triton
 import triton.language as tl
 
+from kvservice.core.segment.copy_runs import cut_runs
+from kvservice.units import KiB
+
 # Words that one program copies at a time: 4 KiB, a power of two as Triton wants it.
 BLOCK_WORDS = 1024
+# What one program copies at most. Longer runs are cut, so that a few of them keep all multiprocessors busy. A program
+# for less than a few blocks of words would take longer to start than to run.
+PIECE_BYTES = 64 * KiB
+WIDE_BYTES = 16  # The widest load and store of a thread. Runs that are all aligned to it are moved in such words.
 
 
 # Triton reads these annotations itself and knows only its own types. The table is the only argument, because Triton
 # compiles again for each alignment of a pointer, and the first byte of a table is always aligned, however many runs it
 # has.
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _move_runs(table, block: tl.constexpr) -> None:  # type: ignore[no-untyped-def, unused-ignore]
-    """Copy one run per program. `table` is `(runs, 3)` int64: target address, source address, number of 4-byte
-    words."""
+def _move_runs(table, block: tl.constexpr, wide: tl.constexpr) -> None:  # type: ignore[no-untyped-def, unused-ignore]
+    """Copy one run per program. `table` is `(runs, 3)` int64: target address, source address, number of 4-byte words.
+    `wide` promises that addresses and lengths are multiples of 16 bytes."""
     row = table + 3 * tl.program_id(0)
     target = tl.load(row).to(tl.pointer_type(tl.int32))
     source = tl.load(row + 1).to(tl.pointer_type(tl.int32))
     count = tl.load(row + 2)
+    if wide:
+        target, source, count = tl.multiple_of(target, 16), tl.multiple_of(source, 16), tl.multiple_of(count, 4)
     for start in range(0, count, block):
         at = start + tl.arange(0, block)
         inside = at < count
@@ -47,6 +56,8 @@ def launcher(device_uuid: str) -> Callable[[Any, Any, Any, int], None]:
     home = torch.cuda.Stream(device)
 
     def launch(targets: Any, sources: Any, lengths: Any, stream: int) -> None:
+        targets, sources, lengths = cut_runs(targets, sources, lengths, PIECE_BYTES)
+        wide = not np.any((targets | sources | lengths) % WIDE_BYTES)
         table = torch.from_numpy(np.stack([targets, sources, lengths // 4], axis=1).astype(np.int64))
         with torch.cuda.device(device):
             with torch.cuda.stream(home):
@@ -56,14 +67,15 @@ def launcher(device_uuid: str) -> Callable[[Any, Any, Any, int], None]:
                 # The source is pageable memory: the call returns when the table is staged, so the table may be dropped
                 # here.
                 here.copy_(table, non_blocking=True)
-                _move_runs[(len(lengths),)](here, block=BLOCK_WORDS)
+                _move_runs[(len(lengths),)](here, block=BLOCK_WORDS, wide=wide)
                 here.record_stream(used_by)
 
     # Compile now. It takes seconds, and the first copy would otherwise look as if it hung.
-    scratch = torch.zeros(2, dtype=torch.int32, device=device)
+    scratch = torch.zeros(2 * WIDE_BYTES, dtype=torch.uint8, device=device)
     first = torch.cuda.Stream(device)
     first.wait_stream(torch.cuda.current_stream(device))
     start = np.array([scratch.data_ptr()], dtype=np.int64)
-    launch(start, start + 4, np.array([4], dtype=np.int64), first.cuda_stream)
+    for size in (4, WIDE_BYTES):
+        launch(start, start + WIDE_BYTES, np.array([size], dtype=np.int64), first.cuda_stream)
     first.synchronize()
     return launch

@@ -1,4 +1,4 @@
-"""An engine's KV memory on a GPU as it is offered to the copy worker of that GPU. It has not run on a GPU yet.
+"""An engine's KV memory on a GPU as it is offered to the copy worker of that GPU.
 
 There is one handle for the whole allocation, whatever tensors lie in it, and a ring of events shared by the two
 processes. Each message of copies names the event that the engine recorded before it, and the worker touches nothing

@@ -110,6 +110,10 @@ class PinningOnUse:
         if self._pinning is None and now - self._used_since >= self._patience:
             self._pinning = self._begin()
 
+    def covers(self, end: int) -> bool:
+        """Whether everything before this offset of the segment is pinned."""
+        return self._pinning is not None and self._pinning.covers(end)
+
     def undo(self) -> None:
         """Undo the pinning. Blocks as `Pinning.undo` does."""
         if self._pinning is not None:

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.copying.copies import CopyEngine
+from kvservice.copying.copies import CopyEngine, StartedCopies
 from kvservice.copying.message import CopyJob, CopyOutcome, Direction, Ended
 from kvservice.copying.worker.loans import DirectPath
 from kvservice.core.segment.copy_runs import CopyTemplate
@@ -36,6 +36,8 @@ log = logging.getLogger("kvservice.copying")
 # Blocks between two checks of their slots. Few enough to end a stale or stopped job soon, many enough that a batch
 # fills the memory's bandwidth.
 BATCH_ROWS = 64
+# Batches of a job under way at once: while one crosses the bus, the next one is checked and handed to the driver.
+BATCHES_UNDER_WAY = 2
 Ready: TypeAlias = Callable[[Callable[[], bool]], None]
 BITS = SLOTS_PER_SLAB_MAX.bit_length() - 1  # of a slot index that count the slot within its slab
 
@@ -57,6 +59,17 @@ class CopyTally:
 
     byte_count: int = 0
     borrowed: int = 0  # blocks
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Some blocks of a job, under way."""
+
+    rows: npt.NDArray[np.void]
+    slots: list[SlotIndex]
+    started: StartedCopies | None  # None: all of them came from other engines
+    byte_count: int
+    borrowed: int = 0
 
 
 @dataclass(slots=True)
@@ -156,26 +169,39 @@ class CopyLane:
         return Ended(job.job_id, outcome, tally.byte_count, tally.borrowed)
 
     def _copy(self, target: Target, job: CopyJob, tally: CopyTally) -> CopyOutcome:
-        for start in range(0, job.rows.size, BATCH_ROWS):
-            rows = job.rows[start : start + BATCH_ROWS]
-            if self._stopping:
-                return CopyOutcome.FAILED
-            slots = [SlotIndex(slot) for slot in rows["slot"].tolist()]
-            _check_range(target, slots)
-            if not _all_as_promised(target, job.direction, rows, slots):
-                return CopyOutcome.STALE
-            failpoint("copy_worker.copy")
-            if job.direction is Direction.LOAD:
-                _load(target, rows, slots, tally, may_borrow=job.may_borrow)
-                # Also for blocks that came from an engine: the slot must have held what was promised.
+        under_way: deque[_Batch] = deque()
+        try:
+            for start in range(0, job.rows.size, BATCH_ROWS):
+                rows = job.rows[start : start + BATCH_ROWS]
+                if self._stopping:
+                    return CopyOutcome.FAILED
+                slots = [SlotIndex(slot) for slot in rows["slot"].tolist()]
+                _check_range(target, slots)
                 if not _all_as_promised(target, job.direction, rows, slots):
                     return CopyOutcome.STALE
-            else:
-                runs = target.template.expand(rows["block"].astype(np.int64), _offsets(target, slots))
-                target.engine.store(runs)
-                tally.byte_count += runs.byte_count
-            self._busy_since = time.monotonic()  # a long job is not a stuck one
-        return CopyOutcome.COPIED
+                failpoint("copy_worker.copy")
+                under_way.append(_start(target, job, rows, slots))
+                if len(under_way) == BATCHES_UNDER_WAY and not self._finish(target, job, under_way.popleft(), tally):
+                    return CopyOutcome.STALE
+            while under_way:
+                if not self._finish(target, job, under_way.popleft(), tally):
+                    return CopyOutcome.STALE
+            return CopyOutcome.COPIED
+        finally:
+            for batch in under_way:  # the outcome is known, but no copy may run after it was reported
+                with contextlib.suppress(KVServiceError):
+                    if batch.started is not None:
+                        batch.started.wait()
+
+    def _finish(self, target: Target, job: CopyJob, batch: _Batch, tally: CopyTally) -> bool:
+        """Wait for a batch. Returns whether it counts: what was loaded must have been what was promised until its copy
+        ended, also for blocks that came from an engine."""
+        if batch.started is not None:
+            batch.started.wait()
+        self._busy_since = time.monotonic()  # a long job is not a stuck one
+        tally.byte_count += batch.byte_count
+        tally.borrowed += batch.borrowed
+        return job.direction is Direction.STORE or _all_as_promised(target, job.direction, batch.rows, batch.slots)
 
     def _count(self, job: CopyJob, outcome: CopyOutcome, tally: CopyTally) -> None:
         self.counts.jobs += 1
@@ -186,22 +212,20 @@ class CopyLane:
         self.counts.failed += outcome in (CopyOutcome.FAILED, CopyOutcome.REFUSED)
 
 
-def _load(
-    target: Target, rows: npt.NDArray[np.void], slots: list[SlotIndex], tally: CopyTally, *, may_borrow: bool
-) -> None:
-    """Load from engines that lend these blocks. Blocks that they do not lend, or took back meanwhile, come from the
-    slots."""
+def _start(target: Target, job: CopyJob, rows: npt.NDArray[np.void], slots: list[SlotIndex]) -> _Batch:
+    """Start to copy these blocks. Loads come from engines that lend them; blocks that they do not lend, or took back
+    meanwhile, come from the slots."""
     blocks = rows["block"].astype(np.int64)
-    if may_borrow:
-        borrowed, size = target.direct.copy([key.tobytes() for key in rows["key"]], blocks.tolist())
-        tally.byte_count += size
-        tally.borrowed += sum(borrowed)
-        rest = [index for index, done in enumerate(borrowed) if not done]
-        blocks, slots = blocks[rest], [slots[index] for index in rest]
-    if slots:
-        runs = target.template.expand(blocks, _offsets(target, slots))
-        target.engine.load(runs)
-        tally.byte_count += runs.byte_count
+    from_slots, byte_count, borrowed = slots, 0, 0
+    if job.direction is Direction.LOAD and job.may_borrow:
+        lent, byte_count = target.direct.copy([key.tobytes() for key in rows["key"]], blocks.tolist())
+        rest = [index for index, done in enumerate(lent) if not done]
+        blocks, from_slots, borrowed = blocks[rest], [slots[index] for index in rest], sum(lent)
+    if not from_slots:
+        return _Batch(rows, slots, None, byte_count, borrowed)
+    runs = target.template.expand(blocks, _offsets(target, from_slots))
+    started = target.engine.start(job.direction, runs)
+    return _Batch(rows, slots, started, byte_count + runs.byte_count, borrowed)
 
 
 def _offsets(target: Target, slots: list[SlotIndex]) -> npt.NDArray[np.int64]:

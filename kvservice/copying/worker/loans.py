@@ -4,8 +4,7 @@ between.
 The lender keeps a lent block unchanged until the worker says that nobody reads it any more. A copy counts only if the
 loan it read from was still good after the copy ended. Thread-safe. Nothing in here copies while it holds the lock.
 
-Frozen: loans between engines have not run on the hardware that they are for, GPUs of one node. Nothing new builds on
-them until they have.
+Frozen: nothing new builds on loans until GPUs of one node have run them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Lending:
     """Blocks that were lent together and end together."""
 
     lender: Lender
-    event: int  # event of the lender; the blocks are complete when it has passed
+    event: int  # event of the lender; the blocks are complete when it has passed. NO_EVENT: it has
     on_taken: Callable[[], None]
     keys: tuple[bytes, ...]
     readers: int = 0  # blocks that are being read
@@ -220,6 +219,7 @@ class DirectPath:
                 if lending.is_good:
                     raise
                 return 0  # the lender is gone, and nothing was copied
+            lending.event = NO_EVENT  # it has passed; recorded again, it would tell of a later step of the lender
         template, engine = way
         runs = template.expand([source for source, _ in rows], [target for _, target in rows])
         engine.load(runs)

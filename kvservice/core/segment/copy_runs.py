@@ -212,6 +212,19 @@ def merge_runs(engine: Offsets, segment: Offsets, lengths: Offsets) -> Descripto
     return Descriptors(engine[starts], segment[starts], np.add.reduceat(lengths, starts))
 
 
+def cut_runs(
+    targets: Offsets, sources: Offsets, lengths: Offsets, piece_bytes: int
+) -> tuple[Offsets, Offsets, Offsets]:
+    """Cut runs of `lengths` bytes into pieces of at most `piece_bytes`. Returns targets, sources and lengths of the
+    pieces, in the order of the runs."""
+    if lengths.size == 0 or int(lengths.max()) <= piece_bytes:
+        return targets, sources, lengths
+    counts = -(-lengths // piece_bytes)
+    within = (np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)) * piece_bytes
+    left = np.minimum(np.repeat(lengths, counts) - within, piece_bytes)
+    return np.repeat(targets, counts) + within, np.repeat(sources, counts) + within, left
+
+
 def through_staging(runs: Descriptors, limit: int) -> Iterator[tuple[Descriptors, Descriptors]]:
     """Cut the runs into rounds that each fit a buffer of `limit` bytes. Yields (gathered, carried) for each round.
 

@@ -13,11 +13,12 @@ import pytest
 from kvservice.copying.cuda import copies as cuda_copies
 from kvservice.copying.cuda.copies import CudaCopies, DirectCopies
 from kvservice.copying.cuda.pinning import Pinning
+from kvservice.copying.message import Direction
 from kvservice.core.segment.copy_runs import CopyTemplate, DirectTemplate, RegionLayout
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import TransferError
-from kvservice.units import MiB
+from kvservice.units import KiB, MiB
 
 LAYERS, BLOCKS, HEADS, TOKENS, CELL = 2, 6, 4, 16, 64
 SLOT = SlotLayout(LAYERS, HEADS, TOKENS * CELL, TOKENS)
@@ -144,6 +145,39 @@ def test_failed_copy_ends_after_what_it_started_has_ended() -> None:
     with pytest.raises(TransferError):
         copies.store(CopyTemplate(layout, SLOT).expand([0], [0]))
     assert not driver.unawaited
+
+
+def test_copies_under_way_have_an_event_each() -> None:
+    """An event that is recorded again stands for later copies."""
+    layout = region("blhn")
+    kv, segment = np.zeros(layout.region_bytes, np.uint8), np.zeros(GEOMETRY.segment_bytes, np.uint8)
+    driver = HostDriver(batch=True)
+    made = iter(range(100, 200))
+    driver.event = lambda: next(made)  # type: ignore[method-assign]
+    recorded: list[int] = []
+    driver.record = lambda event, stream: recorded.append(event)  # type: ignore[method-assign]
+    pinning = Pinning(0, GEOMETRY, lambda *_: None, lambda _: None)
+    copies = CudaCopies(driver, kv.ctypes.data, segment.ctypes.data, pinning, None)  # type: ignore[arg-type]
+    runs = CopyTemplate(layout, SLOT).expand([0], [0])
+    first, second = copies.start(Direction.STORE, runs), copies.start(Direction.STORE, runs)
+    first.wait()
+    third = copies.start(Direction.STORE, runs)
+    for started in (second, third):
+        started.wait()
+    assert recorded == [100, 101, 100]
+
+
+@pytest.mark.parametrize(("way", "token_bytes"), [("batch", 64 * KiB), ("gather", 64)])
+def test_large_runs_between_engines_need_no_kernel(way: str, token_bytes: int) -> None:
+    slot = SlotLayout(1, 1, token_bytes, 1)
+    layout = RegionLayout(4 * token_bytes, 4, (0,), 1, 1, 1, token_bytes, token_bytes, 0, token_bytes, token_bytes)
+    memory = np.zeros(2 * layout.region_bytes, np.uint8)
+    driver = HostDriver(batch=True)
+    address = memory.ctypes.data
+    copies = DirectCopies(driver, address, address + layout.region_bytes, driver.gather)  # type: ignore[arg-type]
+    template = CopyTemplate(layout, slot)
+    copies.load(DirectTemplate(template, template).expand([0, 2], [0, 2]))
+    assert driver.calls == [way]
 
 
 @pytest.mark.parametrize("way", ["gather", "batch", "one by one"])
