@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvservice.api.attached import PutResult as PutResult
+    from kvservice.api.explanation import ExplainedBlocks as ExplainedBlocks
+    from kvservice.api.explanation import RequestExplanation as RequestExplanation
     from kvservice.api.hit import Hit as Hit
     from kvservice.api.layout import Layout as Layout
     from kvservice.api.pool import AsyncCache as AsyncCache
@@ -39,6 +41,7 @@ _HOMES = {
     "AsyncPool": "kvservice.api.pool",
     "Cache": "kvservice.api.pool",
     "ConfigError": "kvservice.errors",
+    "ExplainedBlocks": "kvservice.api.explanation",
     "FingerprintMismatch": "kvservice.errors",
     "Hit": "kvservice.api.hit",
     "InvalidRequest": "kvservice.errors",
@@ -48,6 +51,7 @@ _HOMES = {
     "Pool": "kvservice.api.pool",
     "PutResult": "kvservice.api.attached",
     "Refused": "kvservice.errors",
+    "RequestExplanation": "kvservice.api.explanation",
     "SegmentError": "kvservice.errors",
     "Unavailable": "kvservice.errors",
     "connect": "kvservice.api.pool",
@@ -58,6 +62,7 @@ __all__ = [
     "AsyncPool",
     "Cache",
     "ConfigError",
+    "ExplainedBlocks",
     "FingerprintMismatch",
     "Hit",
     "InvalidRequest",
@@ -67,6 +72,7 @@ __all__ = [
     "Pool",
     "PutResult",
     "Refused",
+    "RequestExplanation",
     "SegmentError",
     "Unavailable",
     "__version__",

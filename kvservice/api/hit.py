@@ -91,20 +91,20 @@ class Hit:
         return (self.start + self._count) * self._layout.block_tokens
 
     def explain(self) -> str:
-        """What became of the prompt's blocks, in words. What became of each block the service says: see the last words.
+        """What became of the prompt's blocks, in words. Pool.explain says what became of each block.
 
         >>> import kvservice
         >>> with kvservice.connect(mode="embedded", memory="8MiB") as pool:
         ...     cache = pool.attach("m", kvservice.Layout(block_tokens=4, shape=(2, 8)))
         ...     print(cache.get(range(8), request_id="r1").explain())
-        0 blocks from block 0 on are here, ... Block 0 is missing: no node is known to have it. In a service, ...
+        0 blocks from block 0 on are here, ... Block 0 is missing: ... pool.explain('r1') says more.
         """
         fetched = f"{self.fetched} of them fetched from other nodes."
         here = f"{self._count} blocks from block {self.start} on are here, {fetched}"
         if not self.miss:
             return f"{here} None is missing."
         why = f"Block {self.start + self._count} is missing: {WORDS.get(self.miss, self.miss)}."
-        return f"{here} {why} In a service, `kvservice explain {self.request_id}` says more."
+        return f"{here} {why} pool.explain({self.request_id!r}) says more."
 
     @property
     def view(self) -> Array:

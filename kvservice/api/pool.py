@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Literal
 
 from kvservice.api.attached import AttachedModel, PutResult, Verify
+from kvservice.api.explanation import RequestExplanation
 from kvservice.api.hit import Hit
 from kvservice.api.layout import Arrays, Layout, Tokens
 from kvservice.api.pool_thread import PoolThread
@@ -133,6 +134,24 @@ class Pool:
         """
         work = self._thread.attach(model, layout, identity or {}, namespace, verify)
         return Cache(self._thread, self._thread.loop.wait(work))
+
+    def explain(self, request_id: str) -> RequestExplanation:
+        """What became of each block of a request, by the word of all nodes of the service.
+
+        `request_id` is that of a `get` or of an engine's request, or its beginning. Nodes remember requests for some
+        minutes. Blocks for seconds when a node does not answer. Raises Unavailable when no part of the service is
+        found, and Unauthenticated, a KVServiceError, when the service wants another tenant's token.
+
+        >>> import kvservice, numpy
+        >>> with kvservice.connect(mode="embedded", memory="8MiB") as pool:
+        ...     cache = pool.attach("m", kvservice.Layout(block_tokens=4, shape=(2, 8)))
+        ...     _ = cache.put(range(8), numpy.zeros((2, 2, 8), "float32"))
+        ...     cache.get(range(12), request_id="r1").close()
+        ...     print(pool.explain("r1"))
+        0-1 local
+        2-2 missed: no node had stored it, as far as anybody remembers
+        """
+        return self._thread.loop.wait(self._thread.explain(request_id))
 
     def close(self) -> None:
         """Leave the pool. Caches are closed with it; a pool in this process is gone, and hits are kept readable.
@@ -272,6 +291,10 @@ class AsyncPool:
         """See Pool.attach."""
         work = self._thread.attach(model, layout, identity or {}, namespace, verify)
         return AsyncCache(self._thread, await self._thread.loop.wait_async(work))
+
+    async def explain(self, request_id: str) -> RequestExplanation:
+        """See Pool.explain."""
+        return await self._thread.loop.wait_async(self._thread.explain(request_id))
 
     async def close(self) -> None:
         """See Pool.close."""

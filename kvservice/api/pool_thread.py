@@ -9,12 +9,17 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
+from kvservice.aio import in_thread
 from kvservice.api.attached import AttachedModel, Verify
+from kvservice.api.explanation import RequestExplanation, explanation_of
 from kvservice.api.layout import Layout
 from kvservice.api.loop import LoopThread
+from kvservice.auth.token import Token
+from kvservice.client.explanation import PoolWitness, ServiceWitnesses, explain
+from kvservice.client.members import find_members
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.session.options import Mode, PoolOptions
-from kvservice.session.pool_choice import choose_mode, embedded, open_service
+from kvservice.session.pool_choice import choose_mode, embedded, open_service, service_of
 from kvservice.units import NodeId
 
 if TYPE_CHECKING:
@@ -30,10 +35,10 @@ class PoolThread:
     def __init__(self, options: PoolOptions) -> None:
         self._options = options
         self.mode = choose_mode(options)
+        self._node = NodeId(os.urandom(6).hex())  # of a pool in this process
         self._open_embedded: Callable[[], Awaitable[PoolRuntime]] | None = None
         if self.mode is Mode.EMBEDDED:
-            node = NodeId(os.urandom(6).hex())
-            self._open_embedded = embedded(options, plan_geometry(options.embedded_bytes()), node)
+            self._open_embedded = embedded(options, plan_geometry(options.embedded_bytes()), self._node)
         self.loop = LoopThread()
         self._runtime: PoolRuntime | None = None
         self.attached: list[AttachedModel] = []
@@ -59,6 +64,17 @@ class PoolThread:
         await attached.close()
         with contextlib.suppress(ValueError):
             self.attached.remove(attached)
+
+    async def explain(self, request_id: str) -> RequestExplanation:
+        """See Pool.explain."""
+        if self._runtime is not None:
+            return explanation_of(explain(PoolWitness(self._runtime, self._node), request_id))
+        token = Token.of_environment(self._options.token_file)
+        return await in_thread(lambda: self._ask_service(request_id, token))
+
+    def _ask_service(self, request_id: str, token: Token) -> RequestExplanation:
+        members = find_members(service_of(self._options))
+        return explanation_of(explain(ServiceWitnesses(members, token), request_id), members.silent)
 
     async def close(self) -> None:
         """Detach everything and close the embedded pool. Idempotent. `loop.stop` comes next."""

@@ -65,8 +65,8 @@ def collect(service: str | None, lookup: Sequence[str] | None, selected: Selecti
     import asyncio
 
     from kvservice.auth.token import Token
-    from kvservice.cli.members import find_members
     from kvservice.client.block_list import BlockFilter, BlockReader
+    from kvservice.client.members import find_members
 
     check(selected)
     members = find_members(service, lookup)

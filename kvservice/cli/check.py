@@ -59,7 +59,7 @@ def _round(lookups: Sequence[str], metrics: Sequence[str], nodes: int) -> tuple[
 
 def _ask_directory(lookups: Sequence[str], nodes: int) -> tuple[list[str], str]:
     from kvservice.cli import status
-    from kvservice.cli.members import tls_beside
+    from kvservice.client.members import tls_beside
 
     seen = status.read_overview("", lookups, {}, tls_beside())
     problems = list(seen.problems)

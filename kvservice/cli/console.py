@@ -23,8 +23,8 @@ class ServiceSource:
     def __init__(self, service: str | None, lookup: Sequence[str] | None) -> None:
         """Blocks for RPCs. Raises NoService and ConfigError as find_members does."""
         from kvservice.auth.token import Token
-        from kvservice.cli.members import find_members
         from kvservice.client.block_list import BlockReader
+        from kvservice.client.members import find_members
         from kvservice.client.overview import OverviewReader
 
         self._asked_for = (service, lookup)
@@ -80,7 +80,7 @@ class ServiceSource:
 
     async def _find(self) -> Any:
         from kvservice.aio import in_thread
-        from kvservice.cli.members import find_members
+        from kvservice.client.members import find_members
 
         return await in_thread(lambda: find_members(*self._asked_for))
 

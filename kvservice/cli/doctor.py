@@ -209,7 +209,7 @@ def file_system_of(path: Path, mounts: str | None = None) -> str:
 
 
 def tls() -> Iterator[Check]:
-    from kvservice.cli.members import tls_beside
+    from kvservice.client.members import tls_beside
     from kvservice.config import tls_of_environment
     from kvservice.discovery import find_shards
     from kvservice.errors import ConfigError

@@ -81,7 +81,7 @@ def _blocks_safe(chosen: list[Drained]) -> tuple[float, float | None]:
 
 
 def _choose(service: str | None, lookup: Sequence[str] | None, node: str | None, local: bool) -> list[Drained]:
-    from kvservice.cli.members import find_members
+    from kvservice.client.members import find_members
 
     if (node is None) == (not local):
         raise ConfigError("name the shards that leave: --node NODE, or --local for those of this machine")

@@ -103,7 +103,7 @@ def down(service: str, address: str | None) -> None:
     """Stop the service, and remove what earlier ones left on this machine. Blocks. Raises NoService if there was
     neither, Unavailable if processes run that were started without Ray; they must be ended where they were started."""
     from kvservice.actors.leftovers import remove_leftovers
-    from kvservice.cli.members import services_here
+    from kvservice.client.members import services_here
     from kvservice.discovery import find_shards
     from kvservice.observe import logs
 

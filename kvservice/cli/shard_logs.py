@@ -45,7 +45,7 @@ def run(service: str | None, node: str | None, lines: int, *, follow: bool) -> N
 
 
 def _records(service: str | None, node: str | None) -> list[Any]:
-    from kvservice.cli.members import chosen_service, unknown_service
+    from kvservice.client.members import chosen_service, unknown_service
     from kvservice.discovery import find_shards
 
     name = chosen_service(service)

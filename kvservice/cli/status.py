@@ -40,7 +40,7 @@ def run(service: str | None, lookup: Sequence[str] | None, form: Format, watch: 
 
 def collect(service: str | None, lookup: Sequence[str] | None = None) -> Overview:
     """Everything that `draw` shows. Blocks for RPCs. Raises NoService."""
-    from kvservice.cli.members import find_members
+    from kvservice.client.members import find_members
 
     members = find_members(service, lookup)
     return read_overview(members.service, members.lookups, {**members.shards, **members.gone}, members.tls)

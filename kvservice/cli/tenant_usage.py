@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvservice.cli.members import ASKED_AT_ONCE, CALL_SECONDS, Members, find_members, note_hint
 from kvservice.units import format_bytes, printable
+
+if TYPE_CHECKING:
+    from kvservice.client.members import Members
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Usage:
 
 def collect(service: str | None, lookup: Sequence[str] | None = None) -> Usage:
     """Ask all shards. Blocks for RPCs. Raises NoService, or ConfigError for TLS files that cannot be used."""
+    from kvservice.client.members import ASKED_AT_ONCE, find_members
+
     members = find_members(service, lookup)
     usage = Usage()
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
@@ -51,6 +56,7 @@ def collect(service: str | None, lookup: Sequence[str] | None = None) -> Usage:
 
 def _ask(members: Members, node: str) -> list[Held] | str:
     """The rows of this node, or what is wrong."""
+    from kvservice.client.members import CALL_SECONDS, note_hint
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
     address = members.shards[node]

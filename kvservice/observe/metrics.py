@@ -7,10 +7,11 @@ under kvservice_events_total with its name as a label. The endpoint and `read` r
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvservice.observe.events import SHARD_EVENTS
@@ -182,14 +183,18 @@ class ShardCollector(Collector):
         self._service = service
         self._read = read
         self._timings = timings
+        self._host = socket.gethostname()
 
     def collect(self) -> Iterator[Metric]:
         numbers = self._read()
         if numbers is None:
             return
         labels = [self._service, numbers.node_id]
-        yield from self._gauges(numbers, labels)
         names = ["service", "node"]
+        info = InfoMetricFamily(f"{_PREFIX}_node", "the machine of a node, to join with by its name; 1", labels=names)
+        info.add_metric(labels, {"host": self._host})
+        yield info
+        yield from self._gauges(numbers, labels)
         moved = CounterMetricFamily(
             f"{_PREFIX}_transfer_bytes", "bytes fetched, by transport", labels=[*names, "transport"]
         )

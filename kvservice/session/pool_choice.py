@@ -11,7 +11,7 @@ from kvservice.auth.token import Token
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import EngineSpec
 from kvservice.core.segment.geometry import Geometry, plan_geometry
-from kvservice.discovery import choose_shard
+from kvservice.discovery import choose_shard, find_shards
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.pool.eviction import find_policy
 from kvservice.pool.port import PoolPort
@@ -68,6 +68,16 @@ async def open_service(options: PoolOptions) -> PoolPort:
     except ConfigError as error:  # several shards fit, or another user's process listens there
         raise Unavailable(error.message) from error
     return ShardClient(socket, Token.of_environment(options.token_file))
+
+
+def service_of(options: PoolOptions) -> str | None:
+    """The name of the service whose shard these options choose; None when no shard of it is registered now. Raises
+    ConfigError if several shards fit."""
+    if options.socket is None:
+        record = choose_shard(options.service, options.node)
+        return options.service if record is None else record.service
+    found = [record.service for record in find_shards(live_only=False) if record.socket == options.socket]
+    return found[0] if found else options.service
 
 
 def embedded(options: PoolOptions, geometry: Geometry, node_id: NodeId) -> Callable[[], Awaitable[PoolRuntime]]:

@@ -307,7 +307,7 @@ class AdminServicer:
     async def explain(self, request: shard_pb2.ExplainRequest, context: Context) -> shard_pb2.ExplainReply:
         account = self._authenticator.account(context)
         found, models, now = self._pool.explain(check_request_id(request.request_id), account)
-        return encode_explanation(found, models, self._holder().node_id, KEEP_SECONDS, now)
+        return encode_explanation(found, models, self._holder().node_id, socket.gethostname(), KEEP_SECONDS, now)
 
     async def block_history(
         self, request: shard_pb2.BlockHistoryRequest, context: Context

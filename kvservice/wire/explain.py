@@ -56,6 +56,7 @@ def encode_explanation(
     found: Explanation,
     models: Iterable[tuple[str, str, Fingerprint, int]],
     node_id: str,
+    host: str,
     keep_seconds: float,
     now: float,
 ) -> shard_pb2.ExplainReply:
@@ -78,6 +79,7 @@ def encode_explanation(
             for namespace, model, fingerprint, engines in models
         ],
         node_id=node_id,
+        host=host,
     )
 
 

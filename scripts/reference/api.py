@@ -17,7 +17,10 @@ errors. The examples are run by the tests.
 
 """
 # In the order of their use.
-FIRST = ("connect", "Pool", "Cache", "Layout", "PutResult", "Hit", "connect_async", "AsyncPool", "AsyncCache")
+FIRST = (
+    *("connect", "Pool", "Cache", "Layout", "PutResult", "Hit", "RequestExplanation", "ExplainedBlocks"),
+    *("connect_async", "AsyncPool", "AsyncCache"),
+)
 # Names of the types that annotations write in full.
 _SHORT = (
     (re.compile(r"\bkvservice\.api\.\w+\.|\bcollections\.abc\.|\btyping\."), ""),

@@ -5,14 +5,17 @@ One cluster for the file; every request has an id of its own."""
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import rich.console
 
 from kvservice.cli import drain, explain
 from kvservice.cli.output import Format
@@ -87,6 +90,10 @@ async def test_every_block_of_a_request_is_accounted_for(cluster: LocalCluster) 
     ]
     assert request["blocks"] == {"engine": 2, "local": 3, "fetched": 7, "missed": 8}
     assert (request["node"], request["finished"]) == ("n1", True)
+    told = io.StringIO()
+    state = explain.explain(cluster.service, "cmpl-all")
+    rich.console.Console(file=told, width=160).print(explain.draw(state))
+    assert f"on node {socket.gethostname()} (n1), model" in told.getvalue()
 
 
 async def test_an_eviction_is_explained_with_node_and_cause(cluster: LocalCluster) -> None:

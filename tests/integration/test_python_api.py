@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,24 @@ def test_blocks_cross_nodes_and_stay(cluster: LocalCluster) -> None:
     for node in cluster.nodes:
         slots = cluster.accounting(node).slots
         assert slots["leased"] == slots["writing"] == slots["quarantined"] == 0
+
+
+def test_a_request_is_explained_by_the_word_of_all_nodes(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+    (here, writer), (there, reader) = attached(cluster, "n0"), attached(cluster, "n1")
+    writer.put(TOKENS, BLOCKS)
+    eventually(lambda: cluster.stats("n0").counters["blocks_sealed"] == 8, "all blocks sealed")
+    eventually(lambda: len(reader.get(range(32), request_id="warm")) == 8, "all blocks at the other node")
+    reader.get(range(40), request_id="r1").close()
+    found = there.explain("r1")
+    rows = [(one.start, one.count, one.outcome, one.cause, one.asked_at) for one in found]
+    assert rows == [(0, 8, "local", "", "n1"), (8, 2, "missed", "never_stored", "n1")]
+    assert found.hosts == dict.fromkeys(cluster.nodes, socket.gethostname()) and not found.silent
+    assert "fetched" in {one.outcome for one in here.explain("warm")}, "any node's program is told"
+    here.close()
+    there.close()
 
 
 def test_a_shard_that_dies_is_a_miss_and_is_found_again(cluster: LocalCluster) -> None:

@@ -17,9 +17,9 @@ from contextlib import suppress
 import pytest
 from textual.widgets import DataTable
 
-from kvservice.cli.members import find_members
 from kvservice.cli.top.app import TopApp
 from kvservice.cli.top.run import MemberSource
+from kvservice.client.members import find_members
 from kvservice.client.shard import ShardClient
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually, eventually_async

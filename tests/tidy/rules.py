@@ -36,7 +36,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "wire": frozenset({"core", "auth", "observe"}),
     "memory": frozenset({"core", "observe"}),
     "transfer": frozenset({"core", "memory", "observe"}),
-    "client": frozenset({"core", "wire", "auth", "config", "observe"}),
+    "client": frozenset({"core", "wire", "auth", "config", "discovery", "observe"}),
     "lookup": frozenset({"core", "wire", "auth", "memory", "client", "discovery", "config", "observe"}),
     "pool": frozenset({"core", "memory", "transfer", "client", "lookup", "config", "observe", "plugins"}),
     "shard": frozenset(
@@ -44,7 +44,7 @@ LAYERS: dict[str, frozenset[str]] = {
     ),
     "copying": frozenset({"core", "memory", "discovery", "config", "observe"}),
     "session": frozenset({"client", "core", "auth", "pool", "discovery", "config", "observe"}),
-    "api": frozenset({"core", "memory", "pool", "session"}),
+    "api": frozenset({"core", "auth", "client", "memory", "pool", "session"}),
     "connector": frozenset(
         {"client", "core", "auth", "memory", "transfer", "pool", "copying", "session", "discovery", "config", "observe"}
     ),

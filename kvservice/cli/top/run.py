@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvservice.cli.members import Members
+    from kvservice.client.members import Members
     from kvservice.client.overview import Overview, OverviewReader
 
 
 def run(service: str | None, lookup: Sequence[str] | None, seconds: float, *, plain: bool, count: int | None) -> None:
     """Show the service until `q` or Ctrl-C, or `count` rounds of lines. Blocks. Raises NoService, and
     ModuleNotFoundError without textual."""
-    from kvservice.cli.members import find_members
+    from kvservice.client.members import find_members
 
     if not (plain or (sys.stdout.isatty() and sys.stdin.isatty())):
         plain = True  # a full screen in a pipe or a log would be noise

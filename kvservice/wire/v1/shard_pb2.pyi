@@ -820,7 +820,7 @@ class AttachedModel(_message.Message):
     def __init__(self, model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., engines: _Optional[int] = ...) -> None: ...
 
 class ExplainReply(_message.Message):
-    __slots__ = ("records", "matching", "remembered", "keep_seconds", "refused", "models", "node_id")
+    __slots__ = ("records", "matching", "remembered", "keep_seconds", "refused", "models", "node_id", "host")
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     MATCHING_FIELD_NUMBER: _ClassVar[int]
     REMEMBERED_FIELD_NUMBER: _ClassVar[int]
@@ -828,6 +828,7 @@ class ExplainReply(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     records: _containers.RepeatedCompositeFieldContainer[RequestRecord]
     matching: int
     remembered: int
@@ -835,7 +836,8 @@ class ExplainReply(_message.Message):
     refused: _containers.RepeatedCompositeFieldContainer[RefusedAttach]
     models: _containers.RepeatedCompositeFieldContainer[AttachedModel]
     node_id: str
-    def __init__(self, records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ..., matching: _Optional[int] = ..., remembered: _Optional[int] = ..., keep_seconds: _Optional[float] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[AttachedModel, _Mapping]]] = ..., node_id: _Optional[str] = ...) -> None: ...
+    host: str
+    def __init__(self, records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ..., matching: _Optional[int] = ..., remembered: _Optional[int] = ..., keep_seconds: _Optional[float] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[AttachedModel, _Mapping]]] = ..., node_id: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
 
 class BlockHistoryRequest(_message.Message):
     __slots__ = ("keys", "age_seconds")

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,6 +54,11 @@ def test_an_unknown_counter_is_exported_as_an_event() -> None:
 def test_bytes_are_exported_by_transport() -> None:
     text = exported(stats(transfer_nixl_bytes=4096))
     assert 'kvservice_transfer_bytes_total{node="n0",service="s",transport="nixl"} 4096.0' in text
+
+
+def test_a_nodes_machine_is_named_beside_its_id() -> None:
+    text = exported(stats())
+    assert f'kvservice_node_info{{host="{socket.gethostname()}",node="n0",service="s"}} 1.0' in text
 
 
 def test_slots_are_exported_by_state() -> None:

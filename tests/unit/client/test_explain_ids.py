@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.cli.explain import choose
+from kvservice.client.explanation import choose
 
 PREFILL, DECODE, SECOND = "cmpl-7-0-0a1b2c3d", "cmpl-7-0-ffffffff", "cmpl-7-1-0a1b2c3e"
 
