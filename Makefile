@@ -45,7 +45,7 @@ BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerw
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve bench bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve bench bench-blend bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -220,6 +220,12 @@ bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Compare with Mooncake Store, Red
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.figures
+
+bench-blend: $(INSTALLED) $(MODEL) ## Measure reuse that is no prefix: KL and time by the share computed again
+	$(BIN)/python -m benchmarks.blend
+	$(BIN)/python -m benchmarks.summary
+	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m benchmarks.pictures
 
 $(PEERS_INSTALLED): requirements/peers.txt scripts/new-peers.sh | $(INSTALLED)
 	scripts/new-peers.sh "$(PYTHON)" "$(PEERS_VENV)"

@@ -19,8 +19,8 @@ from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
 from benchmarks.report import RESULTS, ROOT
 from benchmarks.summary import LOOKUP_GOALS_MS
 
-_NAMES = ("comparison.md", "performance.md", "performance-goals.md", "growth.md", "howto/traces.md", "howto/monitor.md")
-PAGES = tuple(ROOT / "docs" / name for name in _NAMES)
+_NAMES = ("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md")
+PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, "howto/traces.md", "howto/monitor.md"))
 AGAIN = "to be measured again"
 SIZES = {65536: "64 KiB", 737280: "720 KiB", 2097152: "2 MiB"}
 MORE_IN_FLIGHT = "7745369e8af1"  # of this commit's peers.json: 96 MiB of a pull were in flight, 24 may be now
@@ -455,6 +455,41 @@ def histograms_cost(results: Results) -> str:
     )
 
 
+def blend(results: Results) -> str:
+    """A table and a picture by ratio; nothing while nobody has measured."""
+    try:
+        document = results.document("blend")
+    except FileNotFoundError:
+        return ""
+    found = document["figures"]
+    answer = f"tokens of the answer before the first other one, of {found['answer_tokens']}"
+    heads = (
+        "KL, mean",
+        "worst question",
+        "most likely token equal",
+        answer,
+        "tokens computed",
+        "of full prefill's time",
+    )
+    rows = {f"{100 * float(ratio):g} %": row for ratio, row in found["by_ratio"].items()}
+    lines = [
+        f"{found['model']}, {found['dtype']}: {found['documents']} sections of the demo's handbook, "
+        f"{found['prompt_tokens']:,} tokens with what is around them;",
+        f"{found['questions']} questions with an order each; check layer {', '.join(map(str, found['check_layers']))}. "
+        f"A full prefill took {found['full_prefill_seconds']:.1f} s (commit {document['commit'][:7]}).",
+        "",
+        f"| computed again | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
+    for name, row in {"0 %, keys not rotated": found["keys_not_rotated"], **rows}.items():
+        cells = [f"{row['kl_mean']:.2g}", f"{row['kl_worst_question']:.2g}", f"{row['top1_share']:.0%}"]
+        cells += [f"{row['equal_answer_tokens']:.1f}", f"{row['computed_share']:.0%}", f"{row['of_full_prefill']:.0%}"]
+        lines.append(_row(name, cells))
+    said = "KL and time by the share of the cached tokens that is computed again"
+    lines += ["", f"![{said}](img/blend-light.svg#only-light)", f"![{said}](img/blend-dark.svg#only-dark)"]
+    return "\n".join(lines)
+
+
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "peers": peers,
     "bandwidth": bandwidth,
@@ -467,6 +502,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "growth-scales": growth_scales,
     "traces-cost": traces_cost,
     "histograms-cost": histograms_cost,
+    "blend": blend,
 }
 
 

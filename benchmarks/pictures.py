@@ -1,6 +1,7 @@
-"""Draws docs/img/first-token-light.svg and -dark.svg from benchmarks/results/first_token.json, for `make figures`.
+"""Draws first-token-*.svg and blend-*.svg of docs/img from the results of their benchmarks, for `make figures`.
 
-Measures nothing. A result of a tree with uncommitted changes says so in the picture.
+Measures nothing. Without a result there is no picture. The picture of a result of a tree with uncommitted changes says
+so.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ WAYS = (("computed", "computed"), ("other node", "hit on another node"), ("this 
 TITLE = "Time to the first token by prompt length: computed, from another node, from this node"
 WIDTH, LEFT, RIGHT = 860, 118, 176  # pixels; the labels of the bars need what is right of them
 TOP, BAR, GAP, BETWEEN = 74, 15, 4, 17  # pixels: above the first group, of a bar, between bars, between groups
+NOT_CLEAN = " with uncommitted changes: to be measured again"
 LEAST_SECONDS = 0.02  # where the logarithmic axis begins
 
 
@@ -51,16 +53,55 @@ def drawn(document: dict[str, Any], theme: Theme, *, clean: bool) -> str:
     for number, (tokens, seconds) in enumerate(found.items()):
         shapes += bars(theme, tokens, seconds, TOP + group * number, most)
     where = f"vLLM on CPU, SmolLM2-135M, {document['machine']['cpu_count']} cores, two nodes of one machine, medians"
-    where += f"; commit {document['commit'][:7]}" + ("" if clean else " with uncommitted changes: to be measured again")
+    where += f"; commit {document['commit'][:7]}" + ("" if clean else NOT_CLEAN)
     shapes.append(text(0, height - 8, where, theme.quiet, size=12))
     return picture(WIDTH, height, TITLE, (), shapes)
 
 
+BLEND_TITLE = "Cached documents in another order: distance from full prefill, and time, by the share computed again"
+BLEND_COLUMN = 300  # pixels of the longest bar of a column, its label not counted
+
+
+def blend(document: dict[str, Any], theme: Theme, *, clean: bool) -> str:
+    """A row for each ratio: on the left how far the answer is from full prefill, on the right how long it took."""
+    found = document["figures"]["by_ratio"]
+    height, left, right = TOP + 40 * len(found) + 26, 70, 70 + BLEND_COLUMN + 130
+    most = max(row["kl_mean"] for row in found.values())
+    longest = max(1.0, *(row["of_full_prefill"] for row in found.values()))
+    shapes = [
+        text(0, 22, "Cached documents in another order, by the share computed again", theme.text, size=17, bold=True),
+        text(left, 56, "KL from full prefill, nats", theme.quiet),
+        text(right, 56, "time, of a full prefill", theme.quiet),
+    ]
+    for number, (ratio, row) in enumerate(found.items()):
+        y, kl, took = TOP + 40 * number, row["kl_mean"], row["of_full_prefill"]
+        far, late = BLEND_COLUMN * kl / most, BLEND_COLUMN * took / longest
+        shapes += [
+            text(left - 14, y + 17, f"{100 * float(ratio):g} %", theme.text, anchor="end", bold=True),
+            box(left, y, max(far, 1), 24, theme.accents[1], radius=3),
+            text(left + far + 8, y + 17, f"{kl:.2g}", theme.text),
+            box(right, y, late, 24, theme.accents[0], radius=3),
+            text(right + late + 8, y + 17, f"{took:.0%}", theme.text),
+        ]
+    where = f"{document['figures']['model']}, {document['figures']['prompt_tokens']:,} tokens, "
+    where += f"{document['machine']['cpu_count']} cores; commit {document['commit'][:7]}"
+    shapes.append(text(0, height - 8, where + ("" if clean else NOT_CLEAN), theme.quiet, size=12))
+    return picture(WIDTH, height, BLEND_TITLE, (), shapes)
+
+
+DRAWN = {"first_token": ("first-token", drawn), "blend": ("blend", blend)}
+
+
 def drawings() -> dict[str, str]:
     """By name of the file."""
-    document = json.loads((RESULTS / "first_token.json").read_text())
-    clean = not document["commit"].endswith("-dirty")
-    return {f"first-token-{theme.name}.svg": drawn(document, theme, clean=clean) for theme in THEMES}
+    made = {}
+    for result, (name, draw) in DRAWN.items():
+        path = RESULTS / f"{result}.json"
+        if path.exists():
+            document = json.loads(path.read_text())
+            clean = not document["commit"].endswith("-dirty")
+            made |= {f"{name}-{theme.name}.svg": draw(document, theme, clean=clean) for theme in THEMES}
+    return made
 
 
 if __name__ == "__main__":

@@ -95,6 +95,12 @@ def startup(figures: Figures) -> Iterator[Row]:
     yield Row("engine attaches", f"p50 {figures['attach_p50_ms']:.1f} ms, p99 {figures['attach_p99_ms']:.1f} ms")
 
 
+def blend(figures: Figures) -> Iterator[Row]:
+    for ratio, found in figures["by_ratio"].items():
+        what = f"documents in another order, {float(ratio):.0%} of the cached tokens computed again"
+        yield Row(what, f"KL {found['kl_mean']:.2g}, {found['of_full_prefill']:.0%} of a full prefill")
+
+
 def reliability(figures: Figures) -> Iterator[Row]:
     for what, found in figures.items():
         if isinstance(found, dict) and "goal" in found:
@@ -112,6 +118,7 @@ READERS: dict[str, Callable[[Figures], Iterator[Row]]] = {
     "cold_path": cold_path,
     "startup": startup,
     "reliability": reliability,
+    "blend": blend,
 }
 
 
