@@ -133,7 +133,7 @@ HOMES: dict[str, frozenset[str]] = {
     "typer": frozenset({"cli"}),
     "rich": frozenset({"cli"}),
     "matplotlib": frozenset({"cli"}),
-    "pydantic": frozenset({"serve", "config", "connector", "session"}),
+    "pydantic": frozenset({"serve", "config", "connector", "engine", "session"}),
     "aiohttp": frozenset({"proxy", "console"}),
     "multidict": frozenset({"proxy"}),
     "cryptography": frozenset({"cli"}),

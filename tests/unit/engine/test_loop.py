@@ -1,0 +1,343 @@
+"""The reference engine over an embedded pool says what `generate` says, whatever its blocks go through."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.worker.half import WorkerHalf
+from kvservice.engine.cache import BothHalves
+from kvservice.engine.loop import ReferenceEngine, RequestOutput
+from kvservice.engine.model import PagedModel
+from kvservice.engine.options import EngineOptions
+from kvservice.engine.sampling import Sampling
+from kvservice.errors import ConfigError, InvalidRequest
+from tests.unit.engine.tiny_models import VOCABULARY, generated, make, prompt
+
+BLOCK = 4
+# Short enough that no step tells the engine how fast it computes: a promise that arrives later than the tokens could be
+# computed is not waited for, and these models compute within milliseconds.
+BASE = prompt(32, seed=5)
+PROMPTS = [[*BASE, *prompt(extra, seed=extra)] for extra in (3, 9, 6, 12)]
+COUNT = 12
+ALWAYS = 10**9
+SETTINGS: dict[str, Any] = {
+    "mode": "embedded",
+    "memory": "8MiB",
+    "weights_version": "random",
+    "verify_load": "full",
+    "block_tokens": BLOCK,
+    "device_blocks": 64,
+    "step_tokens": 60,
+}
+TIGHT = {"device_blocks": 16}  # one request fits, two do not once they have grown
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make("grouped heads")
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Any) -> list[list[int]]:
+    return [generated(model, tokens, COUNT)[0] for tokens in PROMPTS]
+
+
+@contextmanager
+def running(model: Any, **options: Any) -> Iterator[ReferenceEngine]:
+    """An engine that has lost no block when it ends."""
+    with ReferenceEngine(PagedModel(model, block_tokens=BLOCK), EngineOptions(**{**SETTINGS, **options})) as engine:
+        yield engine
+        assert not engine.has_requests
+        engine.scheduler.check_invariants()
+        engine.blocks.check_invariants([])
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    assert not any(output.reason for output in outputs)
+    return [output.token_ids[0] for output in outputs]
+
+
+def test_text_goes_in_and_text_comes_out(model: Any, tmp_path: Path) -> None:
+    """From a folder, whose bytes name the weights."""
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    inner = Tokenizer(WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    options = EngineOptions(**{**SETTINGS, "weights_version": None, "cache_folder": str(tmp_path / "digests")})
+    with ReferenceEngine.from_pretrained(tmp_path, options) as engine:
+        text = " ".join(f"w{token}" for token in PROMPTS[0])
+        (output,) = engine.generate([text], Sampling(max_tokens=COUNT))
+    assert output.prompt == PROMPTS[0]
+    assert output.texts == [" ".join(f"w{token}" for token in generated(model, PROMPTS[0], COUNT)[0])]
+
+
+@pytest.mark.parametrize("layerwise", ["off", "both"])
+@pytest.mark.parametrize("kind", ["grouped heads", "latent v2", "window"])
+def test_tokens_are_equal_cold_and_warm_from_memory(kind: str, layerwise: str) -> None:
+    model = make(kind)
+    wanted = [generated(model, tokens, COUNT)[0] for tokens in PROMPTS[:2]]
+    with running(model, layerwise=layerwise) as engine:
+        for turn in ("cold", "warm"):
+            for tokens, answer in zip(PROMPTS[:2], wanted, strict=True):
+                (output,) = engine.generate([tokens], Sampling(max_tokens=COUNT))
+                assert output.token_ids == [answer], turn
+                engine.forget()
+            counters = engine.all_counters()
+        assert output.loaded_tokens >= len(PROMPTS[1]) // BLOCK * BLOCK - BLOCK
+        assert not counters["loads_failed"]
+        assert bool(counters["loaded_blocks_layerwise"]) == (layerwise == "both")
+
+
+def test_bfloat16_is_equal_too() -> None:
+    model = make("grouped heads", torch.bfloat16)
+    with running(model) as engine:
+        for _ in range(2):
+            assert tokens_of(engine.generate(PROMPTS[:1], Sampling(max_tokens=4))) == generated(model, PROMPTS[0], 4)
+            engine.forget()
+
+
+def test_a_partial_hit_is_loaded_and_the_rest_computed(model: Any, wanted: list[list[int]]) -> None:
+    with running(model) as engine:
+        engine.generate([BASE], Sampling(max_tokens=1))
+        engine.forget()
+        (output,) = engine.generate([PROMPTS[3]], Sampling(max_tokens=COUNT))
+        assert output.token_ids[0] == wanted[3]
+        assert (output.local_tokens, output.loaded_tokens) == (0, len(BASE))
+        (output,) = engine.generate([PROMPTS[0]], Sampling(max_tokens=COUNT))
+        assert (output.local_tokens, output.loaded_tokens) == (len(BASE), 0), "the engine's own blocks come first"
+
+
+@pytest.mark.parametrize("layerwise", ["off", "both"])
+def test_tokens_are_equal_when_preempted_by_swap(model: Any, wanted: list[list[int]], layerwise: str) -> None:
+    with running(model, **TIGHT, host_blocks=64, preempt_by="swap", layerwise=layerwise) as engine:
+        assert tokens_of(engine.generate(PROMPTS, Sampling(max_tokens=COUNT))) == wanted
+        counters = engine.all_counters()
+        assert counters["swapped_out"] == counters["swapped_in"] > 0
+        assert not counters["swaps_lost"] and not counters["swaps_refused"] and not counters["recomputed"]
+        assert engine.blocks.host.free_count == engine.blocks.host.count
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_tokens_are_equal_when_preempted_by_recompute(model: Any, wanted: list[list[int]], cache: bool) -> None:
+    with running(model, **TIGHT, preempt_by="recompute", cache=cache) as engine:
+        assert tokens_of(engine.generate(PROMPTS, Sampling(max_tokens=COUNT))) == wanted
+        assert engine.counters["recomputed"] > 0 and not engine.counters["swapped_out"]
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+def test_forks_and_beams_are_equal_when_preempted(model: Any, way: str) -> None:
+    sampled = Sampling(max_tokens=COUNT, temperature=0.8, top_p=0.9, seed=3, n=4)
+    beams = Sampling(max_tokens=COUNT, beams=4)
+    with running(model) as engine:
+        alone = engine.generate([PROMPTS[1]], sampled)[0].token_ids
+        assert engine.counters["copied"] > 0 and len({tuple(tokens) for tokens in alone}) > 1
+    with running(model, device_blocks=26, preempt_by=way) as engine:
+        ids = [engine.add(PROMPTS[0], beams), engine.add(PROMPTS[1], sampled), engine.add(PROMPTS[2], beams)]
+        found: dict[str, list[list[int]]] = {}
+        while engine.has_work:
+            found.update({output.request_id: output.token_ids for output in engine.step()})
+        assert found[ids[0]] == generated(model, PROMPTS[0], COUNT, num_beams=4)
+        assert found[ids[1]] == alone
+        assert found[ids[2]] == generated(model, PROMPTS[2], COUNT, num_beams=4)
+        assert engine.counters["swapped_out" if way == "swap" else "recomputed"] > 0
+
+
+@pytest.mark.parametrize("layerwise", ["off", "both"])
+def test_a_step_is_done_in_its_order(model: Any, monkeypatch: pytest.MonkeyPatch, layerwise: str) -> None:
+    """Loads and swaps in, swaps out, copies on write, the forward, stores, and then the report and the tokens."""
+    seen: list[str] = []
+
+    def record(owner: Any, name: str, label: str, *, when: Any = lambda *given: True) -> None:
+        inner = getattr(owner, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            if when(*given):
+                seen.append(label)
+            return inner(*given, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    sampled = Sampling(max_tokens=COUNT, temperature=0.8, seed=3, n=2)
+    with running(model, **{**TIGHT, "device_blocks": 20}, preempt_by="swap", layerwise=layerwise) as engine:
+        engine.generate([BASE], Sampling(max_tokens=1))
+        engine.forget()
+        record(engine.scheduler, "schedule", "schedule")
+        assert engine._cache is not None
+        record(engine._cache, "start", "swap in", when=lambda swaps: False)
+        record(engine._cache._worker, "start_loads", "load", when=lambda plan: bool(plan.loads))
+        record(engine._cache, "swap_out", "swap out")
+        record(engine.model.kv, "copy_blocks", "copy")
+        record(engine.model, "forward", "forward")
+        record(engine._cache, "before", "layer")
+        record(engine._cache, "store", "store")
+        record(engine.scheduler, "commit", "tokens")
+        ids = [engine.add(tokens, sampled) for tokens in PROMPTS]
+        while engine.has_work:
+            engine.step()
+    assert len(ids) == len(PROMPTS)
+    order = ["schedule", "load", "swap out", "copy", "forward", *["layer"] * 2, "store", "tokens"]
+    steps = "|".join(seen).split("schedule")[1:]
+    for each in steps:
+        places = [order.index(label) for label in each.split("|") if label]
+        assert places == sorted(places), f"out of order: {each}"
+    assert {"load", "swap out", "copy"} <= set(seen), "the test shows nothing"
+
+
+def test_a_swap_that_is_lost_is_computed_again(
+    model: Any, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes change while they are in the pool: the check of the load finds it."""
+    with running(model, **TIGHT, preempt_by="swap") as engine:
+        cache = engine._cache
+        assert cache is not None
+        inner = cache._promise
+
+        def spoil(copy: Any, targets: dict[int, int]) -> bool:
+            segment = cache._worker._segment
+            assert segment is not None
+            for slot, length, _ in segment.scan():
+                segment.payload(slot, length)[:16] = b"\xee" * 16
+            return inner(copy, targets)
+
+        monkeypatch.setattr(cache, "_promise", spoil)
+        assert tokens_of(engine.generate(PROMPTS, Sampling(max_tokens=COUNT))) == wanted
+        counters = engine.all_counters()
+        assert counters["load_corrupt"] > 0 and counters["recomputed"] > 0 and not counters["swapped_in"]
+
+
+def test_no_request_can_name_what_was_swapped(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines swap the same prompts under different keys, and none is a key of a prompt."""
+    seen: list[dict[str, set[bytes]]] = []
+    inner = SchedulerHalf.plan_stores
+
+    def watch(half: Any, plan: Any, scheduled: Any) -> None:
+        scheduled = list(scheduled)
+        inner(half, plan, scheduled)
+        for request_id, hashes, *_ in scheduled:
+            seen[-1]["swaps" if "/swap" in request_id else "prompts"] |= set(hashes)
+
+    monkeypatch.setattr(SchedulerHalf, "plan_stores", watch)
+    for _ in range(2):
+        seen.append({"swaps": set(), "prompts": set()})
+        with running(model, **TIGHT, preempt_by="swap") as engine:
+            engine.generate(PROMPTS, Sampling(max_tokens=COUNT))
+    assert seen[0]["prompts"] == seen[1]["prompts"] and seen[0]["swaps"] and seen[1]["swaps"]
+    assert seen[0]["swaps"].isdisjoint(seen[1]["swaps"] | seen[0]["prompts"])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "times"),
+    [
+        (SchedulerHalf, "on_new_request", ALWAYS),
+        (SchedulerHalf, "matched", ALWAYS),
+        (SchedulerHalf, "allocated", ALWAYS),
+        (SchedulerHalf, "begin_step", 3),
+        (SchedulerHalf, "plan_stores", ALWAYS),
+        (SchedulerHalf, "finished", ALWAYS),
+        (WorkerHalf, "start_loads", ALWAYS),
+        (WorkerHalf, "store", ALWAYS),
+        (WorkerHalf, "take_loaded", 3),
+        (WorkerHalf, "take_report", 3),
+    ],
+)
+def test_an_exception_in_the_cache_costs_time_only(
+    model: Any, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: int
+) -> None:
+    inner, calls = getattr(owner, name), []
+
+    def fail(*given: Any, **named: Any) -> Any:
+        calls.append(name)
+        if len(calls) <= times:
+            raise RuntimeError("planted")
+        return inner(*given, **named)
+
+    with running(model, **TIGHT, preempt_by="swap") as engine:
+        engine.generate([BASE], Sampling(max_tokens=1))
+        engine.forget()
+        monkeypatch.setattr(owner, name, fail)
+        ids = [engine.add(tokens, Sampling(max_tokens=COUNT)) for tokens in PROMPTS]
+        found: dict[str, list[int]] = {}
+        while engine.has_requests:
+            found.update({output.request_id: output.token_ids[0] for output in engine.step()})
+        monkeypatch.undo()
+        while engine.has_work:
+            engine.step()
+        assert [found[each] for each in ids] == wanted
+        assert calls and any(key.startswith("failed_") for key in engine.all_counters())
+
+
+def test_an_aborted_request_ends_and_keeps_no_block(model: Any, wanted: list[list[int]]) -> None:
+    with running(model, **TIGHT, preempt_by="swap") as engine:
+        ids = [engine.add(tokens, Sampling(max_tokens=COUNT)) for tokens in PROMPTS]
+        ended: dict[str, RequestOutput] = {}
+        while not engine.counters["swapped_out"]:
+            ended.update({output.request_id: output for output in engine.step()})
+        for each in ids[1:]:
+            engine.abort(each)
+        while engine.has_work:
+            ended.update({output.request_id: output for output in engine.step()})
+        assert ended[ids[0]].token_ids[0] == wanted[0] and not ended[ids[0]].reason
+        assert {ended[each].reason for each in ids[1:]} == {"aborted"}
+        assert engine.blocks.device.free_count == engine.blocks.device.count
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("enable_lora", "merge the adapter into the weights"),
+        ("pipeline_parallel_size", "load it on one device"),
+        ("num_scheduler_steps", "each step is one forward"),
+        ("device_blokcs", "did you mean 'device_blocks'"),
+    ],
+)
+def test_what_it_lacks_is_refused_by_name(option: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=option) as refused:
+        EngineOptions(**{option: 2})
+    assert words in refused.value.message
+
+
+def test_options_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="offload 'eager'"):
+        EngineOptions(preempt_by="swap", offload="lazy")
+    with pytest.raises(ConfigError, match="copies whole blocks"):
+        EngineOptions(layerwise="load", copier="worker")
+
+
+def test_requests_that_can_never_run_are_refused(model: Any) -> None:
+    with running(model, device_blocks=8) as engine:
+        for tokens, count, words in ((prompt(40), 4, "larger device pool"), (prompt(8), 600, "positions of the model")):
+            with pytest.raises(InvalidRequest, match=words):
+                engine.add(tokens, Sampling(max_tokens=count))
+        with pytest.raises(InvalidRequest, match="version"):
+            engine.add(prompt(8), transfer_params={"kvservice": {"version": 9, "role": "decode"}})
+    with pytest.raises(InvalidRequest, match="closed"):
+        engine.add(prompt(8))
+
+
+def test_weights_without_a_name_are_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="weights_version"):
+        ReferenceEngine(PagedModel(model, block_tokens=BLOCK), EngineOptions(mode="embedded", device_blocks=8))
+
+
+def test_a_closed_engine_leaves_no_thread_and_no_memory(model: Any) -> None:
+    before = set(threading.enumerate())
+    engine = ReferenceEngine(PagedModel(model, block_tokens=BLOCK), EngineOptions(**SETTINGS, layerwise="both"))
+    engine.generate(PROMPTS[:2], Sampling(max_tokens=2))
+    engine.add(PROMPTS[2])
+    engine.close()
+    engine.close()
+    assert set(threading.enumerate()) == before
+    assert isinstance(engine._cache, BothHalves) and engine._cache._worker._segment is None
