@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvservice.engine.paged import Batch, KVShape, LayerHook, PagedKV, TokenSpan, paged_cache
 from kvservice.errors import UnsupportedLayout
@@ -178,10 +178,13 @@ class PagedModel:
             raise UnsupportedLayout(f"{name} has an adapter: merge it into the weights first")
         output = self._compute(torch.zeros((1, PROBE_TOKENS), dtype=torch.int64), use_cache=True)
         cache = getattr(output, "past_key_values", None)
-        layers = getattr(cache, "layers", [])
+        if type(cache) is not DynamicCache:
+            found = "no cache" if cache is None else type(cache).__name__
+            raise UnsupportedLayout(f"{name} keeps {found}: only transformers' DynamicCache can be paged")
+        layers = cache.layers
         others = sorted({type(layer).__name__ for layer in layers if type(layer) not in PAGED_TYPES})
-        if others or not layers:
-            raise UnsupportedLayout(f"{name} keeps {', '.join(others) or 'no cache'}: only K and V can be paged")
+        if others:
+            raise UnsupportedLayout(f"{name} keeps {', '.join(others)}: only K and V can be paged")
         shapes = {(*layer.keys.shape, *layer.values.shape[1:], layer.keys.dtype) for layer in layers}
         if len(shapes) > 1:
             raise UnsupportedLayout(f"the layers of {name} keep K and V of {len(shapes)} shapes: a block has one")

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
-    MambaConfig,
-    MambaForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -26,12 +26,15 @@ from kvservice.engine.sampling import Generation, Sampling
 from kvservice.errors import UnsupportedLayout
 from tests.unit.engine.tiny_models import (
     BLOCK_TOKENS,
+    COMMON,
+    FURTHER,
     KINDS,
     VOCABULARY,
     WINDOW,
     Driver,
     generated,
     make,
+    make_further,
     prompt,
 )
 
@@ -128,10 +131,10 @@ def test_sequences_of_one_batch_do_not_see_each_other(case: Case) -> None:
     assert greedy(driver, list(zip(prompts, tables, strict=True)), logits)[0] == case.expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_without_a_cache(kind: str) -> None:
+@pytest.mark.parametrize("name", [*KINDS, *FURTHER])
+def test_logits_are_those_without_a_cache(name: str) -> None:
     """Chunks, decodes of unequal length and padding, all logits compared, not only the likeliest token."""
-    model = make(kind)
+    model = make(name) if name in KINDS else make_further(name)
     driver = Driver(model)
     texts = [prompt(30, 1), prompt(18, 2), prompt(3, 3)]
     tables: list[list[int]] = [[], [], []]
@@ -275,21 +278,23 @@ def test_blocks_that_fit_into_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make_other", "said"),
+    ("name", "settings", "said"),
     [
-        (
-            lambda: MambaForCausalLM(MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, state_size=4)),
-            "keeps no cache",
-        ),
-        (
-            lambda: T5ForConditionalGeneration(T5Config(vocab_size=99, d_model=32, d_ff=32, num_layers=1, num_heads=2)),
-            "has an encoder",
-        ),
+        ("mamba", {"state_size": 4}, "MambaForCausalLM keeps no cache"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2ForCausalLM keeps LinearAttentionLayer"),
+        ("minimax", {"num_local_experts": 2}, "MiniMaxForCausalLM keeps MiniMaxCache"),
     ],
 )
-def test_other_models_are_refused_by_name(make_other: Any, said: str) -> None:
+def test_models_that_keep_something_else_are_refused(name: str, settings: dict[str, Any], said: str) -> None:
+    config = AutoConfig.for_model(name, **{**COMMON, "num_key_value_heads": 2, **settings})
     with pytest.raises(UnsupportedLayout, match=said):
-        PagedModel(make_other())
+        PagedModel(AutoModelForCausalLM.from_config(config))
+
+
+def test_encoders_are_refused() -> None:
+    config = T5Config(vocab_size=99, d_model=32, d_ff=32, num_layers=1, num_heads=2)
+    with pytest.raises(UnsupportedLayout, match="has an encoder"):
+        PagedModel(T5ForConditionalGeneration(config))
 
 
 def test_adapters_are_refused() -> None:

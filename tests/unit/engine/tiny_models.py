@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -72,6 +74,40 @@ KINDS: dict[str, Any] = {
         )
     ),
 }
+
+# More architectures, by their name in transformers: other positions (learned, ALiBi, partly rotated), soft caps and
+# sinks in attention, windows and chunks in some layers, layers that share the K and V of others.
+FURTHER: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "gpt_neox": {},
+    "gemma2": {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+    "gpt_oss": {"head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {"head_dim": 16, "attention_chunk_size": WINDOW, "num_local_experts": 2, "no_rope_layers": [1, 0]},
+    "gemma3n_text": {
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+}
+
+
+def make_further(name: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**COMMON, "num_key_value_heads": 2, **FURTHER[name]})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, SPREAD)
+    return model
 
 
 def make(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
