@@ -160,12 +160,10 @@ class TokenSpan:
 
     def slots(self, block_tokens: int) -> torch.Tensor:
         """Of the tokens that attention reads, `(read_count,)` int64 in host memory."""
-        skipped = self.first // block_tokens
-        blocks = torch.tensor(self.table[skipped : -(-self.end // block_tokens)], dtype=torch.int64)
+        blocks = torch.tensor(self.table, dtype=torch.int64)
         slots = (blocks[:, None] * block_tokens + torch.arange(block_tokens)).flatten()
-        begin = self.first - skipped * block_tokens
-        assert len(slots) - begin >= self.read_count, "the table has a block for every token"
-        return slots[begin : begin + self.read_count]
+        assert len(slots) >= self.end, "the table has a block for every token"
+        return slots[self.first : self.end]
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,24 @@ def test_beams_score_and_stop_as_in_generate(penalty: float, stopping: Any, eos:
         assert len({len(output) for output in found} | {9}) > 1, "some outputs end early"
 
 
+@pytest.mark.parametrize(("stopping", "is_done"), [(False, True), ("never", False)])
+def test_search_stops_once_no_beam_is_likely_to_do_better(stopping: Any, is_done: bool) -> None:
+    """After two steps two outputs have ended, and a running beam has a worse mean. "never" still hopes: over 50 tokens
+    the same sum would be a better mean."""
+    generation = Generation(Sampling(max_tokens=50, beams=2, early_stopping=stopping), eos=frozenset([0]))
+    row = [0.9, 0.06, 0.04]
+    assert generation.choose(logits(row)) == [Growth(0, 1), Growth(0, 2)]
+    assert bool(generation.choose(logits(row, row))) != is_done
+    assert generation.is_done == is_done
+    assert generation.outputs == [[0]]
+
+
+def test_every_beam_goes_on_if_all_the_likeliest_tokens_end() -> None:
+    """Three ends, each likelier than what goes on: four candidates would leave one beam."""
+    generation = Generation(Sampling(max_tokens=9, beams=2, early_stopping="never"), eos=frozenset([0, 1, 2]))
+    assert generation.choose(logits([0.35, 0.3, 0.25, 0.06, 0.04])) == [Growth(0, 3), Growth(0, 4)]
+
+
 def test_beam_search_of_one_token() -> None:
     """All candidates end at once."""
     generation = Generation(Sampling(max_tokens=1, beams=2, n=2))
