@@ -177,7 +177,7 @@ class PagedModel:
         if getattr(self._model, "peft_config", None):
             raise UnsupportedLayout(f"{name} has an adapter: merge it into the weights first")
         output = self._compute(torch.zeros((1, PROBE_TOKENS), dtype=torch.int64), use_cache=True)
-        cache = getattr(output, "past_key_values", None)
+        cache: Any = getattr(output, "past_key_values", None)
         if type(cache) is not DynamicCache:
             found = "no cache" if cache is None else type(cache).__name__
             raise UnsupportedLayout(f"{name} keeps {found}: only transformers' DynamicCache can be paged")
