@@ -42,9 +42,9 @@ def slot_mapping(table: Sequence[int], begin: int, end: int, block_tokens: int) 
     return slots
 
 
-def padded(tables: Sequence[Sequence[int]], fill: int = 0) -> list[list[int]]:
-    """The tables of a batch as rows of equal length, as attention kernels read them: [sequences, longest table]."""
-    width = max(map(len, tables), default=0)
+def padded(tables: Sequence[Sequence[int]], width: int = 0, fill: int = 0) -> list[list[int]]:
+    """The tables of a batch as rows of one length, as attention kernels read them: [sequences, longest or `width`]."""
+    width = max(width, *map(len, tables), 0)
     return [[*table, *[fill] * (width - len(table))] for table in tables]
 
 

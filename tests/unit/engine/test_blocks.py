@@ -102,6 +102,7 @@ def test_slots_follow_the_table() -> None:
 
 def test_tables_are_padded_to_the_longest() -> None:
     assert padded([[1], [2, 3]]) == [[1, 0], [2, 3]]
+    assert padded([[1], [2, 3]], width=3, fill=9) == [[1, 9, 9], [2, 3, 9]]
     assert padded([]) == []
 
 
