@@ -235,16 +235,16 @@ figures: $(INSTALLED) ## Write the figures and pictures of the docs from benchma
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.pictures
 
-gpu-carry: $(INSTALLED) ## Prepare `make gpu` for a machine without a network: a slim NIXL in .whl, the commit in .gpu
+gpu-carry: $(INSTALLED) ## Prepare `make gpu` for a machine without a network: packages in .whl, the commit in .gpu
 	$(BIN)/python -m benchmarks.gpu.carry
 
 # On the machine with the GPU nothing is installed: it takes the environment here if there is one, else its own Python.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
-GPU_OUT ?= benchmarks/results/gpu
+GPU_OUT ?=
 
-gpu: ## Run the GPU campaign, PART=1 or PART=2, at most nine minutes each; exits with 77 without a GPU
-	@$(if $(PART),,echo "make gpu PART=1, then make gpu PART=2" >&2; exit 2)
-	$(GPU_PYTHON) -m benchmarks.gpu --part $(PART) --out $(GPU_OUT)
+gpu: ## Run the GPU campaign, PART=1 or PART=2, at most nine minutes each; DRIVER=stand-in needs no GPU
+	@$(if $(PART)$(DRIVER),,echo "make gpu PART=1, then make gpu PART=2; or make gpu DRIVER=stand-in" >&2; exit 2)
+	$(GPU_PYTHON) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(if $(DRIVER),--driver $(DRIVER)) $(if $(GPU_OUT),--out $(GPU_OUT))
 
 ##@ Release
 

@@ -5,7 +5,10 @@ Each stage is a process with a time limit of its own. It ends with one line that
 A stage that fails, hangs or is skipped does not stop the others. Findings and the log are written as they come.
 
 Needs torch, triton, numpy, xxhash, transformers and pytest; neither vLLM nor a network, and the project need not be
-installed. Exit status: 0 when every stage that ran was fine, 1 when one was not, 77 when there is no GPU.
+installed. What else a machine lacks is taken from .whl, where `make gpu-carry` has put it.
+
+`--driver stand-in` needs no GPU: the stages that only call the driver run on one that stands in for CUDA's, and the
+others are skipped. Exit status: 0 when every stage that ran was fine, also if all were skipped, and 1 when one was not.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.gpu.findings import FAILED, ROOT, SKIP, SKIPPED, VARIABLE
-from benchmarks.gpu.summary import table
+from benchmarks.gpu.summary import page, table
 from benchmarks.report import RESULTS, write_report
 from kvservice.copying.cuda import driver as cuda_driver
 from kvservice.errors import Unavailable
@@ -33,11 +37,16 @@ PART_SECONDS = 535.0
 LEAST_SECONDS = 20.0  # less than this is not worth beginning a stage
 
 
+WHEELS = ROOT / ".whl"
+CUDA, STAND_IN = "cuda", "stand-in"
+
+
 @dataclass(frozen=True, slots=True)
 class Planned:
     name: str
     seconds: float  # at most
     arguments: tuple[str, ...]  # of python
+    on_stand_in: tuple[str, ...] | None = None  # likewise, if calls of the driver are all that it needs
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:
@@ -46,24 +55,29 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 
 PARTS = {
     1: (
-        Planned("probe", 120, _module("probe")),
-        Planned("nixl", 95, _module("nixl")),
-        Planned("copies", 170, _module("copies")),
-        Planned("interference", 150, _module("interference")),
+        Planned("probe", 100, _module("probe"), _module("probe", "--driver-only")),
+        Planned("nixl", 75, _module("nixl")),
+        Planned("gds", 20, _module("gds")),
+        Planned("copies", 190, _module("copies"), _module("copies", "--small")),
+        Planned("interference", 150, _module("interference"), _module("interference", "--try", "load", "store")),
     ),
     2: (
-        Planned("tests", 220, _module("suite", "tests")),
-        Planned("benchmark", 130, _module("suite", "benchmark")),
-        Planned("equality", 85, _module("equality")),
-        Planned("sanitizer", 100, _module("suite", "sanitizer")),
+        Planned("tests", 145, _module("suite", "tests")),
+        Planned("engine", 90, _module("engine")),
+        Planned("first_token", 80, _module("first_token")),
+        Planned("equality", 60, _module("equality")),
+        Planned("benchmark", 100, _module("suite", "benchmark")),
+        Planned("sanitizer", 60, _module("suite", "sanitizer")),
     ),
 }
 assert all(sum(stage.seconds for stage in stages) <= PART_SECONDS for stages in PARTS.values())
 
 
 class Campaign:
-    def __init__(self, part: int, out: Path) -> None:
-        self.part, self.out = part, out
+    def __init__(self, part: int, out: Path, driver: str = CUDA, environment: dict[str, str] | None = None) -> None:
+        """`environment` is what the stages get besides this process's."""
+        self.part, self.out, self.driver = part, out, driver
+        self.environment = environment or {}
         self.deadline = time.monotonic() + PART_SECONDS
         out.mkdir(parents=True, exist_ok=True)
         self.log: IO[str] = (out / f"part{part}.log").open("w")
@@ -71,28 +85,35 @@ class Campaign:
         self.lines.write_text("")
         self.statuses: dict[str, int] = {}
         self.ends: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
 
     def run(self, stage: Planned) -> None:
+        arguments = stage.arguments if self.driver == CUDA else stage.on_stand_in
+        if arguments is None:
+            self._end(stage, SKIPPED, "skipped: it needs a GPU, not only its driver's calls")
+            return
         allowed = min(stage.seconds, self.deadline - time.monotonic())
         if allowed < LEAST_SECONDS:
             self._end(stage, SKIPPED, "skipped: no time is left in this part")
             return
         started = time.monotonic()
-        status, is_late = self._process(stage, allowed)
-        self._end(stage, status, self._how(stage, status, is_late, time.monotonic() - started, allowed))
+        status, is_late = self._process(stage.name, arguments, allowed)
+        self.seconds[stage.name] = took = time.monotonic() - started
+        self._end(stage, status, self._how(stage, status, is_late, took, allowed))
 
-    def _process(self, stage: Planned, allowed: float) -> tuple[int, bool]:
+    def _process(self, name: str, arguments: Sequence[str], allowed: float) -> tuple[int, bool]:
         """Run a stage. Returns (exit status, whether it was killed). Everything that the stage started ends with it."""
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, **self.environment}
+        paths = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
         more = {VARIABLE: str(self.lines), "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
-        self.log.write(f"== {stage.name}, at most {allowed:.0f} s ==\n")
+        self.log.write(f"== {name}, at most {allowed:.0f} s ==\n")
         self.log.flush()
         process = subprocess.Popen(
-            [sys.executable, *stage.arguments],
+            [sys.executable, *arguments],
             stdout=self.log,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env={**os.environ, **more},
+            env={**environment, **more},
             start_new_session=True,
         )
         try:
@@ -140,12 +161,27 @@ class Campaign:
             found.setdefault(one["stage"], {})[one["what"]] = one["value"]
         return found
 
+    @property
+    def skipped(self) -> int:
+        return sum(line.startswith("skipped") for line in self.ends.values())
+
     def write(self) -> None:
+        """Write the JSON of this part, and the page of all parts that are in the folder."""
         found = self.findings()
-        path = write_report(f"gpu/part{self.part}", {"stages": self.ends, **found}, self.out / f"part{self.part}.json")
-        text = table(self.ends, found)
-        (self.out / f"part{self.part}.txt").write_text(text)
-        print(f"\n{text}\nwritten to {path} and beside it")
+        stages = {
+            name: {"how": how.split()[0].strip(":"), "line": how, "seconds": round(self.seconds.get(name, 0.0), 1)}
+            for name, how in self.ends.items()
+        }
+        figures = {
+            "driver": self.driver,
+            "part": self.part,
+            "skipped": self.skipped,
+            "stages": stages,
+            "findings": found,
+        }
+        path = write_report(f"gpu/part{self.part}", figures, self.out / f"part{self.part}.json")
+        (self.out / "page.md").write_text(page(self.out))
+        print(f"\n{table(self.ends, found)}\nwritten to {path} and {self.out / 'page.md'}")
 
     def close(self) -> None:
         self.log.close()
@@ -167,26 +203,70 @@ def missing() -> str:
         return error.message
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, choices=sorted(PARTS), required=True)
-    parser.add_argument("--stages", nargs="+", help="run only these stages of the part")
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu", help="a folder")
-    given = parser.parse_args(arguments)
-    stages = [stage for stage in PARTS[given.part] if given.stages is None or stage.name in given.stages]
-    if not stages:
-        parser.error(f"part {given.part} has the stages {', '.join(stage.name for stage in PARTS[given.part])}")
-    campaign = Campaign(given.part, given.out)
+@contextlib.contextmanager
+def carried() -> Iterator[dict[str, str]]:
+    """An environment in which stages find the packages of .whl, installed for as long as the campaign runs."""
+    wheels = sorted(map(str, WHEELS.glob("*.whl")))
+    if not wheels:
+        yield {}
+        return
+    quiet = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--disable-pip-version-check"]
+    with tempfile.TemporaryDirectory(prefix="kvservice-wheels-") as folder:
+        command = [sys.executable, "-m", "pip", "install", *quiet, "--target", folder, *wheels]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            print(f"the wheels in {WHEELS.name} are not for this Python: {done.stderr.strip()[-200:]}", flush=True)
+        paths = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        yield {} if done.returncode else {"PYTHONPATH": paths}
+
+
+def stand_in() -> dict[str, str]:
+    """The environment of a process whose driver is the stand-in; compiles that. Raises CalledProcessError."""
+    from tests.stand_in_driver.build import build
+
+    library = build()
+    paths = os.pathsep.join(filter(None, [str(library.parent), os.environ.get("LD_LIBRARY_PATH")]))
+    return {"LD_LIBRARY_PATH": paths, "STAND_IN_DELAY_US": "10"}
+
+
+def run_part(part: int, out: Path, driver: str, stages: Sequence[Planned], environment: dict[str, str]) -> bool:
+    """Run these stages of a part. Returns whether all that ran were fine."""
+    campaign = Campaign(part, out, driver, environment)
     try:
         for stage in stages:
             campaign.run(stage)
-        if why := missing():
-            print(f"no GPU here, nothing was measured: {why}")
-            return SKIPPED
         campaign.write()
     finally:
         campaign.close()
-    return int(any(status not in (0, SKIPPED) for status in campaign.statuses.values()))
+    return all(status in (0, SKIPPED) for status in campaign.statuses.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", type=int, choices=sorted(PARTS), help="default with the stand-in: both")
+    parser.add_argument("--driver", choices=(CUDA, STAND_IN), default=CUDA)
+    parser.add_argument("--stages", nargs="+", help="run only these stages of the part")
+    parser.add_argument(
+        "--out", type=Path, help="a folder; default benchmarks/results/gpu, or build/gpu for the stand-in"
+    )
+    given = parser.parse_args(arguments)
+    if given.part is None and given.driver == CUDA:
+        parser.error("--part 1, then --part 2; or --driver stand-in, which needs no GPU")
+    parts = sorted(PARTS) if given.part is None else [given.part]
+    wanted = {
+        part: [stage for stage in PARTS[part] if given.stages is None or stage.name in given.stages] for part in parts
+    }
+    if not any(wanted.values()):
+        parser.error(f"the stages are {', '.join(stage.name for part in parts for stage in PARTS[part])}")
+    out = given.out or (RESULTS / "gpu" if given.driver == CUDA else ROOT / "build" / "gpu")
+    if given.driver == CUDA and (why := missing()):
+        count = sum(map(len, wanted.values()))
+        print(f"no GPU here, nothing was measured: {why}; {count} stages skipped. DRIVER=stand-in needs none")
+        return 0
+    with carried() as found:
+        environment = {**found, **(stand_in() if given.driver == STAND_IN else {})}
+        fine = [run_part(part, out, given.driver, stages, environment) for part, stages in wanted.items() if stages]
+    return 0 if all(fine) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """`python -m benchmarks.gpu.carry`: prepares what `make gpu` needs on a machine without a network.
 
-`.whl` gets NIXL's wheel without what the service does not use, `.gpu` the commit, which a copy of the files without
-`.git` cannot tell. Both are ignored by git. Run it last, on the tree that is taken along.
+`.whl` gets NIXL's wheel without what the service does not use, and the packages of the service that such a machine may
+lack. `.gpu` gets the commit, which a copy of the files without `.git` cannot tell. Both are ignored by git. Run it
+last, on the tree that is taken along.
 """
 
 from __future__ import annotations
@@ -20,6 +21,20 @@ from benchmarks.report import COMMIT_NOTE, ROOT, commit
 REQUIREMENTS = ROOT / "requirements" / "cuda.in"
 FOLDER = ROOT / ".whl"
 # The expert-parallel extensions are half of the wheel; the plugins are for object stores and vendors' storage.
+# What the service imports, besides what comes with torch, transformers and pytest. Locked in CUDA_LOCK.
+PACKAGES = (
+    "annotated-types",
+    "grpcio",
+    "grpcio-health-checking",
+    "grpcio-reflection",
+    "prometheus-client",
+    "protobuf",
+    "pydantic",
+    "pydantic-core",
+    "typing-inspection",
+    "xxhash",
+)
+CUDA_LOCK = ROOT / "requirements" / "cuda-py311.lock"
 LEFT_OUT = re.compile(r"^nixl_ep[_/]|libucx_perftest|\.scripts/|libplugin_(GPUNETIO|INFINIA|GUSLI|OBJ|AZURE|LIBFABRIC)")
 
 
@@ -44,11 +59,24 @@ def wanted() -> str:
     return line
 
 
-def download(requirement: str, python: str, folder: str) -> Path:
-    """Raises CalledProcessError."""
+def locked() -> list[str]:
+    """The requirements of PACKAGES, as the CUDA image has them."""
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)", CUDA_LOCK.read_text(), re.MULTILINE))
+    return [f"{name}=={pinned[name]}" for name in PACKAGES]
+
+
+def fetch(requirements: list[str], python: str, folder: str) -> None:
+    """Download wheels for that Python. Raises CalledProcessError."""
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder]
-    platform = ["--python-version", python, "--implementation", "cp", "--platform", "manylinux_2_28_x86_64"]
-    subprocess.run([sys.executable, "-m", "pip", "download", *options, *platform, requirement], check=True)
+    platform = ["--python-version", python, "--implementation", "cp"]
+    for tag in ("manylinux_2_28", "manylinux_2_17", "manylinux2014"):
+        platform += ["--platform", f"{tag}_x86_64"]
+    subprocess.run([sys.executable, "-m", "pip", "download", *options, *platform, *requirements], check=True)
+
+
+def download(requirement: str, python: str, folder: str) -> Path:
+    """Download one wheel. Raises CalledProcessError."""
+    fetch([requirement], python, folder)
     [wheel] = Path(folder).glob("*.whl")
     return wheel
 
@@ -62,9 +90,11 @@ def main() -> int:
         whole = download(wanted(), given.python, folder)
         made = slim(whole, FOLDER)
         sizes = [path.stat().st_size / (1 << 20) for path in (made, whole)]
+    fetch(locked(), given.python, str(FOLDER))
+    total = sum(path.stat().st_size for path in FOLDER.iterdir()) / (1 << 20)
     COMMIT_NOTE.parent.mkdir(exist_ok=True)
     COMMIT_NOTE.write_text(commit() + "\n")
-    print(f"{made.relative_to(ROOT)}: {sizes[0]:.1f} MiB of {sizes[1]:.1f}")
+    print(f"{made.relative_to(ROOT)}: {sizes[0]:.1f} MiB of {sizes[1]:.1f}; {total:.1f} MiB in {FOLDER.name}")
     print(f"take .gpu and .whl along; there: make gpu PART=1, then make gpu PART=2; commit {commit()}")
     return 0
 

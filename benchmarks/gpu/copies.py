@@ -128,6 +128,10 @@ def limits(bench: Bench) -> dict[str, float]:
         wait_for(bench.back)
 
     bench.measure("both directions at once, sum", size, both)
+    pageable = np.ones(size, np.uint8)  # not registered: the driver copies it through a buffer of its own
+    address = pageable.ctypes.data
+    bench.measure("one copy, pageable host to device", size, lambda: driver.copy(device, address, size, stream))
+    bench.measure("one copy, device to pageable host", size, lambda: driver.copy(address, device, size, stream))
     bench.measure(
         "one copy, host to another process's device memory", size, lambda: driver.copy(bench.theirs, host, size, stream)
     )

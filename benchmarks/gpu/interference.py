@@ -3,7 +3,7 @@
 A decode-like graph of small kernels and a large matrix product run alone and beside copies: by copy engine and by
 kernel, in the same process and from another one, which is a worker's place.
 
-`--loop WAY --handle … --offset …` is that other process; `--try WAY` runs it for a moment on memory of its own.
+`--loop WAY --handle … --offset …` is that other process; `--try WAY …` runs each for a moment on memory of its own.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def tried(driver: Driver, way: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--try", dest="tried", choices=WAYS)
+    parser.add_argument("--try", dest="tried", choices=WAYS, nargs="+")
     parser.add_argument("--loop", choices=WAYS)
     parser.add_argument("--handle", default="")
     parser.add_argument("--offset", type=int, default=0)
@@ -213,7 +213,8 @@ def main() -> None:
         loop_process(given.loop, driver.open(bytes.fromhex(given.handle)) + given.offset, driver)
         return
     if given.tried:
-        STAGE.record(given.tried, tried(STAGE.driver(), given.tried))
+        for way in given.tried:
+            STAGE.record(way, tried(STAGE.driver(), way))
         return
     torch, driver = STAGE.torch(), STAGE.driver()
     blocks = torch.zeros(SPAN, dtype=torch.uint8, device="cuda")

@@ -1,15 +1,46 @@
-"""The findings of the campaign as text: how each stage ended, what was found, and two tables."""
+"""The findings of the campaign as text: how each stage ended, what was found, and tables. One page has both parts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 Rows = Mapping[str, Any]
 SIZES = ("4", "16", "64", "256", "1024", "2048")  # KiB of a run
 RUNS = " KiB runs, "
 PRIORITIES = ("engine of default priority", "engine of high priority")
+
+
+def page(folder: Path) -> str:
+    """Markdown, from the results of all parts in the folder."""
+    lines = ["# What `make gpu` found", ""]
+    for path in sorted(folder.glob("part*.json")):
+        document = json.loads(path.read_text())
+        figures, machine = document["figures"], document["machine"]
+        ends = {name: stage["line"] for name, stage in figures["stages"].items()}
+        driver = (
+            "on a GPU"
+            if figures["driver"] == "cuda"
+            else "on the driver that stands in for CUDA's: its speeds mean nothing"
+        )
+        lines += [
+            f"## Part {figures['part']}, {driver}",
+            "",
+            f"`{document['command']}`, commit {document['commit']}, {document['date']}, {machine['cpu']}, "
+            f"{machine['cpu_count']} cores. {len(ends)} stages, {figures['skipped']} skipped.",
+            "",
+            "| stage | how it ended |",
+            "|---|---|",
+            *(f"| {name} | {how.replace('|', '/')} |" for name, how in ends.items()),
+            "",
+            "```text",
+            *table({}, figures["findings"]).strip("\n").splitlines(),
+            "```",
+            "",
+        ]
+    return "\n".join(lines)
 
 
 def table(ends: Mapping[str, str], found: Mapping[str, Rows]) -> str:
@@ -36,6 +67,7 @@ def copies(rows: Rows) -> list[str]:
         for way in dict.fromkeys(ways):
             cells = [_cell(rows.get(f"{direction} {size}{RUNS}{way}"), limit) for size in SIZES]
             lines.append(f"    {way:<38}" + "".join(f"{cell:>22}" for cell in cells))
+    lines += [f"  {name}: {json.dumps(row)}" for name, row in rows.items() if RUNS not in name and name != "limits"]
     return lines
 
 

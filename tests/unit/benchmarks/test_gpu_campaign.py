@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks.gpu import carry
-from benchmarks.gpu.__main__ import LEAST_SECONDS, PART_SECONDS, PARTS, Campaign, Planned
+from benchmarks.gpu.__main__ import LEAST_SECONDS, PART_SECONDS, PARTS, STAND_IN, Campaign, Planned
 from benchmarks.gpu.summary import table
 from kvservice.testing.eventually import eventually
 
@@ -27,7 +27,7 @@ def run(tmp_path: Path, program: str, seconds: float = 60.0) -> tuple[str, int, 
 
 def test_parts_end_within_nine_minutes_and_share_no_stage() -> None:
     names = [stage.name for stages in PARTS.values() for stage in stages]
-    assert PART_SECONDS < 540 and len(names) == len(set(names)) == 8
+    assert PART_SECONDS < 540 and len(names) == len(set(names)) == 11
 
 
 @pytest.mark.processes
@@ -36,9 +36,11 @@ def test_stage_that_is_fine_says_so(tmp_path: Path) -> None:
     assert line.startswith("ok after") and line.endswith("1 findings") and status == 0
     campaign.write()
     document = json.loads((tmp_path / "part1.json").read_text())
-    assert document["figures"]["it"] == {"a figure": 3}
+    assert document["figures"]["findings"] == {"it": {"a figure": 3}}
+    assert document["figures"]["stages"]["it"]["how"] == "ok" and document["figures"]["skipped"] == 0
     assert {"machine", "command", "commit"} <= document.keys()
-    assert "a figure: 3" in (tmp_path / "part1.txt").read_text()
+    page = (tmp_path / "page.md").read_text()
+    assert "a figure: 3" in page and "| it | ok after" in page
 
 
 @pytest.mark.processes
@@ -103,6 +105,17 @@ def test_carried_wheel_records_what_it_leaves_out(tmp_path: Path) -> None:
         assert found.namelist() == [*names[:2], "nixl_cu13-1.dist-info/RECORD"]
         record = found.read("nixl_cu13-1.dist-info/RECORD").decode()
     assert record == "".join(f"{name},sha256=x,1\n" for name in names[:2])
+
+
+def test_stage_that_needs_a_gpu_is_skipped_on_the_stand_in(tmp_path: Path) -> None:
+    campaign = Campaign(1, tmp_path, STAND_IN)
+    campaign.run(Planned("it", 60.0, ("-c", "raise SystemExit(1)")))
+    assert campaign.ends["it"].startswith("skipped: it needs a GPU") and campaign.skipped == 1
+
+
+def test_carried_packages_are_locked_for_the_cuda_image() -> None:
+    found = carry.locked()
+    assert len(found) == len(carry.PACKAGES) and all("==" in one for one in found)
 
 
 def test_carried_requirement_is_the_one_of_the_cuda_image() -> None:
