@@ -45,7 +45,7 @@ BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerw
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve bench bench-blend bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve bench bench-blend bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -156,6 +156,9 @@ faults: $(INSTALLED) $(MODEL) ## Repeat every attack that once succeeded, often 
 SEED ?= 1
 mutants: $(INSTALLED) ## Plant twenty small faults in random lines (SEED=1), one at a time; the near tests must notice each
 	$(BIN)/python -m tests.mutants --seed $(SEED)
+
+mutants-conformance: $(INSTALLED) ## Plant one change of the product for each example of tests/conformance, which must notice it
+	$(BIN)/python -m tests.conformance.plants
 
 fuzz: $(INSTALLED) $(FUZZ_INSTALLED) ## Fuzz every parser with Atheris for twenty seconds each
 	PYTHONPATH=$(FUZZ_SITE) $(BIN)/python -m tests.fuzz.guided all

@@ -313,6 +313,14 @@ def described(mutant: Mutant, source: bytes) -> str:
     return f"{mutant.path}:{mutant.line}  {mutant.operator}: {old[:110]}  ->  {mutant.new[:110]}"
 
 
+def copy_tree(folder: Path) -> Path:
+    """Copy what tests need into this folder."""
+    for name in ("kvservice", "tests", "actors", "examples", "benchmarks", "scripts", "protos"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, required=True)
@@ -322,10 +330,7 @@ def main() -> int:
     options = parser.parse_args()
     tests, survivors = Tests(), 0
     with tempfile.TemporaryDirectory(prefix="kvservice-mutants-") as folder:
-        copy_of_tree = Path(folder)
-        for name in ("kvservice", "tests", "actors", "examples", "benchmarks", "scripts", "protos"):
-            shutil.copytree(ROOT / name, copy_of_tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-        shutil.copy(ROOT / "pyproject.toml", copy_of_tree)
+        copy_of_tree = copy_tree(Path(folder))
         for number, mutant in enumerate(drawn(options.seed, options.count), 1):
             if options.only and number not in options.only:
                 continue

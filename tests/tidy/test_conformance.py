@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.reference.conformance import Mechanism, Status, case_of, not_shown, outcomes, subjects
+from scripts.reference.conformance import Mechanism, Status, case_of, cases, not_shown, outcomes, subjects
+from tests.conformance.plants import PLANTS, Plant
 
 ROWS = [row for subject in subjects() for row in subject.mechanisms]
 MECHANISMS_MIN = 230  # of the public projects that this one is held to
@@ -32,6 +33,19 @@ def test_a_mechanism_that_is_here_has_tests_that_run(row: Mechanism) -> None:
 @pytest.mark.parametrize("row", [row for row in ROWS if row.status is not Status.YES], ids=lambda row: row.what)
 def test_what_is_missing_is_said_in_one_sentence(row: Mechanism) -> None:
     assert row.why.endswith(".") and ". " not in row.why
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.scenario)
+def test_a_plant_changes_one_place_of_the_product(plant: Plant) -> None:
+    assert plant.mutant().path.parts[0] == "kvservice"
+    assert case_of(plant.scenario).path.name in plant.scenario
+
+
+def test_each_example_has_a_plant_that_it_must_notice() -> None:
+    planted = {case_of(plant.scenario) for plant in PLANTS}
+    files = {case.path for case in planted if case.path.parts[1] == "conformance"}
+    examples = {case for found in cases().values() for case in found if case.path in files}
+    assert {case.shown for case in examples - planted if "xfail" not in case.marks} == set()
 
 
 REPORT = """<testsuites><testsuite>{}</testsuite></testsuites>"""

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import vllm.distributed.kv_transfer.kv_transfer_state as state
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -26,10 +27,21 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvservice.connector.vllm import KVServiceConnector
 from kvservice.connector.vllm.connector import Metadata
 from kvservice.core.block.keys import block_keys
-from tests.unit.connector.vllm.test_connector import BLOCK, cache_config, model, vllm_config
+from tests.unit.connector.vllm.test_connector import BLOCK, HEAD_SIZE, HEADS, LAYERS, cache_config, model, vllm_config
 
 __all__ = ["model"]  # a fixture
 LAYER_NAMES = [f"model.layers.{index}.attn" for index in range(30)]
+LAYER_METHODS = ("wait_for_layer_load", "save_kv_layer")
+LAYER_CALLS = [f"{method} {name}" for name in LAYER_NAMES for method in LAYER_METHODS]
+AFTER_THE_FORWARD = (
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
 OURS = "kvservice.connector.vllm"
 
 
@@ -115,30 +127,26 @@ def test_a_worker_process_has_one_connector(group: KVServiceConnector, model: Pa
 
 @pytest.fixture
 def calls(group: KVServiceConnector, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the connector's methods in the order in which vLLM calls them; after each, whether it had the
-    step's metadata."""
+    """The names of the connector's methods in the order in which vLLM calls them. Each that is called between bind and
+    clear has the step's metadata."""
     made: list[str] = []
-
-    def record(name: str, *, with_argument: bool = False) -> None:
-        unpatched = getattr(group, name)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            made.append(f"{name} {arguments[0]}" if with_argument else name)
-            if name not in ("bind_connector_metadata", "clear_connector_metadata"):
-                assert group.has_connector_metadata(), f"{name} without the step's metadata"
-            return unpatched(*arguments, **named)
-
-        monkeypatch.setattr(group, name, call)
-
-    for name in ("bind_connector_metadata", "start_load_kv", "wait_for_save", "get_transfer_results"):
-        record(name)
-    for name in ("get_block_ids_with_load_errors", "get_kv_connector_stats", "get_kv_connector_kv_cache_events"):
-        record(name)
-    for name in ("build_connector_worker_meta", "clear_connector_metadata"):
-        record(name)
-    for name in ("wait_for_layer_load", "save_kv_layer"):
-        record(name, with_argument=True)
+    for name in ("bind_connector_metadata", "start_load_kv", *LAYER_METHODS, *AFTER_THE_FORWARD):
+        record(monkeypatch, group, name, made, group)
     return made
+
+
+def record(
+    monkeypatch: pytest.MonkeyPatch, target: object, name: str, made: list[str], group: KVServiceConnector
+) -> None:
+    unpatched = getattr(target, name)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        made.append(f"{name} {arguments[0]}" if name in LAYER_METHODS else name)
+        if name not in ("bind_connector_metadata", "clear_connector_metadata"):
+            assert group.has_connector_metadata(), f"{name} without the step's metadata"
+        return unpatched(*arguments, **named)
+
+    monkeypatch.setattr(target, name, call)
 
 
 def forward_context() -> Any:
@@ -168,18 +176,6 @@ def run_step(*, has_sync_kv_loads: bool) -> Any:
     return found
 
 
-LAYER_CALLS = [call for name in LAYER_NAMES for call in (f"wait_for_layer_load {name}", f"save_kv_layer {name}")]
-AFTER_THE_FORWARD = [
-    "wait_for_save",
-    "get_transfer_results",
-    "get_block_ids_with_load_errors",
-    "get_kv_connector_stats",
-    "get_kv_connector_kv_cache_events",
-    "build_connector_worker_meta",
-    "clear_connector_metadata",
-]
-
-
 def test_order_of_the_step(group: KVServiceConnector, calls: list[str]) -> None:
     """Thirty layers, each waited for and saved in order; bind before everything, clear behind everything. Every call
     between them finds the step's metadata, and outside there is none."""
@@ -187,6 +183,25 @@ def test_order_of_the_step(group: KVServiceConnector, calls: list[str]) -> None:
     run_step(has_sync_kv_loads=True)
     assert calls == ["bind_connector_metadata", "start_load_kv", *LAYER_CALLS, *AFTER_THE_FORWARD]
     assert not group.has_connector_metadata()
+
+
+def test_copies_are_where_the_step_has_them(
+    group: KVServiceConnector, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads start with start_load_kv, stores with wait_for_save behind the last layer, and what has ended is told
+    after both."""
+    group.register_kv_caches(
+        {name: torch.zeros(4, HEADS, BLOCK, 2 * HEAD_SIZE, dtype=torch.bfloat16) for name in LAYERS}
+    )
+    copies = ("start_loads", "store", "take_loaded", "take_report")
+    for name in copies:
+        record(monkeypatch, group._worker, name, calls, group)
+    run_step(has_sync_kv_loads=True)
+    behind = {"start_load_kv": "start_loads", "wait_for_save": "store"}
+    behind |= {"get_transfer_results": "take_loaded", "build_connector_worker_meta": "take_report"}
+    assert [name for name in calls if name in copies] == list(copies)
+    for entry, copy in behind.items():
+        assert calls.index(copy) == calls.index(entry) + 1
 
 
 def test_loads_that_no_step_waits_for_start_after_its_forward(calls: list[str]) -> None:

@@ -1,0 +1,130 @@
+"""`make mutants-conformance`: one small change of the product for each scenario of tests/conformance, which must fail.
+
+A scenario that passes with its plant shows nothing of the mechanism that it retells. Each plant is a text that stands
+once in a file and what to put there instead; everything runs on a copy of the tree.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants import ROOT, Mutant, Outcome, copy_tree, run
+
+SECONDS_MAX = 240  # for one scenario, on a machine that does other things
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    scenario: str  # file::name of a test, from tests/
+    says: str
+    file: str
+    old: str
+    new: str
+
+    def mutant(self) -> Mutant:
+        """Raises ValueError unless the text stands there exactly once."""
+        source = (ROOT / self.file).read_bytes()
+        old = self.old.encode()
+        if source.count(old) != 1:
+            raise ValueError(f"{self.file} should have {self.old!r} once, and has it {source.count(old)} times")
+        begin = source.index(old)
+        line = source.count(b"\n", 0, begin) + 1
+        return Mutant(Path(self.file), line, self.says, (begin, begin + len(old)), self.new)
+
+
+OFFLOAD = "conformance/test_cpu_offload.py"
+CHUNKS = "conformance/test_chunk_connector.py"
+CALLS = "unit/connector/vllm/test_engine_calls.py"
+SCHEDULER = "kvservice/connector/scheduler"
+PLANTS = (
+    Plant(
+        f"{OFFLOAD}::simple_cpu_offload_walk_through",
+        "the device's blocks keep a reference when their store has ended",
+        f"{SCHEDULER}/stores.py",
+        "self._pins.unpin(store.block_ids)",
+        "self._pins.unpin(store.block_ids[1:])",
+    ),
+    Plant(
+        f"{OFFLOAD}::sizes_of_the_example",
+        "a layer has one head",
+        "kvservice/core/segment/layout.py",
+        "return self.kv_head_count * self.cell_bytes",
+        "return self.cell_bytes",
+    ),
+    Plant(
+        f"{OFFLOAD}::three_and_seven_tokens_as_whole_blocks",
+        "a hit is one block longer than what is there",
+        f"{SCHEDULER}/half.py",
+        "- request.local_blocks\n        blocks = min(",
+        "- request.local_blocks + 1\n        blocks = min(",
+    ),
+    Plant(
+        f"{OFFLOAD}::the_engine_takes_the_leading_part_of_a_promise",
+        "the whole promise is loaded",
+        f"{SCHEDULER}/half.py",
+        "blocks=result.blocks[: first + count]",
+        "blocks=result.blocks",
+    ),
+    Plant(
+        f"{CALLS}::copies_are_where_the_step_has_them",
+        "stores start before the forward",
+        "kvservice/connector/vllm/connector.py",
+        "self._copying.loads_started(self._worker.start_loads(plan))",
+        "self._worker.store(plan)\n                self._copying.loads_started(self._worker.start_loads(plan))",
+    ),
+    Plant(
+        f"{CHUNKS}::three_hundred_tokens_have_eighteen_names",
+        "a block's name does not depend on the tokens before",
+        "kvservice/core/block/keys.py",
+        "hashlib.sha256(parent + tokens[start : start + size])",
+        "hashlib.sha256(tokens[start : start + size])",
+    ),
+    Plant(
+        f"{CHUNKS}::mask_alignment",
+        "blocks that the engine has are loaded again",
+        "kvservice/connector/cache_groups.py",
+        "for position in range(max(start, local), end):",
+        "for position in range(start, end):",
+    ),
+    Plant(
+        f"{CHUNKS}::failed_blocks",
+        "a loaded block is not compared with its digest",
+        "kvservice/connector/worker/half.py",
+        "if sampled or self._verify is Verify.FULL:",
+        "if sampled:",
+    ),
+    Plant(
+        f"{CHUNKS}::prefetch_two",
+        "three layers ahead",
+        "kvservice/connector/layerwise/lanes.py",
+        "LAYERS_AHEAD = 2",
+        "LAYERS_AHEAD = 3",
+    ),
+)
+
+
+def test_of(plant: Plant) -> Path:
+    place, _, name = plant.scenario.rpartition("::")
+    return Path(f"tests/{place}::test_{name}" if name[0].islower() else f"tests/{place}::{name}")
+
+
+def main() -> int:
+    survivors = 0
+    with tempfile.TemporaryDirectory(prefix="kvservice-plants-") as folder:
+        tree = copy_tree(Path(folder))
+        for number, plant in enumerate(PLANTS, 1):
+            began = time.monotonic()
+            outcome, _ = run(plant.mutant(), tree, [test_of(plant)], SECONDS_MAX)
+            survivors += outcome is not Outcome.KILLED
+            seconds = time.monotonic() - began
+            print(f"{number:3} {outcome.value:9} {seconds:4.0f} s  {plant.scenario}: {plant.says}", flush=True)
+    print(f"{len(PLANTS)} plants: {survivors} not noticed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
