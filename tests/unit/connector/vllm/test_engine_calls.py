@@ -27,7 +27,16 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvservice.connector.vllm import KVServiceConnector
 from kvservice.connector.vllm.connector import Metadata
 from kvservice.core.block.keys import block_keys
-from tests.unit.connector.vllm.test_connector import BLOCK, HEAD_SIZE, HEADS, LAYERS, cache_config, model, vllm_config
+from tests.unit.connector.vllm.test_connector import (
+    BLOCK,
+    BLOCKS,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    cache_config,
+    model,
+    vllm_config,
+)
 
 __all__ = ["model"]  # a fixture
 LAYER_NAMES = [f"model.layers.{index}.attn" for index in range(30)]
@@ -191,7 +200,7 @@ def test_copies_are_where_the_step_has_them(
     """Loads start with start_load_kv, stores with wait_for_save behind the last layer, and what has ended is told
     after both."""
     group.register_kv_caches(
-        {name: torch.zeros(4, HEADS, BLOCK, 2 * HEAD_SIZE, dtype=torch.bfloat16) for name in LAYERS}
+        {name: torch.zeros(BLOCKS, HEADS, BLOCK, 2 * HEAD_SIZE, dtype=torch.bfloat16) for name in LAYERS}
     )
     copies = ("start_loads", "store", "take_loaded", "take_report")
     for name in copies:
