@@ -41,7 +41,10 @@ class Plant:
 OFFLOAD = "conformance/test_cpu_offload.py"
 CHUNKS = "conformance/test_chunk_connector.py"
 CALLS = "unit/connector/vllm/test_engine_calls.py"
+PAGED = "conformance/test_paged_memory.py"
+LOOP = "unit/engine/test_loop.py"
 SCHEDULER = "kvservice/connector/scheduler"
+BLOCKS = "kvservice/engine/blocks.py"
 PLANTS = (
     Plant(
         f"{OFFLOAD}::simple_cpu_offload_walk_through",
@@ -105,6 +108,77 @@ PLANTS = (
         "kvservice/connector/layerwise/lanes.py",
         "LAYERS_AHEAD = 2",
         "LAYERS_AHEAD = 3",
+    ),
+    Plant(
+        f"{PAGED}::block_table_and_slots",
+        "a token's slot is one block further",
+        BLOCKS,
+        "block = table[token // block_tokens]",
+        "block = table[token // block_tokens] + 1",
+    ),
+    Plant(
+        f"{PAGED}::three_hundred_tokens",
+        "a part of a block has a name",
+        "kvservice/core/block/keys.py",
+        "range(0, min(len(tokens) // size, count_max) * size, size)",
+        "range(0, min(-(-len(tokens) // size), count_max) * size, size)",
+    ),
+    Plant(
+        f"{PAGED}::swap_chain",
+        "a table keeps the numbers of the device that its blocks left",
+        BLOCKS,
+        "sequence.table[position] = moved[block_id]",
+        "moved[block_id]",
+    ),
+    Plant(
+        f"{PAGED}::a_full_host_means_computing_again",
+        "one block more than the host has is swapped out",
+        BLOCKS,
+        "return len(self.blocks_of(sequences)) <= self.host.free_count",
+        "return len(self.blocks_of(sequences)) <= self.host.free_count + 1",
+    ),
+    Plant(
+        f"{PAGED}::bytes_of_all_layers_come_back_elsewhere",
+        "the pairs of a swap belong to other blocks",
+        BLOCKS,
+        "return list(moved.items())",
+        "return list(zip(moved, [*moved.values()][1:] + [*moved.values()][:1]))",
+    ),
+    Plant(
+        f"{PAGED}::fork",
+        "a fork does not count on the blocks that it shares",
+        BLOCKS,
+        "(self.host if sequence.on_host else self.device).share(block_id)",
+        "(self.host if sequence.on_host else self.device).refs(block_id)",
+    ),
+    Plant(
+        f"{PAGED}::watermark",
+        "the watermark is one block lower",
+        BLOCKS,
+        ">= self.watermark_blocks else Room.LATER",
+        ">= self.watermark_blocks - 1 else Room.LATER",
+    ),
+    Plant(
+        f"{PAGED}::bad_devices",
+        "a swap within the host is tried",
+        "kvservice/engine/paged.py",
+        'if "cuda" not in (source.device.type, target.device.type):',
+        "if source.device != target.device:",
+    ),
+    Plant(
+        f"{LOOP}::a_step_is_done_in_its_order",
+        "blocks are copied before others are swapped out",
+        "kvservice/engine/loop.py",
+        """        self._swap(record, step)
+        record.lap("swap")
+        if step.copy:
+            self.model.kv.copy_blocks(torch.tensor(step.copy, dtype=torch.int64))
+""",
+        """        if step.copy:
+            self.model.kv.copy_blocks(torch.tensor(step.copy, dtype=torch.int64))
+        self._swap(record, step)
+        record.lap("swap")
+""",
     ),
 )
 
