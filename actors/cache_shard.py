@@ -6,18 +6,15 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from kvservice.actors.hosting import HostedServer
 from kvservice.actors.leftovers import remove_leftovers
-from kvservice.errors import KVServiceError
 from kvservice.observe import tracing
-from kvservice.observe.endpoint import ANSWER_SECONDS, serve_endpoint
+from kvservice.observe.endpoint import serve_endpoint
 from kvservice.observe.metrics import ShardCollector
 from kvservice.shard.server import ShardServer, ShardServerConfig
 from kvservice.units import NodeId
-
-T = TypeVar("T")
 
 
 class CacheShard:
@@ -36,8 +33,8 @@ class CacheShard:
         self._hosted = HostedServer(self._start)
         self._end_metrics: Callable[[], None] = lambda: None
         if metrics_port:
-            collector = ShardCollector(service, self._on_loop(self._server.stats), self._server.timings)
-            self._end_metrics = serve_endpoint([collector], self._on_loop(self._server.condition), metrics_port)
+            collector = ShardCollector(service, self._hosted.reader(self._server.stats), self._server.timings)
+            self._end_metrics = serve_endpoint([collector], self._hosted.reader(self._server.condition), metrics_port)
 
     def ready(self) -> dict[str, Any]:
         """Address, node and process of this shard. Raises the KVServiceError that keeps it from starting."""
@@ -81,17 +78,3 @@ class CacheShard:
         settings = self._config.settings
         remove_leftovers(settings.service, [], settings.runtime_root)
         return os.getpid()
-
-    def _on_loop(self, ask: Callable[[], T]) -> Callable[[], T | None]:
-        """Like observe.endpoint.on_loop, on the event loop of the hosted server."""
-
-        async def call() -> T:
-            return ask()
-
-        def read() -> T | None:
-            try:
-                return self._hosted.call(call(), ANSWER_SECONDS)
-            except KVServiceError:
-                return None
-
-        return read

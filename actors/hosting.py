@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.observe import logs
+from kvservice.observe.endpoint import ANSWER_SECONDS
 
 log = logging.getLogger("kvservice.actors")
 
@@ -57,6 +58,20 @@ class HostedServer:
         except concurrent.futures.TimeoutError as error:  # it is another class than the built-in one before Python 3.11
             future.cancel()
             raise Unavailable(f"the server did not answer within {timeout} s") from error
+
+    def reader(self, ask: Callable[[], T]) -> Callable[[], T | None]:
+        """Like observe.endpoint.on_loop, on the loop of this server."""
+
+        async def call() -> T:
+            return ask()
+
+        def read() -> T | None:
+            try:
+                return self.call(call(), ANSWER_SECONDS)
+            except KVServiceError:
+                return None
+
+        return read
 
     def close(self, work: Coroutine[Any, Any, object]) -> None:
         self.call(work)

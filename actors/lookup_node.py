@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -13,6 +14,8 @@ from kvservice.actors.hosting import HostedServer
 from kvservice.core.directory.membership import patience
 from kvservice.lookup.server import LookupServer
 from kvservice.observe import tracing
+from kvservice.observe.endpoint import serve_endpoint
+from kvservice.observe.lookup_metrics import LookupCollector
 
 
 class LookupNode:
@@ -28,8 +31,11 @@ class LookupNode:
         allow_plaintext: bool = False,
         heartbeat_seconds: float = 1.0,
         traces: str = "off",
+        service: str = "default",
+        metrics_port: int = 0,
     ) -> None:
-        tracing.start(traces, "kvservice-lookup")
+        """`metrics_port` 0 means that no metrics are served."""
+        tracing.start(traces, "kvservice-lookup", service=service)
         self._address = address
         self._partition = partition
         # The epoch is in nanoseconds, because two boots within one second must not share one.
@@ -45,6 +51,11 @@ class LookupNode:
             forget_seconds=forget,
         )
         self._hosted = HostedServer(self._server.start)
+        self._end_metrics: Callable[[], None] = lambda: None
+        if metrics_port:
+            collector = LookupCollector(service, self._hosted.reader(self._server.numbers))
+            condition = self._hosted.reader(self._server.condition)
+            self._end_metrics = serve_endpoint([collector], condition, metrics_port)
 
     def ready(self) -> dict[str, Any]:
         """Address, node and process of this lookup partition. Raises the KVServiceError that keeps it from starting."""
@@ -53,6 +64,7 @@ class LookupNode:
         return {"partition": self._partition, "address": self._address, "ray_node": node, "pid": os.getpid()}
 
     def stop(self) -> int:
+        self._end_metrics()
         self._hosted.close(self._server.stop())
         tracing.stop()
         return os.getpid()

@@ -23,7 +23,7 @@ from kvservice.actors.cache_shard import CacheShard
 from kvservice.actors.draining import draining_nodes
 from kvservice.actors.gpu_worker import GpuWorker
 from kvservice.actors.lookup_node import LookupNode
-from kvservice.config import ServiceConfig
+from kvservice.config import COPY_WORKERS_MAX, ServiceConfig
 from kvservice.copying.device import HOST
 from kvservice.copying.worker.server import CopyWorkerConfig
 from kvservice.core.bounded_table import NODES_MAX
@@ -180,6 +180,8 @@ class Supervisor:
                 config.allow_plaintext,
                 config.heartbeat_seconds,
                 config.traces,
+                config.service,
+                config.metrics_port and config.metrics_port + 1 + COPY_WORKERS_MAX + partition,
             )
             handle = self._place(LookupNode, ray_node, names.lookup(partition), arguments)
             self._lookups[partition] = _Part(f"lookup partition {partition}", handle, ray_node)

@@ -270,9 +270,11 @@ class ServiceConfig(Settings):
     """Directory for sockets and records on every node. It belongs to the service's user alone. Engines and commands
     need the same one: set KVSERVICE_RUNTIME_DIR for them."""
 
-    metrics_port: Annotated[Count, Field(ge=0, le=PORT_MAX - COPY_WORKERS_MAX), Shown(chart="cache.metricsPort")] = 0
-    """HTTP port on every node where Prometheus finds /metrics. Copy workers take the ports after it. 0 serves no
-    metrics."""
+    metrics_port: Annotated[
+        Count, Field(ge=0, le=PORT_MAX - COPY_WORKERS_MAX - LOOKUP_PARTITIONS_MAX), Shown(chart="cache.metricsPort")
+    ] = 0
+    """HTTP port on every node where Prometheus finds /metrics. Copy workers take the ports after it, and lookup
+    partition i on Ray the port 65 + i further on. 0 serves no metrics."""
 
     traces: Traces = "off"
 

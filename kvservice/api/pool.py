@@ -33,12 +33,14 @@ def connect(
     token_file: str | None = None,
     memory: str | int | None = None,
     eviction: str = "default",
+    metrics_port: int | None = None,
 ) -> Pool:
     """Open a pool: that of a service which runs on this machine, or one in this process.
 
     `auto` takes the service when one is registered on this machine now, else a pool of `memory` bytes that nobody else
     sees. `service`, `node` and `socket` choose where several shards are registered. `token_file` holds the token of a
-    tenant, instead of KVSERVICE_TOKEN_FILE. `memory` and `eviction` are of a pool in this process.
+    tenant, instead of KVSERVICE_TOKEN_FILE. `memory`, `eviction` and `metrics_port` are of a pool in this process; at
+    the port, if one is given, Prometheus finds its metrics.
 
     Blocks for a moment; for seconds when a large pool is made. Raises Unavailable when no shard listens, ConfigError
     for arguments that do not fit together or when several shards fit, SegmentError when /dev/shm has too little room.
@@ -48,7 +50,7 @@ def connect(
     ...     pool.mode
     'embedded'
     """
-    return Pool(_open(mode, service, node, socket, token_file, memory, eviction))
+    return Pool(_open(mode, service, node, socket, token_file, memory, eviction, metrics_port))
 
 
 async def connect_async(
@@ -60,6 +62,7 @@ async def connect_async(
     token_file: str | None = None,
     memory: str | int | None = None,
     eviction: str = "default",
+    metrics_port: int | None = None,
 ) -> AsyncPool:
     """`connect` for a program on an event loop: see there.
 
@@ -70,7 +73,7 @@ async def connect_async(
     >>> asyncio.run(main())
     'embedded'
     """
-    thread = PoolThread(_options(mode, service, node, socket, token_file, memory, eviction))
+    thread = PoolThread(_options(mode, service, node, socket, token_file, memory, eviction, metrics_port))
     try:
         await thread.loop.wait_async(thread.open())
     except BaseException:
@@ -90,7 +93,7 @@ def _open(*arguments: str | int | None) -> PoolThread:
 
 
 def _options(*arguments: str | int | None) -> ConnectOptions:
-    names = ("mode", "service", "node", "socket", "token_file", "memory", "eviction")
+    names = ("mode", "service", "node", "socket", "token_file", "memory", "eviction", "metrics_port")
     given = {name: value for name, value in zip(names, arguments, strict=True) if value is not None}
     return ConnectOptions(**given)  # type: ignore[arg-type]  # checked there, whatever it is
 

@@ -5,14 +5,16 @@
     /readyz   200 while the process takes new work; 503 with the reason otherwise, so a drain shows at once
 
 It is plain HTTP, in a service with TLS as well: a probe of Kubernetes has no client certificate, and nothing here is
-secret from who may read the metrics. Every request runs on a thread of its own. It asks the event loop and waits for it
-a bounded time.
+secret from who may read the metrics. Every connection runs on a thread of its own, and there are CONNECTIONS_MAX at
+most: beyond it the oldest is cut off, so that whoever opens many keeps no probe out. A request asks the event loop and
+waits for it a bounded time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import platform
 import socket
@@ -37,6 +39,8 @@ T = TypeVar("T")
 # and half of Prometheus' ten. Later the loop counts as stuck.
 ANSWER_SECONDS = 3.0
 IDLE_SECONDS = 10.0  # a connection that sends nothing is closed after this: it would keep its thread
+# Threads, one a connection: some probes, several Prometheus and a person at a browser. A thread takes about 100 KiB.
+CONNECTIONS_MAX = 32
 ANY_ADDRESS = "0.0.0.0"
 
 
@@ -130,10 +134,56 @@ class _Handler(WSGIRequestHandler):
         """Nothing: a request every few seconds is no event."""
 
 
+class _Server(ThreadingWSGIServer):
+    """Serves CONNECTIONS_MAX connections at once, the newest."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._free = threading.Semaphore(CONNECTIONS_MAX)
+        self._open: dict[int, socket.socket] = {}  # by descriptor, the oldest first
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self._cut_oldest()
+            # Its thread ends at once, unless it is waiting for the event loop.
+            if not self._free.acquire(timeout=ANSWER_SECONDS):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._open[request.fileno()] = request
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the machine has no thread left
+            self._ended(request)
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._ended(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is gone or says nothing in time: no event, and no traceback in the log."""
+        log.debug("metrics_connection_failed", exc_info=True)
+
+    def _ended(self, request: Any) -> None:
+        with self._lock:
+            known = self._open.pop(request.fileno(), None) is not None
+        if known:
+            self._free.release()
+
+    def _cut_oldest(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._open.values()), None)
+            if oldest is not None:
+                with contextlib.suppress(OSError):  # its client was faster
+                    oldest.shutdown(socket.SHUT_RDWR)
+
+
 def _listen(address: str, port: int, application: _Application) -> ThreadingWSGIServer:
     family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
-    class Server(ThreadingWSGIServer):
+    class Server(_Server):
         address_family = family
 
     return make_server(str(place[0]), port, application, Server, handler_class=_Handler)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from kvservice.config import EvictionName, Settings, Shown, Size
+from kvservice.config import PORT_MAX, EvictionName, Settings, Shown, Size
 from kvservice.errors import ConfigError
 from kvservice.units import GiB, MiB, format_bytes
 
@@ -56,6 +56,10 @@ class PoolOptions(Settings):
     """Embedded: memory of the pool. `kvservice up` sets that of a service."""
 
     eviction: EvictionName = "default"
+
+    metrics_port: Annotated[int, Field(strict=True, ge=0, le=PORT_MAX)] = 0
+    """Embedded: HTTP port where Prometheus finds the pool's /metrics, on every address of the machine, without login.
+    0 serves none. Where several processes on one machine have the same port, the first serves."""
 
     @model_validator(mode="after")
     def _is_one_pool(self) -> PoolOptions:

@@ -18,6 +18,7 @@ from kvservice.pool.port import PoolPort
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.private_files import is_listening
+from kvservice.session.embedded_metrics import watched
 from kvservice.session.options import Mode, PoolOptions
 from kvservice.units import NodeId, format_bytes
 
@@ -86,6 +87,7 @@ def embedded(options: PoolOptions, geometry: Geometry, node_id: NodeId) -> Calla
 
     async def open_pool() -> PoolRuntime:
         # The segment has no name, so nothing is left behind however this process ends.
-        return await PoolRuntime.open(PoolConfig(node_id, None, geometry, eviction=eviction))
+        pool = await PoolRuntime.open(PoolConfig(node_id, None, geometry, eviction=eviction))
+        return watched(pool, options.metrics_port) if options.metrics_port else pool
 
     return open_pool

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -41,6 +42,7 @@ pytestmark = pytest.mark.ray
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * MiB}
 WAIT_SECONDS = 150.0
+METRICS_PORT = 29464  # below the ports that the kernel gives away
 PREEMPTION = 2  # autoscaler.proto: DrainNodeReason
 
 
@@ -75,7 +77,12 @@ def cluster(runtime: Path) -> Iterator[Cluster]:
 def config(cluster: Cluster, runtime: Path, certificates: Path) -> Iterator[ServiceConfig]:
     """The settings of a service that runs, with TLS between its parts."""
     wanted = ServiceConfig(
-        service="rt", pool_bytes=32 * MiB, slab_bytes=8 * MiB, runtime_dir=str(runtime), tls_dir=str(certificates)
+        service="rt",
+        pool_bytes=32 * MiB,
+        slab_bytes=8 * MiB,
+        runtime_dir=str(runtime),
+        tls_dir=str(certificates),
+        metrics_port=METRICS_PORT,
     )
     deploy.up(wanted).wait_complete(WAIT_SECONDS)
     yield wanted
@@ -141,6 +148,13 @@ def test_every_node_gets_one_shard_and_one_lookup_partition(config: ServiceConfi
     assert {row["ray_node"] for row in state["shards"]} == set(state["nodes"])
     assert {row["ray_node"] for row in state["lookup_partitions"]} == set(state["nodes"])
     assert {record.node_id for record in find_shards("rt")} == {node[:12] for node in state["nodes"]}
+
+
+def test_every_lookup_partition_has_metrics_of_its_own(config: ServiceConfig) -> None:
+    for partition in range(2):
+        url = f"http://127.0.0.1:{METRICS_PORT + 65 + partition}/metrics"
+        text = urllib.request.urlopen(url, timeout=10).read().decode()
+        assert f'kvservice_lookup_nodes_alive{{partition="{partition}",service="rt"}} 2.0' in text
 
 
 def test_another_driver_with_other_settings_is_refused(config: ServiceConfig, cluster: Cluster) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
+import socket
 import threading
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -371,3 +374,16 @@ def test_a_slot_that_is_not_reserved_is_not_written(cache: kvservice.Cache, monk
     assert cache.put([9] * 12, some(3) + 1) == kvservice.PutResult(0, 0, 3, "unavailable")
     assert np.array_equal(hit.copy(), some(3))
     hit.close()
+
+
+def test_a_pool_in_this_process_has_metrics_where_asked_for() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with kvservice.connect("embedded", memory=8 * MiB, metrics_port=port) as made:
+        made.attach("m", LAYOUT).put(range(8), np.zeros((2, *LAYOUT.shape), "float32"))
+        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+        assert re.search(r'kvservice_blocks_sealed_total{node="[0-9a-f]+",service="embedded"} 2.0', text)
+        assert urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10).status == 200
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0

@@ -132,3 +132,14 @@ def test_a_loop_that_has_ended_answers_nothing() -> None:
     ended = asyncio.new_event_loop()
     ended.close()
     assert on_loop(ended, Condition)() is None
+
+
+def test_connections_are_bounded_and_a_probe_still_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "CONNECTIONS_MAX", 4)
+    before = threading.active_count()
+    with served() as url, contextlib.ExitStack() as silent:
+        place = url.removeprefix("http://").split(":")
+        for _ in range(20):
+            silent.enter_context(socket.create_connection((place[0], int(place[1]))))
+        assert got(f"{url}/livez")[:2] == (200, "ok\n")
+        assert threading.active_count() - before <= 4 + 2, "one thread listens, and one may be ending"
