@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvservice.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from kvservice.api.attached import PutResult as PutResult
     from kvservice.api.explanation import ExplainedBlocks as ExplainedBlocks
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from kvservice.errors import Refused as Refused
     from kvservice.errors import SegmentError as SegmentError
     from kvservice.errors import Unavailable as Unavailable
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "AsyncCache": "kvservice.api.pool",

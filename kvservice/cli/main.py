@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from kvservice import __version__
 from kvservice.cli.commands import develop, look, operate, run, secure
 from kvservice.cli.tree import HELP, Tree
+from kvservice.version import __version__
 
 
 def version(wanted: bool) -> None:

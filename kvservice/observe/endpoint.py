@@ -28,9 +28,9 @@ from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from kvservice import __version__
 from kvservice.errors import KVServiceError
 from kvservice.observe.condition import Condition
+from kvservice.version import __version__
 
 log = logging.getLogger("kvservice.observe")
 

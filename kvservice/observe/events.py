@@ -89,6 +89,7 @@ CONNECTOR_COUNTERS: Mapping[str, str] = {
 
 # Of vllm:kvservice_connector_events_total.
 CONNECTOR_EVENTS: Mapping[str, str] = {
+    "stock_given_back": "slots held ready that an idle engine gave back",
     "acquire_abandoned": "answers that came after their request had ended; they were given back",
     "acquire_cancelled": "questions taken back because their request ended",
     "acquire_failed": "questions to the pool that failed",

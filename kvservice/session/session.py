@@ -44,6 +44,9 @@ RETRY_SECONDS_MAX = 5.0  # The most between two attempts: a shard that comes bac
 # After a refusal because of the fingerprint. The engine with the other fingerprint may leave.
 REFUSED_RETRY_SECONDS = 15.0
 STOCK_MIN = 8  # Slots held ready without requests, so that the first blocks find room at once.
+# An engine without requests for so long gives its stock back. A conversation's next turn comes sooner, as a rule; the
+# first request after it has slots some milliseconds after it came, which is before its prompt is computed.
+STOCK_IDLE_SECONDS = 60.0
 STOCK_MAX = 1024  # The most slots held ready. A step that fills more blocks stores the rest in the next step.
 TICK_SECONDS = 1.0  # Between two looks at the stock and the requests' reports.
 CLOSE_SECONDS = 5.0  # For detaching. Then the session ends without it, and the shard notices the closed stream.
@@ -91,6 +94,7 @@ class Session:
         self._layouts = (spec.layout, *(group.layout for group in spec.window_groups))
         self._stocks: list[deque[BlockRef]] = [deque() for _ in self._layouts]  # by KV cache group
         self._expected = 0  # blocks that the requests in flight will want to store
+        self._is_used = True  # since the loop looked last
         self._answers: deque[AcquireAnswer] = deque()
         self._answered = threading.Condition(self._lock)
         self._pending: Counter[str] = Counter()  # acquires under way, by request
@@ -170,6 +174,7 @@ class Session:
         """`count` more blocks will want slots soon. A negative count takes that back."""
         with self._lock:
             self._expected = max(0, self._expected + count)
+            self._is_used = True
         if count > 0:
             self._poke()
 
@@ -179,6 +184,7 @@ class Session:
         with self._lock:
             if not self._is_current(attachment):
                 return []
+            self._is_used = True
             stock = self._stocks[group]
             taken = [stock.popleft() for _ in range(min(count, len(stock)))]
         self._poke()
@@ -321,10 +327,16 @@ class Session:
         period = min(attachment.lease_seconds / 3, HEARTBEAT_SECONDS_MAX)
         renew_at = self._loop.time() + period
         report_at = self._loop.time()
+        idle_from = self._loop.time() + STOCK_IDLE_SECONDS
         while not self._stopping and not lost:
             self._wake.clear()
+            with self._lock:
+                if self._is_used or self._expected:
+                    idle_from = self._loop.time() + STOCK_IDLE_SECONDS
+                self._is_used = False
+            is_idle = self._loop.time() >= idle_from
             for group in range(len(self._stocks) if self._has_stock else 0):
-                await self._restock(attachment, group)
+                await self._restock(attachment, group, is_idle)
             if self._loop.time() >= renew_at or (self._reports and self._loop.time() >= report_at):
                 report_at = self._loop.time() + REPORT_SECONDS
                 renew_at = self._loop.time() + period
@@ -339,8 +351,8 @@ class Session:
             self._reports.clear()
         return lambda pool: pool.renew(attachment.attachment_id, leases, reports, statement)
 
-    async def _restock(self, attachment: Attachment, group: int) -> None:
-        """Fill the stock up with one call, or give back slots that an idle engine need not hold."""
+    async def _restock(self, attachment: Attachment, group: int, is_idle: bool) -> None:
+        """Fill the stock up with one call, or give back slots that the engine need not hold: all when it is idle."""
         assert self._pool is not None
         geometry = attachment.geometry
         payload_bytes = self._layouts[group].payload_bytes
@@ -351,14 +363,16 @@ class Session:
         with self._lock:
             stock = self._stocks[group]
             idle = min(self._stock_min, slots // 8)
-            wanted = max(1, min(idle + self._expected, STOCK_MAX, slots // 2))
+            wanted = 0 if is_idle else max(1, min(idle + self._expected, STOCK_MAX, slots // 2))
             have = len(stock)
             surplus = [stock.pop() for _ in range(have - 2 * wanted)] if have > 2 * wanted else []
             self._ledger.give_back(surplus)
         try:
             if surplus:
+                if is_idle:
+                    self.counters["stock_given_back"] += len(surplus)
                 await self._pool.abort(attachment.attachment_id, surplus)
-            elif have * 2 <= wanted:
+            elif have * 2 <= wanted and not is_idle:
                 await self._reserve(attachment, group, wanted - have)
         except KVServiceError as error:
             self.counters["reserve_failed"] += 1

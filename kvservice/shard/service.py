@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Protocol
 
-from kvservice import __version__
 from kvservice.auth.authenticator import Authenticator, account_of, is_private
 from kvservice.auth.identity import caller_of, proof_in
 from kvservice.client.shard import STREAM_SILENCE_SECONDS
@@ -27,6 +26,7 @@ from kvservice.core.writes import RESERVE_COUNT_MAX
 from kvservice.errors import Forbidden, InvalidRequest, KVServiceError, StaleEpoch, Unauthenticated, Unavailable
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
+from kvservice.version import __version__
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_reports, encode_explanation, encode_history
 from kvservice.wire.figures import (

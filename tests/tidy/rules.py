@@ -18,7 +18,7 @@ GENERATED = "kvservice/wire/v1"
 SOURCE_FOLDERS = ("kvservice", "actors", "examples", "benchmarks", "scripts", "tests")
 
 # Everybody may import these.
-GROUND = frozenset({"aio", "errors", "private_files", "units"})
+GROUND = frozenset({"aio", "errors", "private_files", "units", "version"})
 
 # Package → the other packages of kvservice that it may import. A package's place in the tree says what it may know.
 LAYERS: dict[str, frozenset[str]] = {
@@ -26,6 +26,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "aio": frozenset(),
     "errors": frozenset(),
     "units": frozenset(),
+    "version": frozenset(),
     "private_files": frozenset(),
     "config": frozenset(),
     "plugins": frozenset(),

@@ -366,6 +366,7 @@ class Engine(EngineParts):
 
     def die(self) -> None:
         super().die()
+        self.world.counters["stock_given_back"] += self.session.counters["stock_given_back"]
         self.worker.scheduler_died()
 
 

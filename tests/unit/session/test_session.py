@@ -107,6 +107,22 @@ def test_expected_stores_enlarge_the_stock(bench: Bench) -> None:
     eventually(lambda: len(bench.pool.reserved) <= 2 * idle, "the surplus to be given back")
 
 
+def test_an_idle_engine_gives_its_stock_back_and_gets_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STOCK_IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(module, "TICK_SECONDS", 0.05)
+    attachment = bench.start()
+    eventually(lambda: bench.pool.reserved, "slots reserved ahead")
+    eventually(lambda: not bench.pool.reserved, "all slots to be given back")
+    assert bench.held() == set()
+    bench.session.expect(1)
+    eventually(lambda: bench.pool.reserved, "slots for the next request")
+    assert bench.session.take_slots(attachment.attachment_id, 1)
+    time.sleep(0.5)
+    assert bench.pool.reserved, "a request is under way"
+    bench.session.expect(-1)
+    eventually(lambda: len(bench.pool.reserved) == 1, "all to be given back but what is being written")
+
+
 def test_the_stock_leaves_most_of_a_tenants_quota_to_its_blocks(bench: Bench) -> None:
     attach = bench.pool.attach
 
