@@ -84,7 +84,8 @@ def engine_spec(model: PagedModel, options: EngineOptions) -> EngineSpec:
         "block_tokens": shape.block_tokens,
         **{f"hf.{name}": _text(value) for name, value in config.items() if name not in LEFT_OUT},
     }
-    return EngineSpec(bytes(16), Path(model.name).name, Fingerprint.of(fields), slot_layout(shape), options.namespace)
+    called = Path(model.name).name or str(model.config.model_type)
+    return EngineSpec(bytes(16), called, Fingerprint.of(fields), slot_layout(shape), options.namespace)
 
 
 def slot_layout(shape: KVShape) -> SlotLayout:
