@@ -6,12 +6,15 @@ the stage on host memory.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.gpu.findings import Stage
+from kvservice.copying.device import HOST
 
 STAGE = Stage("engine")
 CPU = "--cpu" in sys.argv
@@ -27,6 +30,7 @@ SETTINGS: dict[str, Any] = {
     "step_tokens": 60,
 }
 TIGHT = {"device_blocks": 16}  # one request fits, two do not once they have grown
+LOADED = ("loaded_blocks", "loaded_blocks_layerwise", "copy_batched_blocks")
 MODELS = ("grouped heads", "latent v2", "window")  # grouped-query, MLA-shaped, sliding window
 
 
@@ -39,6 +43,7 @@ class Bench:
         from tests.unit.engine.tiny_models import generated, make, prompt
 
         self.model = make(kind, getattr(torch, dtype)).to("cpu" if CPU else "cuda")
+        self.model.name_or_path = f"{kind} of random weights"  # a shard asks for the model's name
         common = prompt(32, seed=5)
         self.common = common
         self.prompts = [[*common, *prompt(extra, seed=extra)] for extra in (3, 9, 6, 12)]
@@ -52,7 +57,8 @@ class Bench:
         from kvservice.engine.options import EngineOptions
 
         model = PagedModel(self.model, block_tokens=BLOCK_TOKENS)
-        with ReferenceEngine(model, EngineOptions(**{**SETTINGS, **options})) as running:
+        given = {name: value for name, value in {**SETTINGS, **options}.items() if value is not None}
+        with ReferenceEngine(model, EngineOptions(**given)) as running:
             yield running
 
     def says(self, engine: Any, prompts: list[list[int]], **sampling: Any) -> list[list[list[int]]]:
@@ -65,14 +71,14 @@ class Bench:
             raise RuntimeError(f"other tokens than generate: {what}")
 
 
-def warm(bench: Bench, **options: Any) -> dict[str, Any]:
+def warm(bench: Bench, names: tuple[str, ...] = LOADED, **options: Any) -> dict[str, Any]:
     with bench.engine(**options) as engine:
         for turn in ("cold", "warm"):
             for index, tokens in enumerate(bench.prompts):
                 if bench.says(engine, [tokens]) != [[bench.wanted[index]]]:
                     raise RuntimeError(f"other tokens than generate: {turn}")
                 engine.forget()
-        return counted(engine, "loaded_blocks", "loaded_blocks_layerwise", "copy_batched_blocks")
+        return counted(engine, *names)
 
 
 def partial(bench: Bench) -> dict[str, Any]:
@@ -111,6 +117,72 @@ def preempted(bench: Bench, way: str) -> dict[str, Any]:
     return found
 
 
+def handed_over(bench: Bench) -> dict[str, Any]:
+    """One engine computes prompts and another goes on, over the shard of a node."""
+    from kvservice.engine.sampling import Sampling
+
+    with (
+        node() as (_, options),
+        bench.engine(role="producer", **options) as prefill,
+        bench.engine(role="consumer", **options) as decode,
+    ):
+        for index, tokens in enumerate(bench.prompts):
+            prefill.add(tokens, Sampling(max_tokens=1), transfer_params={"do_remote_decode": True})
+            [done] = finished(prefill)
+            decode.add(tokens, Sampling(max_tokens=NEW), transfer_params=done.transfer_params)
+            [found] = finished(decode)
+            if found.token_ids != [bench.wanted[index]]:
+                raise RuntimeError("other tokens than generate: handed over")
+            decode.forget()
+        counters = counted(decode, "loaded_blocks")
+    if not counters["loaded_blocks"]:
+        raise RuntimeError("nothing was handed over")
+    return counters
+
+
+def copy_worker(bench: Bench) -> dict[str, Any]:
+    """All copies of an engine in the process of a copy worker."""
+    with node() as (cluster, options), worker(cluster):
+        found = warm(bench, copier="worker", names=("loaded_blocks", "copy_worker_blocks"), **options)
+    if not found["copy_worker_blocks"]:
+        raise RuntimeError(f"the copy worker copied nothing: {found}")
+    return found
+
+
+@contextmanager
+def node() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A shard of its own, and the options of engines beside it."""
+    from kvservice.testing.cluster import LocalCluster
+
+    with LocalCluster(nodes=1, lookup_partitions=1) as cluster:
+        yield cluster, {"mode": "service", "socket": cluster.socket("n0"), "memory": None}
+
+
+@contextmanager
+def worker(cluster: Any) -> Iterator[None]:
+    command = [sys.executable, "-m", "kvservice", "copy-worker", "--service", cluster.service, "--node", "n0"]
+    environment = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(cluster.root)}
+    process = subprocess.Popen(
+        [*command, "--device", HOST if CPU else "0"], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()  # it listens
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+
+
+def finished(engine: Any) -> list[Any]:
+    """Steps until nothing is left to do. Returns the outputs."""
+    found: list[Any] = []
+    while engine.has_work:
+        found += engine.step()
+    return found
+
+
 def counted(engine: Any, *names: str) -> dict[str, Any]:
     counters = engine.all_counters()
     return {"same tokens": True, **{name: counters[name] for name in names}}
@@ -124,6 +196,8 @@ MODES: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "four beams": beams,
     "preempted by swap": lambda bench: preempted(bench, "swap"),
     "preempted by recompute": lambda bench: preempted(bench, "recompute"),
+    "handed over between two engines": handed_over,
+    "copies in a copy worker": copy_worker,
 }
 
 

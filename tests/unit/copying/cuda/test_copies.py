@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvservice.copying import profiling
 from kvservice.copying.cuda import copies as cuda_copies
 from kvservice.copying.cuda.copies import CudaCopies, DirectCopies
 from kvservice.copying.cuda.pinning import Pinning
@@ -145,6 +147,22 @@ def test_failed_copy_ends_after_what_it_started_has_ended() -> None:
     with pytest.raises(TransferError):
         copies.store(CopyTemplate(layout, SLOT).expand([0], [0]))
     assert not driver.unawaited
+
+
+def test_profiler_sees_load_store_gather_and_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    ranges = SimpleNamespace(range_push=said.append, range_pop=lambda: said.append("end"))
+    monkeypatch.setattr(profiling, "_nvtx", lambda: ranges)
+    layout = region("lbnh")
+    kv, segment = np.zeros(layout.region_bytes, np.uint8), np.zeros(GEOMETRY.segment_bytes, np.uint8)
+    driver = HostDriver(batch=True)
+    pinning = Pinning(0, GEOMETRY, lambda *_: None, lambda _: None)
+    copies = CudaCopies(driver, kv.ctypes.data, segment.ctypes.data, pinning, driver.gather)  # type: ignore[arg-type]
+    runs = CopyTemplate(layout, SLOT).expand([0], [0])
+    copies.store(runs)
+    copies.load(runs)
+    inner = ["kvservice gather", "end", "end", "kvservice wait", "end"]
+    assert said == ["kvservice store", *inner, "kvservice load", *inner]
 
 
 def test_copies_under_way_have_an_event_each() -> None:

@@ -48,6 +48,44 @@ wanted[:16400] = source[:16400]
 print(np.array_equal(target, wanted))
 """
 
+LAUNCH = """
+import contextlib
+from types import SimpleNamespace
+import numpy as np, torch
+from kvservice.copying.cuda import gather_kernel
+
+class Stream:
+    cuda_stream = 5
+    def wait_stream(self, other): pass
+    def synchronize(self): pass
+
+launched = []
+run = gather_kernel._move_runs.run
+def noted(*arguments, grid, **settings):
+    launched.append((grid[0], settings["wide"]))
+    return run(*arguments, grid=grid, **settings)
+gather_kernel._move_runs.run = noted
+nothing = lambda *_: contextlib.nullcontext()
+gather_kernel.torch = SimpleNamespace(
+    device=lambda *_: torch.device("cpu"), zeros=torch.zeros, empty=torch.empty, from_numpy=torch.from_numpy,
+    int64=torch.int64, int32=torch.int32, uint8=torch.uint8,
+    cuda=SimpleNamespace(
+        device_count=lambda: 1, get_device_properties=lambda _: SimpleNamespace(uuid="1"), Stream=lambda *_: Stream(),
+        ExternalStream=lambda *_, **__: Stream(), device=nothing, stream=nothing, current_stream=lambda *_: Stream()))
+torch.Tensor.record_stream = lambda self, stream: None
+launch = gather_kernel.launcher("GPU-1")
+print(launched)
+launched.clear()
+source = np.random.default_rng(0).integers(0, 256, 1 << 19, np.uint8)
+target, wanted = np.zeros_like(source), np.zeros_like(source)
+for to, begins, sizes in (([0, 262144], [131072, 0], [100000, 131072]), ([100004], [4], [12])):
+    to, begins, sizes = map(np.array, (to, begins, sizes))
+    launch(target.ctypes.data + to, source.ctypes.data + begins, sizes, 5)
+    for start, begin, size in zip(to, begins, sizes):
+        wanted[start : start + size] = source[begin : begin + size]
+print(launched, np.array_equal(target, wanted))
+"""
+
 
 def said_by(program: str, tmp_path: Path, **environment: str) -> str:
     found = [str(SITE)] if SITE.is_dir() else []
@@ -76,6 +114,13 @@ def test_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_kernel_moves_the_right_bytes(tmp_path: Path) -> None:
     assert said_by(INTERPRET, tmp_path, TRITON_INTERPRET="1").split() == ["True", "True"]
+
+
+@pytest.mark.processes
+def test_launcher_cuts_long_runs_and_uses_wide_words(tmp_path: Path) -> None:
+    """Both kinds of words are compiled in advance. 100,000 and 131,072 bytes are two pieces each."""
+    said = said_by(LAUNCH, tmp_path, TRITON_INTERPRET="1")
+    assert said.split("\n") == ["[(1, False), (1, True)]", "[(4, True), (1, False)] True"]
 
 
 def kernels(source: str) -> list[ast.FunctionDef]:
