@@ -210,13 +210,12 @@ class _Pass:
             mask = (whole <= self.kept[:, None])[None, None]
         else:
             mask = mask[..., self.kept, :]
-        places = {"attention_mask": mask, "position_ids": kwargs["position_ids"][:, self.kept]}
-        cos_sin = tuple(each[:, self.kept] for each in kwargs["position_embeddings"])
-        return (hidden if rows is None else hidden[:, rows], *args[1:]), {
-            **kwargs,
-            **places,
-            "position_embeddings": cos_sin,
+        left = {
+            "attention_mask": mask,
+            "position_ids": kwargs["position_ids"][:, self.kept],
+            "position_embeddings": tuple(each[:, self.kept] for each in kwargs["position_embeddings"]),
         }
+        return (hidden if rows is None else hidden[:, rows], *args[1:]), {**kwargs, **left}
 
     def mix(self, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
         """The keys and values of all tokens in this layer, from `[1, head, token, size]` of those computed in it."""
@@ -249,10 +248,9 @@ class _MixedLayer(DynamicLayer):
         super().__init__()
         self._work, self._number = work, number
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         if self.is_initialized:
-            grown: tuple[Any, Any] = super().update(key_states, value_states, *args, **kwargs)
-            return grown
+            return super().update(key_states, value_states, *args, **kwargs)
         self.lazy_initialization(key_states, value_states)
         self.keys, self.values = self._work.mix(self._number, key_states, value_states)
         return self.keys, self.values

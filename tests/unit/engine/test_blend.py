@@ -218,7 +218,9 @@ def test_more_computed_is_closer_to_full_prefill(pool: kvservice.Pool) -> None:
 def test_chunks_and_blends_never_have_prefix_names(pool: kvservice.Pool) -> None:
     """A program that caches prefixes of the same tokens with the same layout finds none of it, whatever its salt."""
     model = make_model()
-    make_blender(model, pool, ratio=0.3).prefill(PIECES)
+    blender = make_blender(model, pool, ratio=0.3)
+    blender.prefill(PIECES)
+    assert not blender._chunks.get(FIRST), "nor would an adapter's or a tenant's prefix under the same fingerprint"
     layout = kvservice.Layout(BLOCK, (LAYERS, 2, 2, BLOCK, 8), "float32")
     prefixes = pool.attach("model", layout)
     for tokens in (FIRST, SECOND, PROMPT):
@@ -227,8 +229,7 @@ def test_chunks_and_blends_never_have_prefix_names(pool: kvservice.Pool) -> None
                 assert (len(hit), hit.miss) == (0, "never_stored")
     whole = len(PROMPT) // BLOCK
     assert prefixes.put(PROMPT, torch.zeros(whole, *layout.shape)) == kvservice.PutResult(whole, 0, 0)
-    blender = make_blender(model, pool, ratio=0)
-    assert blender.prefill([PROMPT, QUESTION]).cached == 0, "and a chunk is never a prompt's prefix"
+    assert blender.prefill([PROMPT, QUESTION]).cached == 0, "and a prompt's prefix is never a chunk"
 
 
 def test_stored_chunk_is_not_stored_again(pool: kvservice.Pool) -> None:
