@@ -189,9 +189,7 @@ async def _acquire(socket: str) -> Ratios:
 def step() -> Ratios:
     """A step of 128 requests that fill no block, in the scheduler half, against one dictionary entry a request."""
     line = Line()
-    scheduler = SchedulerHalf(
-        line, keys_of, pool_info, block_tokens=BLOCK, worker_count=1, lazy=False, fetch_timeout_seconds=2.0
-    )
+    scheduler = SchedulerHalf(line, keys_of, pool_info, block_tokens=BLOCK, worker_count=1, fetch_timeout_seconds=2.0)
     scheduler.pin_with(line.pins)
     scheduled = []
     for number in range(REQUESTS):

@@ -116,15 +116,21 @@ def entries_of(places: Sequence[tuple[int, int, int]], ref: BlockRef, key: Block
 
 
 def load_entries(
-    grouping: Grouping, chains: Sequence[Sequence[BlockKey]], result: AcquireResult, table: Table, local: int
+    grouping: Grouping,
+    chains: Sequence[Sequence[BlockKey]],
+    result: AcquireResult,
+    table: Table,
+    local: int,
+    skip: int = 0,
 ) -> list[CopyEntry]:
     """All copies that fill the engine's blocks from position `local` to the end of the hit. `chains` has the keys of
-    each group. Raises AssertionError if promise and table do not fit."""
-    end = len(result.blocks)
+    each group; the promise begins at position `skip`. Raises AssertionError if promise and table do not fit."""
+    end = skip + len(result.blocks)
     entries: list[CopyEntry] = []
     for group, refs in enumerate((result.blocks, *result.window_blocks)):
         start = end - len(refs)
-        assert start == grouping.needed_from(group, end), "a window is promised that this hit does not have"
+        needed = max(grouping.needed_from(group, end), skip)
+        assert start == needed, "a window is promised that this hit does not have"
         for position in range(max(start, local), end):
             places = grouping.loaded(table, group, position, end)
             entries += entries_of(places, refs[position - start], chains[group][position])

@@ -25,7 +25,19 @@ def _version(text: str) -> str:
 
 class Offload(Enum):
     EAGER = "eager"  # store each block as soon as it is full: other replicas see it at once
-    LAZY = "lazy"  # store when the request ends: fewer copies, later hits
+    LAZY = "lazy"  # store when the request ends or is preempted: fewer copies, later hits
+    EVICTING = "evicting"  # store what the engine is about to evict: the fewest copies, and the latest hits
+
+
+class StoredPart(Enum):
+    ALL = "all"
+    PROMPTS = "prompts"  # not what the engine generates
+
+
+class DeferStores(Enum):
+    AUTO = "auto"  # on where the engine's own thread copies: a CPU without a copy worker
+    ON = "on"
+    OFF = "off"
 
 
 class Verify(Enum):
@@ -77,8 +89,23 @@ class ConnectorOptions(PoolOptions):
     what: ClassVar[str] = "key of kv_connector_extra_config"
 
     offload: Offload = Offload.EAGER
-    """When blocks are stored: eager in the step that fills them, lazy when their request ends. lazy copies less and
-    hits later."""
+    """When blocks are stored: eager in the step that fills them, lazy when their request ends or is preempted, evicting
+    shortly before the engine would lose them. The later, the fewer copies and the later the hits of others. A prompt
+    that is handed off is stored when its request ends at the latest. evicting needs vLLM's prefix caching and a model
+    with one KV cache group."""
+
+    store: StoredPart = StoredPart.ALL
+    """What is stored of a request: all of it, or only its prompt and nothing that the engine generates. Agents and
+    chats want all: the next prompt contains the answer. One-shot traffic saves the copies with prompts."""
+
+    store_after_handoff: bool = False
+    """Decode engine: store what it computes for a prompt that another engine handed off. A request can say so for
+    itself."""
+
+    defer_stores: DeferStores = DeferStores.AUTO
+    """Whether copies into the pool start with the next step, after the tokens of this one are sampled and sent. auto is
+    on where the engine's own thread copies: on a CPU with the copier in_process. Layer-wise saves are never
+    deferred."""
 
     verify_load: Verify = Verify.SAMPLED
     """Which loaded blocks are checked against their digest: one in sixteen, all, or none. Blocks that came from another
@@ -132,6 +159,11 @@ class ConnectorOptions(PoolOptions):
     def _fits_together(self) -> ConnectorOptions:
         if self.handoff_loans is HandoffLoans.ON and self.copier is not CopierChoice.WORKER:
             raise ConfigError("handoff_loans 'on' needs copier 'worker': only a copy worker can copy between engines")
+        if self.offload is Offload.EVICTING and self.layerwise.loads:
+            raise ConfigError(
+                "offload 'evicting' and layerwise loads exclude each other: a block near eviction may be one whose "
+                "load is not confirmed yet"
+            )
         if self.weights_version is not None and self.weights_version_file is not None:
             raise ConfigError(
                 "weights_version names weights that stay, weights_version_file weights that are changed in place: "

@@ -136,6 +136,7 @@ class AcquireResult:
     miss: MissReason
     window_blocks: tuple[tuple[BlockRef, ...], ...] = ()
     admitted: bool = True
+    skipped_held: int = 0  # how many of the `skip` blocks this node holds, from the first on; they are not leased
 
 
 @dataclass(frozen=True, slots=True)

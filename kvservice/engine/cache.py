@@ -27,7 +27,7 @@ import transformers
 from kvservice.connector.cache_groups import OneGroup, Table
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
-from kvservice.connector.options import Offload
+from kvservice.connector.options import StoredPart
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill, decode_params
@@ -165,7 +165,7 @@ class BothHalves:
             self._pool_info,
             block_tokens=self._block_tokens,
             worker_count=1,
-            lazy=options.offload is Offload.LAZY,
+            offload=options.offload,
             fetch_timeout_seconds=options.fetch_timeout_seconds,
             handoff_timeout_seconds=options.handoff_timeout_seconds,
             loan_seconds=options.loan_seconds if options.loans_on(device) else 0.0,
@@ -233,6 +233,8 @@ class BothHalves:
                 time.monotonic(),
                 tokens=tokens,
                 may_read=may_read,
+                may_store=self._options.store_after_handoff or not isinstance(wants, Handoff),
+                prompt_only=self._options.store is StoredPart.PROMPTS,
                 wants=wants,
                 salted=salted,
                 public_tokens=public_tokens,

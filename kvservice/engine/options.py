@@ -82,6 +82,8 @@ class EngineOptions(ConnectorOptions):
 
     @model_validator(mode="after")
     def _is_one_engine(self) -> EngineOptions:
+        if self.offload is Offload.EVICTING:
+            raise ConfigError("offload 'evicting' reads the free queue of vLLM, which this engine does not have")
         if self.layerwise is not Layerwise.OFF and self.copier is CopierChoice.WORKER:
             raise ConfigError("layerwise and copier 'worker' exclude each other: a copy worker copies whole blocks")
         if self.preempt_by is PreemptBy.SWAP and not self.swaps:

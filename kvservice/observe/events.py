@@ -96,6 +96,7 @@ CONNECTOR_EVENTS: Mapping[str, str] = {
     "acquires_cut_*": "answers that promised less than was asked for, by reason; as kvservice_acquires_cut_total",
     "adapter_*": "requests not cached because of their LoRA adapter: ambiguous, changed, in_doubt, too_many, unknown",
     "asked_after_preemption": "requests that asked again after the engine had preempted them",
+    "asked_again": "requests that asked again because the engine had lost blocks meanwhile",
     "asked_without_pool": "requests that found no pool to ask",
     "attach_*": "attempts to attach that failed, by the error's reason",
     "attached": "times that the engine attached to a pool",
@@ -134,11 +135,13 @@ CONNECTOR_EVENTS: Mapping[str, str] = {
     "resets_refused": "of these, the ones that could not be done at once",
     "seal_*": "stored blocks by the pool's answer: sealed, duplicate, stale, failed; dropped = not sent",
     "session_crashed": "times that the connection to the pool ended with an unexpected error",
+    "store_blocks_preempted": "blocks stored because their request was preempted",
     "store_behind": "blocks whose layers were not copied in time",
     "store_blocks_void": "planned stores that were dropped because their request had ended",
     "store_copy_failed": "copies into slots that failed",
     "store_stale": "stores whose slot was not the engine's any more",
     "store_unmapped": "stores whose pool was not mapped",
+    "switches_refused": "requests whose store and load switches make no sense; neither stored nor loaded",
 }
 
 

@@ -79,9 +79,11 @@ def wire_pd(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]
     section, rest = _split(config)
     if section.models is not None:
         raise ConfigError("a prefill/decode app has one model: remove kvservice.models", key="models")
-    if section.connector.get("offload") == "lazy":
+    offload = section.connector.get("offload", "eager")
+    if offload != "eager":
         raise ConfigError(
-            "offload 'lazy' stores blocks when a request ends, but a prefill/decode app needs 'eager'", key="offload"
+            f"offload {offload!r:.40} stores a prompt when its request ends, but a prefill/decode app needs 'eager'",
+            key="offload",
         )
     for key in (PREFILL, DECODE):
         if key not in rest:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from kvservice.core.messages import (
@@ -98,12 +99,13 @@ class FakePool:
             if key not in self.sealed:
                 break
             found.append(self.sealed[key])
+        skipped = list(takewhile(self.sealed.__contains__, request.keys[: request.skip]))
         miss = MissReason.NONE if request.skip + len(found) == len(request.keys) else MissReason.NEVER_STORED
         if not found:
-            return AcquireResult(LeaseId(0), (), 0, miss)
+            return AcquireResult(LeaseId(0), (), 0, miss, skipped_held=len(skipped))
         lease_id = LeaseId(self._take_id())
         self.leases[lease_id] = tuple(found)
-        return AcquireResult(lease_id, tuple(found), 0, miss)
+        return AcquireResult(lease_id, tuple(found), 0, miss, skipped_held=len(skipped))
 
     async def reserve(self, attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
         await self._enter("reserve", attachment)

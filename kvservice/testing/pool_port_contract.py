@@ -130,6 +130,15 @@ class PoolPortContract:
         await engine.store(CHAIN)
         result = await engine.acquire(CHAIN, skip=2)
         assert [engine.holds(ref, CHAIN[2]) for ref in result.blocks] == [True]
+        assert result.skipped_held == 2
+
+    async def test_an_answer_says_which_skipped_blocks_are_held(self, engine: PortEngine) -> None:
+        """From the first one on, because what is behind a gap is of no use."""
+        await engine.store(CHAIN[:1])
+        result = await engine.acquire(CHAIN, skip=len(CHAIN))
+        assert (result.skipped_held, result.lease_id) == (1, 0)
+        nothing = await engine.acquire(make_chain(2, "nobody stored this"), skip=1)
+        assert nothing.skipped_held == 0
 
     async def test_a_miss_has_no_lease(self, engine: PortEngine) -> None:
         result = await engine.acquire(make_chain(2, "nobody stored this"))

@@ -256,6 +256,7 @@ def encode_acquired(result: AcquireResult) -> shard_pb2.AcquireReply:
         window_blocks=encode_refs(ref for refs in result.window_blocks for ref in refs),
         window_counts=[len(refs) for refs in result.window_blocks],
         not_admitted=not result.admitted,
+        skipped_held=result.skipped_held,
     )
 
 
@@ -276,7 +277,7 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
     windows = tuple(refs[end - count : end] for end, count in zip(ends, counts, strict=True))
     blocks = decode_refs(message.blocks)
     lease_id, admitted = LeaseId(message.lease_id), not message.not_admitted
-    return AcquireResult(lease_id, blocks, message.fetched_count, miss, windows, admitted)
+    return AcquireResult(lease_id, blocks, message.fetched_count, miss, windows, admitted, message.skipped_held)
 
 
 def encode_seal_item(item: SealItem) -> shard_pb2.SealItem:

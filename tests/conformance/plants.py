@@ -64,14 +64,14 @@ PLANTS = (
         f"{OFFLOAD}::three_and_seven_tokens_as_whole_blocks",
         "a hit is one block longer than what is there",
         f"{SCHEDULER}/half.py",
-        "- request.local_blocks\n        blocks = min(",
-        "- request.local_blocks + 1\n        blocks = min(",
+        "// self._block_tokens) - local\n",
+        "// self._block_tokens) - local + 1\n",
     ),
     Plant(
         f"{OFFLOAD}::the_engine_takes_the_leading_part_of_a_promise",
         "the whole promise is loaded",
         f"{SCHEDULER}/half.py",
-        "blocks=result.blocks[: first + count]",
+        "blocks=result.blocks[: first + count - request.skip]",
         "blocks=result.blocks",
     ),
     Plant(

@@ -53,7 +53,6 @@ class Walk:
             self._info,
             block_tokens=BLOCK,
             worker_count=1,
-            lazy=False,
             fetch_timeout_seconds=5.0,
         )
         self.scheduler.pin_with(self.pins)

@@ -97,7 +97,6 @@ class Nodes:
             lambda _: None,
             block_tokens=LAYOUT.block_tokens,  # type: ignore[arg-type, return-value]
             worker_count=1,
-            lazy=False,
             fetch_timeout_seconds=20.0,
         )
         try:

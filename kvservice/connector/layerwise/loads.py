@@ -79,7 +79,7 @@ class LayeredLoads(Loads):
         if request_id in self._offered:
             self._planned[-1] = replace(self._planned[-1], layered=True)
             block_ids = cast("Sequence[int]", table)  # there is one group, or the load would not be layered
-            keys = frozenset(request.keys[first : len(taken.blocks)])
+            keys = frozenset(request.keys[first : request.skip + len(taken.blocks)])
             self._layered[request_id] = LayeredLoad(request_id, keys, tuple(block_ids[first:]))
 
     def begin_step(self, plan: StepPlan) -> None:

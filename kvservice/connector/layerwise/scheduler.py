@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from kvservice.connector.cache_groups import Table
 from kvservice.connector.layerwise.loads import LayeredLoads, LayeredState
-from kvservice.connector.plan import StepReport
+from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request import EngineRequest
+from kvservice.core.messages import Attachment
 from kvservice.units import BlockHash, HandoffId
 
 
@@ -88,3 +89,6 @@ class LayerwiseScheduler(SchedulerHalf):
             store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
             if store is not None:
                 self._loads.keep(request.request_id, store)
+
+    def _store_preempted(self, plan: StepPlan, attachment: Attachment, request_id: str) -> None:
+        """Nothing: what the engine holds under a hash may be a layered load that is not confirmed."""

@@ -13,7 +13,7 @@ from functools import partial
 
 from kvservice.connector.layerwise.copies import CudaLayers, HostLayers, LayerCopy, runs_of
 from kvservice.connector.layerwise.lanes import LayerJob, LayerLane, StreamLane, ThreadLane
-from kvservice.connector.options import Verify
+from kvservice.connector.options import DeferStores, Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan, StorePlan
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import Copier
@@ -44,9 +44,10 @@ class LayerwiseWorker(WorkerHalf):
         *,
         save: bool,
         lane: LayerLane | None = None,
+        defer_stores: DeferStores = DeferStores.OFF,
     ) -> None:
         """`layer_names`: the engine's, in the order of the slot. `save`: stores too go layer by layer."""
-        super().__init__(block_copier, verify, copier, share)
+        super().__init__(block_copier, verify, copier, share, defer_stores=DeferStores.OFF if save else defer_stores)
         self._blocks = block_copier
         self._layer_of = {name: index for index, name in enumerate(layer_names)}
         self._on_gpu = block_copier.device.type == "cuda"

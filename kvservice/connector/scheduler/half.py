@@ -17,11 +17,14 @@ from dataclasses import replace
 from itertools import chain
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, Table, usable
+from kvservice.connector.options import Offload
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport, StorePlan
+from kvservice.connector.scheduler.engine_cache import EngineCache, held_by_engine, table_from_cache
 from kvservice.connector.scheduler.handoff import Prefill, WriterHandoffs
 from kvservice.connector.scheduler.known_keys import KnownKeys
 from kvservice.connector.scheduler.loads import Loads
 from kvservice.connector.scheduler.loan_book import BlockPins, LoanBook
+from kvservice.connector.scheduler.near_eviction import NearEviction
 from kvservice.connector.scheduler.ports import Promise, SessionPort, StoredBlock, Wait
 from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
 from kvservice.connector.scheduler.request import EngineRequest, RequestEvent, RequestState
@@ -54,26 +57,29 @@ class SchedulerHalf:
         *,
         block_tokens: int,
         worker_count: int,
-        lazy: bool,
+        offload: Offload = Offload.EAGER,
         fetch_timeout_seconds: float,
         handoff_timeout_seconds: float = 60.0,
         loan_seconds: float = 0.0,
         may_write: bool = True,
         remember_stored: bool = False,
+        evicting_blocks: int = 0,
         grouping: Grouping | None = None,
         term: bytes = b"",
     ) -> None:
+        """`evicting_blocks` is how many of the engine's blocks that go next are kept stored with Offload.EVICTING."""
         self.counters: Counter[str] = Counter()
         self._grouping = grouping or OneGroup()
         self._session = session
         self._keyring = Keyring(make_keys, block_tokens, term)
         self._pool_info = pool_info
         self._block_tokens = block_tokens
-        self._lazy = lazy
+        self._offload = offload
         self._may_write = may_write
         self._fetch_timeout = fetch_timeout_seconds
         self._handoff_timeout = handoff_timeout_seconds
         self._pins: BlockPins | None = None
+        self._cache: EngineCache | None = None
         self._paused = False  # a reset was not possible, so nothing is read or stored until one is
         self._requests: dict[str, EngineRequest] = {}
         self._known = KnownKeys()
@@ -91,6 +97,7 @@ class SchedulerHalf:
             self.counters,
             remember=remember_stored,
         )
+        self._near = NearEviction(self._stores, self._known, evicting_blocks)
         self._loans = LoanBook(loan_seconds, worker_count, self.counters)
 
     def pin_with(self, pins: BlockPins) -> None:
@@ -99,6 +106,13 @@ class SchedulerHalf:
         self._pins = pins
         self._stores.pin_with(pins)
         self._loans.pin_with(pins)
+
+    def read_cache(self, cache: EngineCache) -> None:
+        """Let it look into the engine's own cache. Without it, the pool is asked for blocks that the engine has, and
+        nothing is stored when a request is preempted or its blocks are near eviction. Call it before the first
+        request."""
+        if not self._grouping.window_groups:
+            self._cache = cache
 
     # -- requests arrive and ask ----
 
@@ -110,15 +124,19 @@ class SchedulerHalf:
         *,
         tokens: int = 0,
         may_read: bool = True,
+        may_store: bool = True,
+        prompt_only: bool = False,
         wants: Prefill | Handoff | None = None,
         salted: bool = False,
         public_tokens: int = 0,
         adapter: bytes = b"",
         trace: str = "",
     ) -> None:
-        """Start to ask for the whole prefix at once; the engine's own hit becomes known later. Returns at once.
+        """Start to ask for the prefix at once; what the engine has itself becomes known later. Returns at once.
 
         Args:
+            may_store: none of its blocks are stored without it.
+            prompt_only: what is generated for it is not stored.
             wants: the request is computed for another engine (with an id), or by another one.
             tokens: length of the prompt; needed only with several KV cache groups.
             public_tokens: leading tokens that other tenants may share, if this tenant may.
@@ -129,9 +147,10 @@ class SchedulerHalf:
             return
         request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens, public_tokens=public_tokens)
         request.adapter, request.may_read, request.trace = adapter, may_read, trace
+        request.admitted, request.hashes = may_store, hashes
         request.window_keys = [[] for _ in self._grouping.window_groups]
         self._extend_keys(request, hashes, self._session.attachment)
-        request.prompt_blocks, request.salted = len(request.keys), salted
+        request.prompt_blocks, request.salted, request.prompt_only = len(request.keys), salted, prompt_only
         if isinstance(wants, Handoff):
             request.reads = wants
         elif wants is not None and wants.handoff_id is not None and self._may_write:
@@ -158,23 +177,24 @@ class SchedulerHalf:
             # The engine computes at least the last token itself, so a window that ends behind it may lack its first
             # block.
             keys = keys[: max(request.tokens - 1, 0) // self._block_tokens]
+        skip = held_by_engine(self._cache, request.hashes, len(keys))
         if not keys or self._paused or not self._keyring.is_current(request, self._session.attachment):
             return False
         per_block = self._speed.seconds_for(self._block_tokens)
         timeout = self._fetch_timeout
         if per_block:
-            timeout = min(timeout, per_block * len(keys))
+            timeout = min(timeout, per_block * (len(keys) - skip))
         handoff, request.reads = request.reads, None  # if it asks again later, its writer is done
         request.waits_for_writer = handoff is not None
         if handoff is not None:
             timeout = self._handoff_timeout
             self.counters["handoffs_read"] += 1
-        wanted = AcquireRequest(tuple(keys), 0, timeout, per_block, handoff, request.request_id, request.trace)
+        wanted = AcquireRequest(tuple(keys), skip, timeout, per_block, handoff, request.request_id, request.trace)
         asked = self._session.acquire(request.request_id, wanted)
         if asked is None:
             self.counters["asked_without_pool"] += 1
             return False
-        request.attachment, request.result, request.asked = asked, None, wanted
+        request.attachment, request.result, request.asked, request.skip = asked, None, wanted, skip
         request.deadline = now + timeout
         request.ask_number = self._known.next_ask()
         request.move(RequestEvent.ASK)
@@ -193,20 +213,44 @@ class SchedulerHalf:
             request.scheduled = False
             request.tokens = total_tokens
             self.counters["asked_after_preemption"] += self._ask(request, now)
+        local = computed_tokens // self._block_tokens
+        if local < min(request.skip, self._usable(request, total_tokens)):
+            self._ask_again(request, now)
         if request.state is RequestState.ASKED:
-            if now < request.deadline and self._is_current(request.attachment):
+            has_all = request.skip > 0 and local >= self._usable(request, total_tokens)
+            if not has_all and now < request.deadline and self._is_current(request.attachment):
                 return Wait()
             request.move(RequestEvent.GIVE_UP)
-            request.gave_up = True
-            self.counters["gave_up_waiting"] += 1
+            if not has_all:
+                request.gave_up = True
+                self.counters["gave_up_waiting"] += 1
         if request.state is not RequestState.ANSWERED or request.result is None or self._paused:
             return Promise(0)
         if not self._is_current(request.attachment):
             return Promise(0)  # the pool that made the promise is gone
-        request.local_blocks = computed_tokens // self._block_tokens
-        blocks = len(request.result.blocks) - request.local_blocks
-        blocks = min(blocks, total_tokens // self._block_tokens - request.local_blocks)
+        request.local_blocks = local
+        if local < request.skip:
+            return Promise(0)
+        blocks = min(request.promised_end, total_tokens // self._block_tokens) - local
         return Promise(max(blocks, 0) * self._block_tokens)
+
+    def _usable(self, request: EngineRequest, total_tokens: int) -> int:
+        """How many leading blocks of what was asked the engine can use. It computes at least the last token itself."""
+        asked = 0 if request.asked is None else len(request.asked.keys)
+        return min(asked, max(total_tokens - 1, 0) // self._block_tokens)
+
+    def _ask_again(self, request: EngineRequest, now: float) -> None:
+        """The engine has lost blocks that it had when the pool was asked: ask once more."""
+        if request.asked_again or request.waits_for_writer:
+            return
+        if request.state is RequestState.ASKED:  # its answer is given back when it comes
+            request.move(RequestEvent.GIVE_UP)
+        elif request.state is RequestState.ANSWERED:
+            self._decline(request)
+        else:
+            return
+        request.asked_again = True
+        self.counters["asked_again"] += self._ask(request, now)
 
     def allocated(self, request_id: str, block_ids: Table, external_tokens: int) -> None:
         """Note that the engine gave the request blocks. With external_tokens > 0 it takes the promise, otherwise it
@@ -221,16 +265,17 @@ class SchedulerHalf:
         assert result is not None and attachment is not None
         count = external_tokens // self._block_tokens
         if self._is_current(attachment):
-            request.stored = max(request.stored, len(result.blocks))
-            self._stores.expect(request, -len(result.blocks))
+            held = request.promised_end if result.skipped_held >= request.skip else result.skipped_held
+            self._stores.expect(request, -max(held - request.stored, 0))
+            request.stored = max(request.stored, held)
         if count == 0:
             request.move(RequestEvent.DECLINE)
             self._end_lease(attachment, result.lease_id)
             return
         first = request.local_blocks
         if self._grouping.window_groups:
-            assert first + count == len(result.blocks), "the engine takes less than was promised, with another window"
-        taken = replace(result, blocks=result.blocks[: first + count])
+            assert first + count == request.promised_end, "the engine takes less than was promised, with another window"
+        taken = replace(result, blocks=result.blocks[: first + count - request.skip])
         # First what can fail: a request that stays ANSWERED keeps its lease, and gives it back when it ends.
         self._loads.plan(request, attachment, taken, block_ids, first)
         request.move(RequestEvent.LOAD)
@@ -244,23 +289,31 @@ class SchedulerHalf:
     def take_answers(self) -> None:
         for answer in self._session.answers():
             request = self._requests.get(answer.request_id)
-            lease_id = LeaseId(0) if answer.result is None else answer.result.lease_id
-            if request is None or request.state is not RequestState.ASKED or request.asked is not answer.asked:
-                self._end_lease(answer.attachment, lease_id)  # too late: nobody waits for it any more
-                continue
             result = answer.result or AcquireResult(LeaseId(0), (), 0, MissReason.DETACHED)
+            if request is None or request.state is not RequestState.ASKED or request.asked is not answer.asked:
+                self._end_lease(answer.attachment, result.lease_id)  # too late: nobody waits for it any more
+                if request is not None and request.asked is answer.asked and self._is_current(answer.attachment):
+                    self._learn(request, result)
+                continue
             self._follow(answer.attachment)
             request.result = usable(self._grouping, result, self._suspects, self.counters)
             request.move(RequestEvent.ANSWER)
             if not result.admitted and request.writes is None:
                 request.admitted = False
                 self._stores.expect(request, -request.expected)
-            end = len(result.blocks)
-            for group, keys in enumerate(request.chains):
-                self._known.learn(keys[self._grouping.needed_from(group, end) : end])
-                self._known.not_found(keys[end:], request.ask_number)
+            self._learn(request, result)
             if result.miss is not MissReason.NONE:
                 self.counters[f"acquires_cut_{result.miss.value}"] += 1
+
+    def _learn(self, request: EngineRequest, result: AcquireResult) -> None:
+        """Note which of the request's blocks the pool has, and which not."""
+        skip, end = request.skip, request.skip + len(result.blocks)
+        held = min(result.skipped_held, skip)
+        self._known.learn(request.keys[:held])
+        self._known.not_found(request.keys[held:skip], request.ask_number)
+        for group, keys in enumerate(request.chains):
+            self._known.learn(keys[max(self._grouping.needed_from(group, end), skip) : end])
+            self._known.not_found(keys[end:], request.ask_number)
 
     # -- each step ----
 
@@ -277,18 +330,29 @@ class SchedulerHalf:
         is_starved = is_idle and any(request.state in runnable for request in self._requests.values())
         self._loans.begin_step(plan, now, is_starved=is_starved)
 
-    def plan_stores(self, plan: StepPlan, scheduled: Iterable[tuple[str, Sequence[BlockHash], int, BlockIds]]) -> None:
+    def plan_stores(
+        self,
+        plan: StepPlan,
+        scheduled: Iterable[tuple[str, Sequence[BlockHash], int, BlockIds]],
+        preempted: Iterable[str] = (),
+    ) -> None:
         """Add the stores of this step. Steps that fill no block cost next to nothing.
 
         Args:
             scheduled: per request its id, its block hashes so far, its computed tokens at the end of the step, and how
             to get the ids of its blocks.
+            preempted: requests that lost their blocks since the last step.
         """
         attachment = self._session.attachment
-        if attachment is None or plan.pool is None or not self._may_write or self._lazy or self._paused:
+        if attachment is None or plan.pool is None or not self._may_write or self._paused:
             return
+        for request_id in preempted:
+            self._store_preempted(plan, attachment, request_id)
         for request_id, hashes, computed_tokens, block_ids in scheduled:
             self._plan_store(plan, attachment, request_id, hashes, computed_tokens, block_ids)
+        if self._offload is Offload.EVICTING and self._cache is not None:
+            self._follow(attachment.attachment_id)
+            self._near.plan(plan, attachment, self._keyring.naming_of(attachment), self._cache)
 
     def _plan_store(
         self,
@@ -302,7 +366,14 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None or request.state in (RequestState.ENDED, RequestState.LOADING):
             return
-        if not request.admitted or computed_tokens // self._block_tokens <= request.stored:
+        full = computed_tokens // self._block_tokens
+        request.computed_blocks, request.hashes = full, hashes
+        if not request.admitted or request.storable(full) <= request.stored:
+            return
+        if self._offload is not Offload.EAGER:
+            if self._offload is Offload.EVICTING and full > request.named:
+                self._extend_keys(request, hashes, attachment)
+                self._near.note(request, hashes, full)
             return
         store = self._store_of(attachment, request, hashes, computed_tokens, block_ids())
         if store is not None:
@@ -320,17 +391,38 @@ class SchedulerHalf:
         next step."""
         self._extend_keys(request, hashes, attachment)
         full = min(computed_tokens // self._block_tokens, len(request.keys), self._grouping.length(block_ids))
+        full = request.storable(full)
         self._follow(attachment.attachment_id)
         if not request.admitted:
             return None
         return self._stores.plan(attachment.attachment_id, request, hashes, full, block_ids)
 
+    def _store_preempted(self, plan: StepPlan, attachment: Attachment, request_id: str) -> None:
+        """Store what the request has full and not stored, as far as the engine still has it. It asks the pool for its
+        blocks when it is scheduled again."""
+        request = self._requests.get(request_id)
+        if request is None or self._cache is None or self._pins is None or request.state is not RequestState.RUNNING:
+            return
+        full = request.storable(min(request.computed_blocks, len(request.hashes)))
+        if self._offload is Offload.EVICTING or full <= request.stored:
+            return
+        self._extend_keys(request, request.hashes, attachment)
+        table = table_from_cache(self._cache, request.hashes, request.keys, self._known, full)
+        tokens = len(table) * self._block_tokens
+        store = self._store_of(attachment, request, request.hashes, tokens, table)
+        if store is not None:
+            self.counters["store_blocks_preempted"] += len(store.entries)
+            plan.stores.append(store)
+
     def _extend_keys(self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None) -> None:
         """Add keys for the blocks that have got a hash since the last call."""
         if not self._keyring.is_current(request, attachment):
             self._stores.expect(request, -request.expected)
+        has_prompt = bool(request.keys)
         new = self._keyring.extend(request, hashes, attachment)
-        if new and self._may_write and request.admitted:
+        if request.prompt_only and has_prompt:
+            new = 0
+        if new and self._may_write and request.admitted and self._offload is not Offload.EVICTING:
             self._stores.expect(request, new)
 
     def reported(self, report: StepReport) -> None:
@@ -355,6 +447,7 @@ class SchedulerHalf:
             request.load_failed = True
             self.counters["loads_failed"] += 1
             request.stored = request.kept_out
+            request.computed_blocks = 0
             self._known.forget(chain.from_iterable(request.chains))
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -397,13 +490,19 @@ class SchedulerHalf:
     ) -> None:
         """Queue the copies of what a request that ended has not stored, and lend its blocks if it was handed off."""
         attachment = self._rest_goes_to()
-        if request.state is not RequestState.RUNNING or attachment is None:
+        if request.state is not RequestState.RUNNING or attachment is None or self._rest_can_wait(request):
             return
         store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
         if store is not None:
             self._stores.queue(store)
         if request.writes is not None:
             self._loans.lend(request.keys[: computed_tokens // self._block_tokens], block_ids)
+
+    def _rest_can_wait(self, request: EngineRequest) -> bool:
+        """Whether the engine keeps the blocks of a request that ended until its free blocks are looked through."""
+        if self._offload is not Offload.EVICTING or self._cache is None or request.writes is not None:
+            return False
+        return self._cache.free_blocks() >= self._near.window
 
     def _rest_goes_to(self) -> Attachment | None:
         """Where the blocks of a request that ended are stored. None if they are not."""
@@ -440,6 +539,7 @@ class SchedulerHalf:
         self._handoffs.end_all()
         self._loans.recall_all()
         self._known.clear()
+        self._near.clear()
         for request in self._requests.values():
             self._forget_promise(request)
         if term is not None:
@@ -450,14 +550,18 @@ class SchedulerHalf:
     def _forget_promise(self, request: EngineRequest) -> None:
         request.reads = request.writes = request.asked = None
         request.stored = request.kept_out  # if it goes on, it is computed again from its start
+        request.named = request.computed_blocks = request.skip = 0
         self._stores.expect(request, -request.expected)
         if request.state is RequestState.ASKED:  # its answer is given back when it comes
             request.move(RequestEvent.GIVE_UP)
         elif request.state is RequestState.ANSWERED:
-            assert request.result is not None and request.attachment is not None
-            self._end_lease(request.attachment, request.result.lease_id)
-            request.result = None
-            request.move(RequestEvent.DECLINE)
+            self._decline(request)
+
+    def _decline(self, request: EngineRequest) -> None:
+        assert request.result is not None and request.attachment is not None
+        self._end_lease(request.attachment, request.result.lease_id)
+        request.result = None
+        request.move(RequestEvent.DECLINE)
 
     # -- inside ----
 

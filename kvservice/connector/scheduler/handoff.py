@@ -55,7 +55,7 @@ def parse_transfer_params(params: object) -> Prefill | Handoff | None:
         raise InvalidRequest(
             f"kv_transfer_params.{NAME}.version is {ours.get('version')!r:.40}, and this engine knows {VERSION} only"
         )
-    if "public_tokens" in ours and not ours.keys() & {"role", "handoff", "node"}:
+    if ours.keys() & {"public_tokens", "store", "load"} and not ours.keys() & {"role", "handoff", "node"}:
         return None
     given = ours.get("handoff")
     if not isinstance(given, str) or not _ID.fullmatch(given):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, term_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff, RequestReport
 from kvservice.core.transitions import step
-from kvservice.units import AttachmentId, BlockKey, HandoffId
+from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
 
 
 class RequestState(Enum):
@@ -94,6 +95,12 @@ class EngineRequest:
     admitted: bool = True  # False: the pool sees no reuse, so the blocks are not stored
     kept_out: int = 0  # leading blocks that are never stored: public ones of a tenant that may only read them
     expected: int = 0  # slots announced to the session and not taken yet
+    prompt_only: bool = False  # blocks behind its prompt are not stored
+    computed_blocks: int = 0  # full blocks at the end of the last step that computed it
+    named: int = 0  # leading blocks whose names are kept for the time when they are near eviction
+    hashes: Sequence[BlockHash] = ()  # the engine's, of its full blocks; it grows in the engine's hands
+    skip: int = 0  # leading blocks that the engine had when the pool was asked; the answer begins behind them
+    asked_again: bool = False  # because the engine had lost some of them
     fetched_blocks: int = 0
     may_read: bool = True  # False: the engine's role or the request itself never allows it
     scheduled: bool = False  # the engine has given it blocks; if it is asked about again, it was preempted
@@ -106,6 +113,15 @@ class EngineRequest:
     def chains(self) -> list[list[BlockKey]]:
         """The keys of each KV cache group, group 0 first."""
         return [self.keys, *self.window_keys]
+
+    @property
+    def promised_end(self) -> int:
+        """The position behind the last promised block."""
+        return self.skip + (0 if self.result is None else len(self.result.blocks))
+
+    def storable(self, blocks: int) -> int:
+        """How many of its first `blocks` may be stored."""
+        return min(blocks, self.prompt_blocks) if self.prompt_only else blocks
 
     def move(self, event: RequestEvent) -> None:
         self.state = step(TRANSITIONS, self.state, event, f"request {self.request_id}")

@@ -40,14 +40,14 @@ class Keyring:
         """Whether the request's keys belong to this attachment."""
         if attachment is None:
             return True
-        naming = self._naming_of(attachment)
+        naming = self.naming_of(attachment)
         return request.naming is naming or request.naming == naming
 
     def extend(self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None) -> int:
         """Give the request a key for each hash. Keys of another naming are made again, because under another tenant or
         secret its blocks have other names. Returns how many of the new keys may be stored."""
         if attachment is not None:
-            self._naming = self._naming_of(attachment)
+            self._naming = self.naming_of(attachment)
         if request.naming is not self._naming and request.naming != self._naming:
             request.naming = self._naming
             for keys in request.chains:
@@ -67,8 +67,9 @@ class Keyring:
         request.stored = max(request.stored, request.kept_out)
         return len(hashes) - max(begin, min(request.kept_out, len(hashes)))
 
-    def _naming_of(self, attachment: Attachment) -> Naming:
-        """Called for every request of every step, so it is read once per attachment."""
+    def naming_of(self, attachment: Attachment) -> Naming:
+        """What names derive from under this attachment and the current term. Called for every request of every step, so
+        it is read once per attachment."""
         if self._read[0] is not attachment:
             self._read = attachment, Naming.of(attachment).under(self._term)
         return self._read[1]

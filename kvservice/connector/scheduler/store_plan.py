@@ -15,6 +15,7 @@ from kvservice.core.messages import SealItem
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import AttachmentId, BlockKey, HandoffId
 
+GiveBack = Callable[[Sequence[int]], None]  # unpins blocks of the engine
 TakeSlots = Callable[[int, int], Sequence[BlockRef]]  # (count, group) -> at most `count` slots
 
 
@@ -39,6 +40,7 @@ class OpenStore:
     planned_at: float
     handoff: HandoffId | None
     reports: Counter[str] = field(default_factory=Counter)
+    give_back: GiveBack | None = None  # unpins the blocks in the engine's pins' place
     is_void: bool = False  # the weights changed meanwhile, so its slots are given back instead of sealed
 
 

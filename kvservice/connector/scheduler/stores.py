@@ -17,8 +17,9 @@ from kvservice.connector.scheduler.known_keys import KnownKeys
 from kvservice.connector.scheduler.loan_book import BlockPins
 from kvservice.connector.scheduler.ports import SessionPort, StoredBlock
 from kvservice.connector.scheduler.request import EngineRequest
-from kvservice.connector.scheduler.store_plan import OpenStore, plan_store
-from kvservice.units import AttachmentId, BlockHash
+from kvservice.connector.scheduler.store_plan import GiveBack, OpenStore, PlannedStore, plan_store
+from kvservice.core.segment.refs import BlockRef
+from kvservice.units import AttachmentId, BlockHash, HandoffId
 
 IN_FLIGHT_MAX = 4096  # Blocks. Beyond it stores are put off, so that copies do not pin the engine's whole cache.
 # Seconds. A store that no worker has reported by then no longer keeps an idle engine stepping.
@@ -87,23 +88,42 @@ class Stores:
         known = self._known if request.writes is None or request.ask_number else ()
         take_slots = partial(self._session.take_slots, attachment)
         planned = plan_store(self._grouping, request.chains, table, request.stored, full, known, take_slots)
-        if planned.put_off:
-            self._counters["store_blocks_put_off"] += planned.put_off
         if planned.unused:
             self._session.abort(attachment, planned.unused)
         if planned.items:
             self.expect(request, -(planned.done - request.stored))
         request.stored = max(request.stored, planned.done)
+        blocks = [StoredBlock(hashes[i], hashes[i - 1] if i else None) for i in planned.positions]
+        return self.open(attachment, planned, blocks, request.writes)
+
+    def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
+        """At most `count` slots for blocks of group 0, and none while too many copies are under way. `open` takes
+        them."""
+        room = IN_FLIGHT_MAX - self._blocks_in_flight()
+        return self._session.take_slots(attachment, min(count, room)) if room > 0 else []
+
+    def open(
+        self,
+        attachment: AttachmentId,
+        planned: PlannedStore,
+        blocks: Sequence[StoredBlock],
+        handoff: HandoffId | None = None,
+        give_back: GiveBack | None = None,
+    ) -> StorePlan | None:
+        """Pin the blocks of a planned store and wait for its reports. `give_back` unpins them instead of the engine's
+        pins. Returns None if there is nothing to copy."""
+        if planned.put_off:
+            self._counters["store_blocks_put_off"] += planned.put_off
         if not planned.items:
             return None
         self._known.learn(item.key for item in planned.items)
         self._last_id += 1
-        blocks = [StoredBlock(hashes[i], hashes[i - 1] if i else None) for i in planned.positions]
         read = [entry.block_id for entry in planned.entries]
         if self._pins is not None:
             self._pins.pin(read)
-        self._open[self._last_id] = OpenStore(attachment, planned.items, blocks, read, self._step_began, request.writes)
-        self._handoffs.store_begun(request.writes)
+        store = OpenStore(attachment, planned.items, list(blocks), read, self._step_began, handoff, give_back=give_back)
+        self._open[self._last_id] = store
+        self._handoffs.store_begun(handoff)
         self._counters["store_blocks_planned"] += len(planned.items)
         return StorePlan(self._last_id, tuple(planned.entries))
 
@@ -130,7 +150,9 @@ class Stores:
         if store.reports.total() < self._worker_count:
             return
         del self._open[store_id]
-        if self._pins is not None:
+        if store.give_back is not None:
+            store.give_back(store.block_ids)
+        elif self._pins is not None:
             self._pins.unpin(store.block_ids)
         if store.reports["failed"] or store.is_void:
             self._counters["store_blocks_void" if store.is_void else "store_blocks_failed"] += len(store.items)

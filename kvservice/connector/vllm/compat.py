@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_con
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_kernel_blocks
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
-from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise
+from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload
 from kvservice.connector.vllm.group_rules import Spec, StoredGroup, StoredGroups, stored_groups
 from kvservice.connector.vllm.identity import config_fields, model_fields, text_of
 from kvservice.connector.weights import weights_identity
@@ -32,7 +32,7 @@ from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.window_groups import WindowGroup
 from kvservice.core.messages import EngineSpec
 from kvservice.core.segment.layout import HeadShare, SlotLayout
-from kvservice.errors import RandomHashSeed, UnnamedWeights, UnsupportedLayout
+from kvservice.errors import ConfigError, RandomHashSeed, UnnamedWeights, UnsupportedLayout
 
 log = logging.getLogger("kvservice.connector")
 
@@ -369,6 +369,27 @@ def block_stored(block_hash: bytes, parent: bytes | None, block_tokens: int) -> 
 def publishes_events(vllm_config: Any) -> bool:
     events = vllm_config.kv_events_config
     return events is not None and bool(events.enable_kv_cache_events)
+
+
+def keeps_hashed_blocks_true(vllm_config: Any) -> bool:
+    """Whether a block that vLLM's prefix cache names holds what the name says once the planned steps have run. By
+    priority, a request may be preempted in the step that gave it blocks; they keep the names of what was never
+    computed."""
+    return bool(vllm_config.scheduler_config.policy == "fcfs")
+
+
+def check_offload(vllm_config: Any, options: ConnectorOptions, group_count: int) -> None:
+    """Raises ConfigError if blocks near eviction cannot be found or believed."""
+    if options.offload is not Offload.EVICTING:
+        return
+    needs = (
+        (bool(vllm_config.cache_config.enable_prefix_caching), "vLLM's prefix caching, which is off"),
+        (keeps_hashed_blocks_true(vllm_config), "vLLM's scheduling policy 'fcfs'"),
+        (group_count == 1, f"a model with one KV cache group, and this one has {group_count}"),
+    )
+    for holds, need in needs:
+        if not holds:
+            raise ConfigError(f"offload 'evicting' needs {need}; choose 'lazy' or 'eager'")
 
 
 def prefer_recompute(vllm_config: Any) -> None:

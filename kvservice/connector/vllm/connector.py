@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -34,29 +33,28 @@ from vllm.v1.request import RequestStatus
 from kvservice.connector.cache_groups import Table
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
-from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise, Offload
+from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
-from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_public_tokens, parse_transfer_params
+from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.connector.scheduler.ports import Wait
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.vllm import compat
 from kvservice.connector.vllm.lora import Adapters, located
-from kvservice.connector.vllm.pins import PoolPins
+from kvservice.connector.vllm.pins import PoolCache, PoolPins
+from kvservice.connector.vllm.request_terms import terms_of
 from kvservice.connector.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.weights import Terms
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.connector.worker.remote_copier import copier_for, copier_for_groups
 from kvservice.connector.worker.shared_kv import SharedKV
-from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES
 from kvservice.core.block.keys import block_keys
 from kvservice.core.messages import Attachment, Handoff
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.observe import logs, tracing
 from kvservice.session.pool_choice import PoolChoice, choose_pool
 from kvservice.session.session import Session
-from kvservice.units import HandoffId
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +138,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
         compat.prefer_recompute(vllm_config)
         try:
-            self._layerwise = compat.layerwise_for(vllm_config, self._options, len(kv_cache_config.kv_cache_groups))
+            group_count = len(kv_cache_config.kv_cache_groups)
+            self._layerwise = compat.layerwise_for(vllm_config, self._options, group_count)
+            compat.check_offload(vllm_config, self._options, group_count)
             if role is KVConnectorRole.SCHEDULER:
                 self._start_scheduler(vllm_config)
             else:
@@ -174,7 +174,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._pool_info,
             block_tokens=self._spec.layout.block_tokens,
             worker_count=vllm_config.parallel_config.world_size,
-            lazy=self._options.offload is Offload.LAZY,
+            offload=self._options.offload,
+            evicting_blocks=2 * max(step_blocks, 1),
             fetch_timeout_seconds=self._options.fetch_timeout_seconds,
             handoff_timeout_seconds=self._options.handoff_timeout_seconds,
             loan_seconds=self._options.loan_seconds if self._options.loans_on(device) else 0.0,
@@ -227,16 +228,19 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._live[request.request_id] = request
             if (adapter := self._adapter(request)) is None:
                 return  # later questions about it are answered with nothing
+            terms = terms_of(request, self._options, self._failures)
             may_read = self._kv_transfer_config.is_kv_consumer and not request.skip_reading_prefix_cache
             self._scheduler.on_new_request(
                 request.request_id,
                 self._hashes(request),
                 time.monotonic(),
-                may_read=may_read,
+                may_read=may_read and terms.may_load,
+                may_store=terms.may_store,
+                prompt_only=terms.prompt_only,
                 tokens=request.num_tokens,
-                wants=self._wanted(request),
+                wants=terms.wants,
                 salted=request.cache_salt is not None,
-                public_tokens=self._public(request),
+                public_tokens=terms.public_tokens,
                 adapter=adapter,
                 trace=tracing.parent_in(request.trace_headers, request.kv_transfer_params),
             )
@@ -254,29 +258,6 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def _table(self, block_ids: tuple[list[int], ...]) -> Table:
         """The block ids in the form that the scheduler half takes."""
         return block_ids[0] if len(self._config.kv_cache_groups) == 1 else block_ids
-
-    def _wanted(self, request: Request) -> Prefill | Handoff | None:
-        """What the request's parameters ask for. Parameters that make no sense are logged, and the request is an
-        ordinary one."""
-        try:
-            wanted = parse_transfer_params(request.kv_transfer_params)
-        except KVServiceError as error:
-            self._failures["handoff_params_refused"] += 1
-            log.warning(
-                "a request is served without a hand-off: %s", error.message, extra={"request_id": request.request_id}
-            )
-            return None
-        return Prefill(HandoffId(os.urandom(HANDOFF_ID_BYTES))) if wanted == Prefill() else wanted
-
-    def _public(self, request: Request) -> int:
-        try:
-            return parse_public_tokens(request.kv_transfer_params)
-        except KVServiceError as error:
-            self._failures["public_params_refused"] += 1
-            log.warning(
-                "a request shares no public blocks: %s", error.message, extra={"request_id": request.request_id}
-            )
-            return 0
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -297,6 +278,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._pins = PoolPins(gpu_block_pool)
             self._scheduler.pin_with(self._pins)
+            if compat.keeps_hashed_blocks_true(self._vllm_config):
+                self._scheduler.read_cache(PoolCache(gpu_block_pool))
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._scheduler is None:
@@ -337,7 +320,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         now = time.monotonic()
         self._step = (now, tokens)
         scheduler.begin_step(plan, now, is_idle=tokens == 0)
-        scheduler.plan_stores(plan, self._scheduled(output))
+        scheduler.plan_stores(plan, self._scheduled(output), output.preempted_req_ids or ())
 
     def _scheduled(self, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, BlockIds]]:
         """(request id, block hashes, tokens computed when this step ends, its block ids) of every scheduled request."""
@@ -452,22 +435,22 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._is_supported:
             return
         share = compat.rank_share(self._vllm_config, self._config)
+        verify, defers = self._options.verify_load, self._options.defer_stores
         if len(self._config.kv_cache_groups) > 1:
             several = compat.grouped_block_copiers(self._vllm_config, self._config, kv_caches)
             copier = copier_for_groups(self._options.copier, several)
-            self._worker = WorkerHalf(several, self._options.verify_load, copier, share)
+            self._worker = WorkerHalf(several, verify, copier, share, defer_stores=defers)
             return
         layers = compat.ordered_layers(self._vllm_config, self._config, kv_caches)
         block_copier = BlockCopier(layers, share.heads)
         lends = self._options.loans_on(block_copier.device.type) and self._kv_transfer_config.is_kv_producer
         copier = copier_for(self._options.copier, block_copier, layers, share.heads, self._shared_kv, lends=lends)
         if self._layerwise is Layerwise.OFF:
-            self._worker = WorkerHalf(block_copier, self._options.verify_load, copier, share)
+            self._worker = WorkerHalf(block_copier, verify, copier, share, defer_stores=defers)
         else:
             names = self._config.kv_cache_groups[0].layer_names
             saves = self._layerwise.saves
-            verify = self._options.verify_load
-            self._worker = LayerwiseWorker(block_copier, verify, copier, share, names, save=saves)
+            self._worker = LayerwiseWorker(block_copier, verify, copier, share, names, save=saves, defer_stores=defers)
             self._layered_worker = self._worker
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -1,9 +1,15 @@
-"""Our own references on blocks of vLLM's pool, beside those of requests."""
+"""Our own references on blocks of vLLM's pool, beside those of requests, and a look into its prefix cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import BlockHash as VllmHash
+from vllm.v1.core.kv_cache_utils import get_block_hash, make_block_hash_with_group_id
+
+from kvservice.units import BlockHash
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -31,3 +37,35 @@ class PoolPins:
 
     def forget(self, block_ids: Sequence[int]) -> None:
         self._pool.evict_blocks(set(block_ids))
+
+
+class PoolCache:
+    """EngineCache over vLLM's block pool, for a model with one KV cache group."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        key = make_block_hash_with_group_id(VllmHash(block_hash), 0)
+        # Read from the pool each time: a reset gives it another map.
+        block = self._pool.cached_block_hash_to_block.get_one_block(key)
+        return None if block is None else int(block.block_id)
+
+    def free_blocks(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    def next_to_go(self, count: int) -> Iterator[tuple[int, BlockHash]]:
+        for block in islice(self._pool.free_block_queue.iter_blocks_after(None), count):
+            if block.block_hash is not None:
+                yield block.block_id, BlockHash(get_block_hash(block.block_hash))
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        released = []
+        for block_id in block_ids:
+            block = self._pool.blocks[block_id]
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                released.append(block)
+        # To the front of the queue, where they were: `free_blocks` would make them the last to go, and then every block
+        # of the engine would be stored in turn.
+        self._pool.free_block_queue.prepend_n(released)

@@ -129,6 +129,8 @@ class Done:
 class InlineCopier:
     """Copies that have ended when `run` returns, for KV tensors in host memory."""
 
+    is_inline = True  # the engine's thread copies
+
     def __init__(self, block_copiers: BlockCopiers) -> None:
         self._block_copiers = block_copiers
         self._pool: PoolInfo | None = None
@@ -263,6 +265,8 @@ class CudaCopier(RunCopier):
     engine's own time, and all runs where the driver has no batched copy. On ROCm `torch.cuda` is HIP; there is no CUDA
     driver, and everything goes through the tensors.
     """
+
+    is_inline = False
 
     def __init__(self, block_copiers: BlockCopiers, pin_after: float = 0.0) -> None:
         """`pin_after` is how many seconds copies must have run here before the pool's memory is pinned."""

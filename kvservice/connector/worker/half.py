@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from kvservice.connector.options import Verify
+from kvservice.connector.options import DeferStores, Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.connector.worker.block_copier import BlockCopiers
-from kvservice.connector.worker.copier import Copier, Ticket, in_process_copier
+from kvservice.connector.worker.copier import Copier, InlineCopier, Ticket, in_process_copier
 from kvservice.connector.worker.worker_loans import WorkerLoans
 from kvservice.copying.message import Direction
 from kvservice.core.segment.digest import digest_payload
@@ -57,13 +57,22 @@ class WorkerHalf:
     ended since."""
 
     def __init__(
-        self, block_copiers: BlockCopiers, verify: Verify, copier: Copier | None = None, share: HeadShare | None = None
+        self,
+        block_copiers: BlockCopiers,
+        verify: Verify,
+        copier: Copier | None = None,
+        share: HeadShare | None = None,
+        *,
+        defer_stores: DeferStores = DeferStores.OFF,
     ) -> None:
         """`share` names the ranks with which this one takes turns in writing; None if it alone holds its heads."""
         self._share = share
         self._block_copiers = block_copiers
         self._verify = verify
         self._copier = copier or in_process_copier(block_copiers)
+        runs_here = isinstance(self._copier, InlineCopier) and self._copier.is_inline
+        self._defers = defer_stores is DeferStores.ON or (defer_stores is DeferStores.AUTO and runs_here)
+        self._deferred: list[StorePlan] = []  # of the step before
         self._lent = WorkerLoans(self._copier)
         self._pool: PoolInfo | None = None
         self._tried: PoolInfo | None = None  # mapped, or found impossible to map
@@ -78,8 +87,10 @@ class WorkerHalf:
         self._unexpected = 0
 
     def start_loads(self, plan: StepPlan) -> set[str]:
-        """Start the plan's loads. Returns their requests; `take_loaded` will name each of them once."""
+        """Start the plan's loads, behind the stores that the step before deferred. Returns the requests of the loads;
+        `take_loaded` will name each of them once."""
         self._follow_pool(plan)
+        self._start_stores(self._take_deferred())
         self._lent.follow(plan)
         for load in plan.loads:
             started = self._attempt(partial(self._start_load, load))
@@ -92,15 +103,29 @@ class WorkerHalf:
         return {load.request_id for load in plan.loads}
 
     def store(self, plan: StepPlan) -> set[int]:
-        """Start the plan's stores. Returns their ids; some later report will name each of them once."""
-        for store in plan.stores:
+        """Start the plan's stores, or keep them for the next step if stores are deferred: then the tokens of this step
+        are sampled and sent first. Returns their ids; some later report will name each of them once."""
+        if self._defers:
+            self._start_stores(self._take_deferred())  # of a step whose `start_loads` failed: each store is answered
+            self._deferred += plan.stores
+        else:
+            self._start_stores(plan.stores)
+        return {store.store_id for store in plan.stores}
+
+    def _start_stores(self, stores: Sequence[StorePlan]) -> None:
+        if not stores:
+            return
+        for store in stores:
             started = self._attempt(partial(self._start_store, store))
             if started is None:
                 self._report.failed[store.store_id] = 1
             else:
                 self._stores.append(started)
         self._attempt(self._copier.flush)
-        return {store.store_id for store in plan.stores}
+
+    def _take_deferred(self) -> list[StorePlan]:
+        deferred, self._deferred = self._deferred, []
+        return deferred
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
         """(requests whose load ended, those of them whose load failed) since the last call."""
@@ -119,7 +144,8 @@ class WorkerHalf:
         return None if report == StepReport() else report
 
     def close(self) -> None:
-        """The engine ends. Blocks until the copies under way have ended."""
+        """The engine ends. Blocks until the copies under way have ended. Deferred ones are dropped: nobody is left to
+        seal them."""
         self._unmap()
         self._copier.close()
 

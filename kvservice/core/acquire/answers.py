@@ -40,7 +40,10 @@ class Answers:
         self._shard.records.answered(
             op, len(promised), main.origins, reason, main.miss_node, now, main.found_until, main.handed_from
         )
-        self._reply(op, lease, promised, fetched, reason, windows)
+        skipped, request = 0, main.request
+        while skipped < request.skip and request.keys[skipped] in self._shard.store:
+            skipped += 1
+        self._reply(op, lease, promised, fetched, reason, windows, skipped)
 
     def refuse(self, op: int, now: float) -> None:
         """Answer with nothing, because this node is leaving. The answer is not counted."""
@@ -66,11 +69,12 @@ class Answers:
         fetched: int,
         reason: MissReason,
         windows: Sequence[Sequence[SlotIndex]],
+        skipped_held: int = 0,
     ) -> None:
         refs = tuple(map(self._ref, promised))
         window_refs = tuple(tuple(map(self._ref, window)) for window in windows)
         admitted = self._shard.admission.on_answer(op, len(refs))
-        self._shard.emit(Reply(op, AcquireResult(lease, refs, fetched, reason, window_refs, admitted)))
+        self._shard.emit(Reply(op, AcquireResult(lease, refs, fetched, reason, window_refs, admitted, skipped_held)))
 
     def _ref(self, slot: SlotIndex) -> BlockRef:
         return BlockRef(slot, self._shard.store.table[slot].generation)

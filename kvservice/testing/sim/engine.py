@@ -115,7 +115,6 @@ class Engine(EngineParts):
             info,
             block_tokens=BLOCK_TOKENS,
             worker_count=1,
-            lazy=False,
             fetch_timeout_seconds=FETCH_TIMEOUT_SECONDS,
             handoff_timeout_seconds=HANDOFF_TIMEOUT_SECONDS,
         )

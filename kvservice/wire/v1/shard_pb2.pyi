@@ -136,7 +136,7 @@ class AcquireRequest(_message.Message):
     def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "window_blocks", "window_counts", "not_admitted")
+    __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "window_blocks", "window_counts", "not_admitted", "skipped_held")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class AcquireReply(_message.Message):
     WINDOW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     NOT_ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_HELD_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
     fetched_count: int
@@ -151,7 +152,8 @@ class AcquireReply(_message.Message):
     window_blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
     window_counts: _containers.RepeatedScalarFieldContainer[int]
     not_admitted: bool
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., window_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., window_counts: _Optional[_Iterable[int]] = ..., not_admitted: bool = ...) -> None: ...
+    skipped_held: int
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., window_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., window_counts: _Optional[_Iterable[int]] = ..., not_admitted: bool = ..., skipped_held: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("attachment_id", "epoch", "count", "group", "call")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, takewhile
 
 from kvservice.connector.plan import PoolInfo
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, MissReason, RequestReport, SealItem
@@ -57,6 +57,75 @@ class Pins:
 
     def forget(self, block_ids: Sequence[int]) -> None:
         self.forgotten.update(block_ids)
+
+
+class EngineBlocks(Pins):
+    """The blocks of an engine and their free queue: BlockPins and EngineCache. The engine takes blocks from the front
+    and frees them to the back; what it takes is gone from its cache."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.queue = list(range(1, count + 1))
+        self.count = count
+        self.held: dict[int, BlockHash] = {}  # what each cached block holds
+        self.used: Counter[int] = Counter()  # by requests and pins
+
+    def take(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[BlockHash]]:
+        """Blocks for these hashes, computed at once. Returns their ids, and the hashes that were evicted for them."""
+        ids = [self.queue.pop(0) for _ in chain]
+        evicted = [self.held.pop(block_id) for block_id in ids if block_id in self.held]
+        self.used.update(ids)
+        self.held.update(zip(ids, chain, strict=True))
+        return ids, evicted
+
+    def share(self, chain: Sequence[BlockHash]) -> list[int]:
+        """The engine's own hit: the leading blocks that it still holds."""
+        found = list(takewhile(lambda block_id: block_id is not None, map(self.find, chain)))
+        ids = [block_id for block_id in found if block_id is not None]
+        self._use(ids)
+        return ids
+
+    def give_up(self, ids: Sequence[int]) -> None:
+        """The last block of a chain goes first."""
+        for block_id in reversed(ids):
+            self._release(block_id, len(self.queue))
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        return next((block_id for block_id, held in self.held.items() if held == block_hash), None)
+
+    def free_blocks(self) -> int:
+        return len(self.queue)
+
+    def next_to_go(self, count: int) -> list[tuple[int, BlockHash]]:
+        return [(block_id, self.held[block_id]) for block_id in self.queue[:count] if block_id in self.held]
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        super().unpin(block_ids)
+        for block_id in reversed(block_ids):
+            self._release(block_id, 0)
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        super().pin(block_ids)
+        self._use(block_ids)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        super().unpin(block_ids)
+        self.give_up(block_ids)
+
+    def free_share(self) -> float:
+        return len(self.queue) / self.count
+
+    def _use(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            if not self.used[block_id]:
+                self.queue.remove(block_id)
+            self.used[block_id] += 1
+
+    def _release(self, block_id: int, place: int) -> None:
+        self.used[block_id] -= 1
+        assert self.used[block_id] >= 0, "freed more often than used"
+        if not self.used[block_id]:
+            self.queue.insert(place, block_id)
 
 
 class Line:
@@ -139,21 +208,30 @@ class Line:
     # -- what tests call ----
 
     def answer(
-        self, blocks: int, index: int = 0, *, fetched: int = 0, windows: Sequence[int] = (), admitted: bool = True
+        self,
+        blocks: int,
+        index: int = 0,
+        *,
+        fetched: int = 0,
+        windows: Sequence[int] = (),
+        admitted: bool = True,
+        skipped_held: int | None = None,
     ) -> str:
-        """Answer an acquire with this many promised blocks (at most what was asked), so many of each window group."""
+        """Answer an acquire with this many promised blocks (at most what was asked), so many of each window group. The
+        pool holds the first `skipped_held` of the blocks that the engine has (None: all of them)."""
         request_id, asked_of, request = self.asked.pop(index)
-        blocks = 0 if request_id in self.abandoned else min(blocks, len(request.keys))
+        blocks = 0 if request_id in self.abandoned else min(blocks, len(request.keys) - request.skip)
         refs = tuple(BlockRef(slot_index(1, i), Generation(2)) for i in range(blocks))
         lease_id = LeaseId(next(self._ids) if blocks else 0)
         if blocks:
             self.leases[asked_of, lease_id] = blocks
-        miss = MissReason.NONE if blocks == len(request.keys) else MissReason.NEVER_STORED
+        miss = MissReason.NONE if request.skip + blocks == len(request.keys) else MissReason.NEVER_STORED
         window_blocks = tuple(
             tuple(BlockRef(slot_index(1 + group, i), Generation(2)) for i in range(window))
             for group, window in enumerate(windows, 1)
         )
-        result = AcquireResult(lease_id, refs, fetched, miss, window_blocks, admitted)
+        held = request.skip if skipped_held is None else min(skipped_held, request.skip)
+        result = AcquireResult(lease_id, refs, fetched, miss, window_blocks, admitted, held)
         self._answers.append(AcquireAnswer(request_id, asked_of, result, request))
         return request_id
 

@@ -138,7 +138,6 @@ class Bench:
             pool_info,
             block_tokens=BLOCK,
             worker_count=1,
-            lazy=False,
             fetch_timeout_seconds=1.0,
             grouping=GROUPS,
         )

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from kvservice.connector.options import Offload
 from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
@@ -18,18 +19,21 @@ from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 Half = TypeVar("Half", bound=SchedulerHalf)
 
 
-def half(line: Line, *, workers: int = 1, lazy: bool = False, loan_seconds: float = 0.0) -> SchedulerHalf:
-    return half_of(SchedulerHalf, line, workers=workers, lazy=lazy, loan_seconds=loan_seconds)
+def half(line: Line, *, workers: int = 1, offload: Offload = Offload.EAGER, loan_seconds: float = 0.0) -> SchedulerHalf:
+    return half_of(SchedulerHalf, line, workers=workers, offload=offload, loan_seconds=loan_seconds)
 
 
-def half_of(kind: type[Half], line: Line, *, workers: int = 1, lazy: bool = False, loan_seconds: float = 0.0) -> Half:
+def half_of(
+    kind: type[Half], line: Line, *, workers: int = 1, offload: Offload = Offload.EAGER, loan_seconds: float = 0.0
+) -> Half:
     made = kind(
         line,
         keys_of,
         pool_info,
         block_tokens=BLOCK,
         worker_count=workers,
-        lazy=lazy,
+        offload=offload,
+        evicting_blocks=4,
         fetch_timeout_seconds=2.0,
         loan_seconds=loan_seconds,
     )
@@ -269,7 +273,6 @@ def test_engine_that_only_consumes_reserves_nothing() -> None:
         pool_info,
         block_tokens=BLOCK,
         worker_count=1,
-        lazy=False,
         fetch_timeout_seconds=2.0,
         may_write=False,
     )
@@ -296,7 +299,7 @@ def test_store_that_finds_no_slot_is_put_off_not_waited_for() -> None:
 
 def test_lazy_offload_stores_at_the_end_and_pins_until_then() -> None:
     line, chain = Line(), hashes(1, 2)
-    scheduler = half(line, lazy=True)
+    scheduler = half(line, offload=Offload.LAZY)
     scheduler.on_new_request("r", chain, 0.0, may_read=False)
     assert not run_step(scheduler, "r", chain, 2 * BLOCK).stores
     scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=True)
@@ -351,7 +354,7 @@ def test_promise_that_a_lost_pool_made_does_not_count_as_stored() -> None:
 
 def test_aborted_request_stores_nothing_more() -> None:
     line, chain = Line(), hashes(1, 2)
-    scheduler = half(line, lazy=True)
+    scheduler = half(line, offload=Offload.LAZY)
     scheduler.on_new_request("r", chain, 0.0, may_read=False)
     scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=False)
     assert not plan_step(scheduler).stores
@@ -473,3 +476,31 @@ def test_a_reset_closes_hand_offs_and_withdraws_loans() -> None:
     assert not line.pins.pinned
     scheduler.finished("running", hashes(2, 2), 0, [], store_rest=True)
     assert not line.handoffs, "closed once"
+
+
+# -- switches of a request ----
+
+
+def test_request_that_must_not_be_stored_leaves_nothing() -> None:
+    line, chain = Line(), hashes(1, 2)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain, 0.0, may_store=False)
+    line.answer(0)
+    scheduler.matched("r", 0, 33, 0.1)
+    scheduler.allocated("r", [100, 101, 102], 0)
+    assert not run_step(scheduler, "r", chain, 2 * BLOCK).stores
+    scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=True)
+    assert not plan_step(scheduler).stores
+    assert line.expected == 0
+
+
+@pytest.mark.parametrize("offload", [Offload.EAGER, Offload.LAZY])
+def test_prompts_only_does_not_store_what_is_generated(offload: Offload) -> None:
+    line, chain = Line(), hashes(1, 5)
+    scheduler = half(line, offload=offload)
+    scheduler.on_new_request("r", chain[:2], 0.0, may_read=False, prompt_only=True)
+    plans = [run_step(scheduler, "r", chain[: tokens // BLOCK], tokens) for tokens in range(30, 5 * BLOCK, 10)]
+    scheduler.finished("r", chain, 5 * BLOCK, list(range(100, 105)), store_rest=True)
+    plans.append(plan_step(scheduler))
+    assert [entry.block_id for plan in plans for store in plan.stores for entry in store.entries] == [100, 101]
+    assert line.expected == 0

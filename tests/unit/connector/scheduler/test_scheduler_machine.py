@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvservice.connector.options import Offload
 from kvservice.connector.plan import LendPlan, LoadPlan, StepPlan, StepReport, StorePlan
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
@@ -56,7 +57,7 @@ class Engine(RuleBasedStateMachine):
             pool_info,
             block_tokens=BLOCK,
             worker_count=WORKERS,
-            lazy=lazy,
+            offload=Offload.LAZY if lazy else Offload.EAGER,
             fetch_timeout_seconds=2.0,
             loan_seconds=LOAN_SECONDS,
         )

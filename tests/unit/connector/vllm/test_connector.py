@@ -61,7 +61,7 @@ def vllm_config(model: Path, extra: dict[str, object], **changes: Any) -> Any:
             kv_connector="KVServiceConnector", kv_role=changes.pop("role", "kv_both"), kv_connector_extra_config=extra
         ),
         parallel_config=parallel,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2 * BLOCK),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2 * BLOCK, policy="fcfs"),
         model_config=SimpleNamespace(
             model=str(model),
             served_model_name="m",
@@ -71,7 +71,9 @@ def vllm_config(model: Path, extra: dict[str, object], **changes: Any) -> Any:
             hf_config=hf,
             hf_text_config=hf,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor"),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor", enable_prefix_caching=True
+        ),
         attention_config=SimpleNamespace(backend=None),
         device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=None,
@@ -109,6 +111,7 @@ class StepOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
     block_ids: dict[str, list[int]] = field(default_factory=dict)
+    preempted_req_ids: set[str] | None = None
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -215,7 +218,8 @@ def make(model: Path) -> Iterator[Callable[..., Pair]]:
     made: list[Pair] = []
 
     def build(extra: dict[str, object] | None = None, **changes: Any) -> Pair:
-        options = {"mode": "embedded", "memory": "8MiB", "verify_load": "full", **(extra or {})}
+        options = {"mode": "embedded", "memory": "8MiB", "verify_load": "full", "defer_stores": "off"}
+        options |= extra or {}
         made.append(Pair(model, options, **changes))
         return made[-1]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvservice.connector.options import Verify
+from kvservice.connector.options import DeferStores, Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import InlineCopier
@@ -453,3 +453,62 @@ def test_ranks_with_the_same_heads_write_each_block_once(segment: Segment) -> No
         for index in range(6)
     ]
     assert [set(values.tolist()) for values in written] == [{0.0}, {1.0}, {2.0}] * 2
+
+
+# -- deferred stores ----
+
+
+def deferring(choice: DeferStores = DeferStores.ON) -> WorkerHalf:
+    return WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF, defer_stores=choice)
+
+
+def store_of_two(segment: Segment, worker: WorkerHalf) -> set[int]:
+    """Step k: plan a store of two blocks. Returns the ids that the worker took on."""
+    entries = tuple(CopyEntry(block, write_header(segment, slot_index(0, block), 1), KEY) for block in (1, 2))
+    plan = StepPlan(pool=info(segment), stores=[StorePlan(7, entries)])
+    worker.start_loads(plan)
+    return worker.store(plan)
+
+
+@pytest.mark.parametrize("choice", [DeferStores.ON, DeferStores.AUTO])
+def test_deferred_store_is_copied_at_the_start_of_the_next_step(segment: Segment, choice: DeferStores) -> None:
+    """So the tokens of its own step are sampled and sent before its copies run."""
+    worker = deferring(choice)
+    before = bytes(segment.payload(slot_index(0, 1), LAYOUT.payload_bytes))
+    assert store_of_two(segment, worker) == {7}
+    assert worker.take_report() is None
+    assert bytes(segment.payload(slot_index(0, 1), LAYOUT.payload_bytes)) == before, "nothing is copied in its step"
+    worker.start_loads(StepPlan(pool=info(segment)))
+    report = worker.take_report()
+    assert report is not None
+    assert report.stored == {7: 1}
+    assert report.counters["copied_blocks"] == 2
+
+
+def test_store_that_is_not_deferred_is_copied_in_its_step(segment: Segment) -> None:
+    worker = deferring(DeferStores.OFF)
+    store_of_two(segment, worker)
+    report = worker.take_report()
+    assert report is not None
+    assert report.counters["copied_blocks"] == 2
+
+
+def test_deferred_store_of_a_pool_that_went_is_reported_failed(segment: Segment) -> None:
+    worker = deferring()
+    store_of_two(segment, worker)
+    segment.retire()
+    worker.start_loads(StepPlan())
+    report = worker.take_report()
+    assert report is not None
+    assert report.failed == {7: 1}
+
+
+def test_copies_that_leave_the_engines_thread_are_not_deferred() -> None:
+    """`auto` is for copies that the engine would wait for."""
+
+    class Elsewhere(InlineCopier):
+        is_inline = False
+
+    copiers = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
+    worker = WorkerHalf(copiers, Verify.OFF, Elsewhere(copiers), defer_stores=DeferStores.AUTO)
+    assert not worker._defers

@@ -1,0 +1,51 @@
+"""The engine's own prefix cache, as far as the scheduler half looks into it. Pure; without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Protocol
+
+from kvservice.connector.cache_groups import NULL_BLOCK
+from kvservice.units import BlockHash, BlockKey
+
+
+class EngineCache(Protocol):
+    """The engine's own prefix cache, for an engine with one KV cache group. Nothing changes what it holds, and nothing
+    blocks."""
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        """The id of a block that holds what this hash names; None if there is none."""
+        ...
+
+    def free_blocks(self) -> int: ...
+
+    def next_to_go(self, count: int) -> Iterable[tuple[int, BlockHash]]:
+        """(block id, hash) of the cached ones among the `count` free blocks that the engine takes next, first to
+        last."""
+        ...
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Unpin these blocks. They are taken next again, unless a request uses them by now."""
+        ...
+
+
+def held_by_engine(cache: EngineCache | None, hashes: Sequence[BlockHash], count: int) -> int:
+    """How many of a request's first `count` blocks the engine has itself, from the first on."""
+    held = 0
+    while cache is not None and held < count and cache.find(hashes[held]) is not None:
+        held += 1
+    return held
+
+
+def table_from_cache(
+    cache: EngineCache, hashes: Sequence[BlockHash], keys: Sequence[BlockKey], known: Container[BlockKey], end: int
+) -> list[int]:
+    """The blocks of a request that lost its own: where the engine still has positions [0, end), up to the first that it
+    has not. A `known` position is not copied, so it needs no block."""
+    table: list[int] = []
+    for position in range(end):
+        found = NULL_BLOCK if keys[position] in known else cache.find(hashes[position])
+        if found is None:
+            break
+        table.append(found)
+    return table

@@ -1,0 +1,65 @@
+"""What one request of vLLM asks of the cache, from its `kv_transfer_params` and the engine's options.
+
+Parameters come from outside. What makes no sense is counted and logged, and the request is served without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from kvservice.connector.options import ConnectorOptions, StoredPart
+from kvservice.connector.scheduler.handoff import Prefill, parse_public_tokens, parse_transfer_params
+from kvservice.connector.scheduler.switches import CLOSED, parse_switches
+from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES
+from kvservice.core.messages import Handoff
+from kvservice.errors import KVServiceError
+from kvservice.units import HandoffId
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+log = logging.getLogger("kvservice.connector")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTerms:
+    wants: Prefill | Handoff | None
+    public_tokens: int
+    may_load: bool
+    may_store: bool
+    prompt_only: bool
+
+
+def terms_of(request: Request, options: ConnectorOptions, failures: Counter[str]) -> RequestTerms:
+    """Never raises for what the request says."""
+    params = request.kv_transfer_params
+
+    def parsed(parse: Callable[[object], T], instead: T, counter: str, outcome: str) -> T:
+        try:
+            return parse(params)
+        except KVServiceError as error:
+            failures[counter] += 1
+            log.warning("%s: %s", outcome, error.message, extra={"request_id": request.request_id})
+            return instead
+
+    switches = parsed(
+        parse_switches, CLOSED, "switches_refused", "a request is served without the cache, as its switches are unclear"
+    )
+    wants = parsed(parse_transfer_params, None, "handoff_params_refused", "a request is served without a hand-off")
+    if switches is CLOSED:
+        wants = None
+    elif wants == Prefill():
+        wants = Prefill(HandoffId(os.urandom(HANDOFF_ID_BYTES)))
+    public = parsed(parse_public_tokens, 0, "public_params_refused", "a request shares no public blocks")
+    may_store = switches.store
+    if may_store is None:
+        may_store = options.store_after_handoff or not isinstance(wants, Handoff)
+    prompt_only = options.store is StoredPart.PROMPTS
+    return RequestTerms(wants, public, switches.load, may_store, prompt_only)

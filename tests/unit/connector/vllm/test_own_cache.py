@@ -1,0 +1,63 @@
+"""The connector and vLLM's own prefix cache, and requests that stay out of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
+from kvservice.errors import ConfigError
+from kvservice.testing.eventually import eventually
+from tests.unit.connector.vllm.test_connector import BLOCK, Pair, StepOutput, make, model, request, wait_for
+
+__all__ = ["make", "model"]  # fixtures
+
+
+def test_private_request_is_neither_stored_nor_loaded(make: Callable[..., Pair]) -> None:
+    pair = make()
+    known = request("a")
+    pair.prefill(known, [1, 2, 3, 4])
+    wait_for(pair, "stored_blocks", 3)
+    private = request("b")
+    private.kv_transfer_params = {"kvservice": {"version": 1, "store": False, "load": False}}
+    private.block_hashes += request("x", chain=7).block_hashes
+    private.num_tokens += 3 * BLOCK
+    pair.prefill(private, list(range(5, 12)))
+    pair.finish(private, list(range(5, 12)))
+    pair.step(StepOutput())
+    assert pair.scheduler.counters()["store_blocks_planned"] == 3
+    assert "load_blocks" not in pair.scheduler.counters()
+
+
+def test_blocks_that_vllm_has_itself_are_not_asked_for(make: Callable[..., Pair]) -> None:
+    pair = make()
+    one = request("a", count=6)
+    pair.prefill(one, list(range(1, 8)))
+    for block_id, block_hash in zip(range(1, 5), one.block_hashes, strict=False):  # vLLM caches four of them
+        block = pair.block_pool.blocks[block_id]
+        pair.block_pool._insert_block_hash(make_block_hash_with_group_id(block_hash, 0), block, num_tokens=BLOCK)
+    wait_for(pair, "stored_blocks", 6)
+    again = request("b", count=6)
+    pair.scheduler._scheduler._speed = PrefillSpeed()  # else computing two blocks is faster than asking
+    pair.scheduler.on_new_request(again)
+
+    def answer() -> tuple[int, bool] | None:
+        tokens, is_async = pair.scheduler.get_num_new_matched_tokens(again, 4 * BLOCK)
+        return None if tokens is None else (tokens, is_async)
+
+    assert eventually(answer, "the answer") == (2 * BLOCK, True)
+    assert pair.scheduler._scheduler._requests["b"].asked.skip == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"cache_config__enable_prefix_caching": False}, "needs vLLM's prefix caching, which is off"),
+        ({"scheduler_config__policy": "priority"}, "needs vLLM's scheduling policy 'fcfs'"),
+    ],
+)
+def test_evicting_needs_what_it_reads(make: Callable[..., Pair], changes: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make({"offload": "evicting"}, **changes)

@@ -1,0 +1,57 @@
+"""What a request of vLLM and the engine's options make of storing and loading."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvservice.connector.options import ConnectorOptions, StoredPart
+from kvservice.connector.scheduler.handoff import Prefill, decode_params
+from kvservice.connector.vllm.request_terms import RequestTerms, terms_of
+from kvservice.core.messages import Handoff
+from kvservice.units import HandoffId, NodeId
+
+RECEIVED = decode_params(Handoff(HandoffId(bytes(16)), NodeId("a")))
+
+
+def terms(params: Any, options: ConnectorOptions | None = None, failures: Counter[str] | None = None) -> RequestTerms:
+    request: Any = SimpleNamespace(kv_transfer_params=params, request_id="r")
+    return terms_of(request, options or ConnectorOptions(), Counter() if failures is None else failures)
+
+
+def with_switches(params: dict[str, Any], **switches: object) -> dict[str, Any]:
+    return {**params, "kvservice": {**params["kvservice"], **switches}}
+
+
+def test_ordinary_request_is_stored_and_loaded() -> None:
+    found = terms(None)
+    assert (found.wants, found.may_store, found.may_load, found.prompt_only) == (None, True, True, False)
+
+
+def test_receiver_of_a_hand_off_does_not_store_unless_told() -> None:
+    assert not terms(RECEIVED).may_store
+    assert terms(RECEIVED).may_load
+    assert terms(with_switches(RECEIVED, store=True)).may_store, "told by the request"
+    told = ConnectorOptions(store_after_handoff=True)
+    assert terms(RECEIVED, told).may_store, "told by the engine's options"
+    assert not terms(with_switches(RECEIVED, store=False), told).may_store, "the request decides"
+
+
+def test_prefill_of_a_hand_off_is_always_stored() -> None:
+    assert terms({"do_remote_decode": True}).may_store
+    assert isinstance(terms({"do_remote_decode": True}).wants, Prefill)
+
+
+def test_prompts_only_is_an_option() -> None:
+    assert terms(None, ConnectorOptions(store=StoredPart.PROMPTS)).prompt_only
+
+
+@pytest.mark.parametrize("ours", [{"version": 1, "store": "no"}, {"version": 3, "store": False}])
+def test_unclear_switches_keep_a_request_out_of_the_cache(ours: dict[str, object]) -> None:
+    failures: Counter[str] = Counter()
+    found = terms({"kvservice": ours}, failures=failures)
+    assert (found.may_store, found.may_load, found.wants) == (False, False, None)
+    assert failures["switches_refused"] == 1
