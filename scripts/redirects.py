@@ -15,6 +15,7 @@ from pathlib import Path
 # Old page of docs/ → the page that says it now.
 MOVED = {
     "attacks-inside.md": "attacks.md",
+    "design/explain.md": "howto/hit-rate-is-low.md",
     "incidents-here.md": "incidents.md",
     "operations.md": "howto/troubleshooting.md",
     "user-guide.md": "start/one-machine.md",

@@ -89,6 +89,18 @@ class EvictionContract:
         assert (policy.used_at(older[0]), policy.used_at(newer[0])) == (30.0, 20.0)
         assert policy.last_touch(older[0]) > policy.last_touch(newer[0])
 
+    def test_uses_are_counted_of_each_block_alone(self, policy: EvictionPolicy) -> None:
+        """As far as a policy counts them: one that does not says 0 for ever."""
+        (used,), (unused,) = add_chain(policy, 1, 1), add_chain(policy, 50, 1)
+        assert policy.uses(used) == policy.uses(unused) == 0
+        counts = []
+        for time in range(1, 100):
+            policy.touch([used], float(time))
+            counts.append(policy.uses(used))
+        assert counts == sorted(counts), "a use takes none back"
+        assert all(count <= time for time, count in enumerate(counts, 1)), "more uses than there were"
+        assert policy.uses(unused) == 0
+
     @pytest.mark.parametrize("seed", range(20))
     def test_random_use_loses_no_block(self, policy: EvictionPolicy, seed: int) -> None:
         """Adds, touches, pins and evictions in any order: victims are held and not pinned, and in the end all go."""
