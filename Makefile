@@ -137,7 +137,7 @@ test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) ## Run every test, includin
 # Of what is decided in core, and of everything. Raise a bound when its figure has risen. With other tests than these the
 # figure for everything is another one: COVERED=0 only shows it.
 CORE_COVERED := 100
-COVERED := 70
+COVERED := 73
 COVER := pytest -q tests/unit tests/property
 coverage: $(INSTALLED) ## Branches that unit and property tests run, against lower bounds; COVER=tests.lanes COVERED=0 for all tests
 	rm -rf .coverage
