@@ -207,7 +207,9 @@ def main() -> None:
         elif "scale_norms" in command:
             say(scaled=sum(llm.collective_rpc(scale_norms, args=(command["scale_norms"],))))
         elif command.get("counters"):
-            found = {} if scheduler.connector is None else scheduler.connector.counters()
+            # Under vLLM's MultiConnector ours is the first.
+            ours = getattr(scheduler.connector, "_connectors", [scheduler.connector])[0]
+            found = {} if ours is None else ours.counters()
             say(**found, preemptions=len(preemptions))
         else:
             started = time.perf_counter()
