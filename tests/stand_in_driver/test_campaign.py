@@ -60,7 +60,8 @@ def stage(module: str, *arguments: str, environment: dict[str, str], findings: P
     done = subprocess.run(command, env=wanted, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
     found = {one["what"]: one["value"] for one in map(json.loads, findings.read_text().splitlines())}
-    assert not [name for name, value in found.items() if isinstance(value, dict) and FAILED in value], found
+    if failed := {name: value[FAILED] for name, value in found.items() if isinstance(value, dict) and FAILED in value}:
+        pytest.fail(json.dumps(failed, indent=2) + done.stdout[-2000:] + done.stderr[-2000:])
     return found
 
 

@@ -18,7 +18,7 @@ from kvservice.connector.worker.shared_kv import SharedKV, region_layout
 from kvservice.copying.device import HOST
 from kvservice.copying.engine.link import KVOffer, WorkerLink
 from kvservice.copying.message import NO_EVENT, CopyRow, Direction, MemoryKind, PoolSource
-from kvservice.errors import KVServiceError, UnsupportedLayout
+from kvservice.errors import KVServiceError, UnsupportedDevice, UnsupportedLayout
 from kvservice.units import BlockKey, Generation, SlotIndex
 
 log = logging.getLogger("kvservice.connector")
@@ -128,6 +128,8 @@ def copier_for(
         return fallback
     try:
         if block_copier.device.type == "cuda":
+            if torch.version.hip is not None:
+                raise UnsupportedDevice("a copy worker needs CUDA, and this engine runs on ROCm", device="rocm")
             from kvservice.copying.cuda.offer import CudaOffer  # loads the driver
 
             offer = CudaOffer(layers[0], lambda address, size: region_layout(layers, heads, address, size))

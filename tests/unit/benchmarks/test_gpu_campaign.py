@@ -12,7 +12,16 @@ import pytest
 
 from benchmarks import report
 from benchmarks.gpu import carry
-from benchmarks.gpu.__main__ import LEAST_SECONDS, PART_SECONDS, PARTS, STAND_IN, Campaign, Planned
+from benchmarks.gpu.__main__ import (
+    CUDA,
+    LEAST_SECONDS,
+    PART_SECONDS,
+    PARTS,
+    STAND_IN,
+    Campaign,
+    Planned,
+    run_part,
+)
 from benchmarks.gpu.summary import table
 from kvservice.testing.eventually import eventually
 
@@ -105,6 +114,16 @@ def test_carried_wheel_records_what_it_leaves_out(tmp_path: Path) -> None:
         assert found.namelist() == [*names[:2], "nixl_cu13-1.dist-info/RECORD"]
         record = found.read("nixl_cu13-1.dist-info/RECORD").decode()
     assert record == "".join(f"{name},sha256=x,1\n" for name in names[:2])
+
+
+@pytest.mark.processes
+def test_time_that_a_stage_leaves_is_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.__main__.LEAST_SECONDS", 0.0)
+    slow = "import time; time.sleep(2.5)"
+    stages = [Planned("short", 60.0, ("-c", "pass")), Planned("long", 2.0, ("-c", slow))]
+    assert run_part(1, tmp_path, CUDA, stages, {})
+    ends = json.loads((tmp_path / "part1.json").read_text())["figures"]["stages"]
+    assert {name: end["how"] for name, end in ends.items()} == {"short": "ok", "long": "ok"}
 
 
 def test_stage_that_needs_a_gpu_is_skipped_on_the_stand_in(tmp_path: Path) -> None:

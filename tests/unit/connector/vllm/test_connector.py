@@ -30,7 +30,7 @@ from vllm.v1.request import RequestStatus
 from kvservice.connector.scheduler.handoff import decode_params, parse_transfer_params
 from kvservice.connector.vllm import KVServiceConnector, compat
 from kvservice.core.messages import Handoff
-from kvservice.errors import ConfigError, RandomHashSeed, UnsupportedLayout
+from kvservice.errors import ConfigError, RandomHashSeed, UnsupportedDevice, UnsupportedLayout
 from kvservice.testing.eventually import eventually
 from kvservice.units import HandoffId, NodeId
 
@@ -512,6 +512,12 @@ MAMBA = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
         (cache_config(), {"parallel_config__decode_context_parallel_size": 2}, "context"),
         (cache_config(), {"speculative_config": SimpleNamespace(use_eagle=lambda: True)}, "EAGLE"),
         (cache_config(), {"cache_config__prefix_caching_hash_algo": "xxhash"}, "prefix-caching-hash-algo sha256_cbor"),
+        (cache_config(), {"device_config__device_type": "xpu"}, r"an Intel GPU \(XPU\).* run it on CPU, CUDA or ROCm"),
+        (
+            cache_config(),
+            {"device_config__device_type": "hpu"},
+            r"an Intel Gaudi \(HPU\).* run it on CPU, CUDA or ROCm",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(
@@ -520,7 +526,7 @@ def test_what_is_not_supported_is_named(
     """The engine runs without the cache."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config = vllm_config(model, {"mode": "embedded"}, **changes)
-    with pytest.raises((UnsupportedLayout, RandomHashSeed), match=says):
+    with pytest.raises((UnsupportedDevice, UnsupportedLayout, RandomHashSeed), match=says):
         compat.engine_spec(config, cache, bytes(16), "")
     for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
         inert = KVServiceConnector(config, role, cache)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvservice.connector.options import CopierChoice
 from kvservice.connector.worker import copier as copier_module
 from kvservice.connector.worker.copier import CudaCopier, HostCopier, InlineCopier, in_process_copier
 from kvservice.connector.worker.devices import check_device
+from kvservice.connector.worker.remote_copier import copier_for
 from kvservice.errors import Unavailable, UnsupportedDevice
 
 
@@ -37,6 +39,15 @@ def test_rocm_copies_through_torch_and_asks_for_no_cuda(monkeypatch: pytest.Monk
     monkeypatch.setattr(copier_module, "Driver", None)  # asking it would fail
     found = in_process_copier(engine_on("cuda"))
     assert isinstance(found, CudaCopier) and found._driver is None
+
+
+def test_rocm_without_a_copy_worker_copies_in_process(
+    monkeypatch: pytest.MonkeyPatch, streams: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0.51831")
+    found = copier_for(CopierChoice.WORKER, engine_on("cuda"), [], range(2), None)
+    assert isinstance(found, CudaCopier) and found.counters["copy_worker_not_shared"] == 1
+    assert "a copy worker needs CUDA, and this engine runs on ROCm" in caplog.text
 
 
 @pytest.mark.parametrize("has_batch", [True, False])
