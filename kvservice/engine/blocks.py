@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvservice.core.block.keys import chain_hashes
@@ -346,16 +346,8 @@ class PagedMemory:
         """A second sequence with the same tokens, which counts on the same blocks. Nothing is copied yet."""
         for block_id in sequence.held:
             (self.host if sequence.on_host else self.device).share(block_id)
-        return PagedSequence(
-            sequence_id,
-            list(sequence.tokens),
-            sequence.root,
-            list(sequence.table),
-            sequence.computed,
-            sequence.on_host,
-            list(sequence.hashes),
-            sequence.named,
-        )
+        tokens, table, hashes = list(sequence.tokens), list(sequence.table), list(sequence.hashes)
+        return replace(sequence, sequence_id=sequence_id, tokens=tokens, table=table, hashes=hashes)
 
     def free(self, sequence: PagedSequence) -> None:
         """Take all blocks from it, the last first: a prefix is of use to more sequences than what follows it."""
@@ -372,31 +364,26 @@ class PagedMemory:
         Blocks that hold nothing yet are freed. Other sequences keep the blocks that they share. Raises Exhausted,
         without effect, if the host has too few free blocks.
         """
-        self._check_room(self.blocks_of(sequences), self.host)
-        for sequence in sequences:
-            filled = self.blocks_for(sequence.computed)
-            for block_id in sequence.table[filled:]:
-                self.device.free(block_id)
-            del sequence.table[filled:]
         return self._move(sequences, self.device, self.host)
 
     def swap_in(self, sequences: Sequence[PagedSequence]) -> Pairs:
         """The way back: (host id, device id) of each block to copy. The ids on the device are others than before."""
-        self._check_room(self.blocks_of(sequences), self.device)
         pairs = self._move(sequences, self.host, self.device)
         for sequence in sequences:
             sequence.named = 0  # `written` names the copies when they are there
         return pairs
 
-    @staticmethod
-    def _check_room(blocks: set[int], target: BlockAllocator) -> None:
-        if len(blocks) > target.free_count:
-            raise Exhausted(f"{len(blocks)} blocks do not fit into {target.free_count} free ones on {target.device}")
-
     def _move(self, sequences: Sequence[PagedSequence], source: BlockAllocator, target: BlockAllocator) -> Pairs:
+        count = len(self.blocks_of(sequences))
+        if count > target.free_count:
+            raise Exhausted(f"{count} blocks do not fit into {target.free_count} free ones on {target.device}")
         moved: dict[int, int] = {}
         for sequence in sequences:
             assert sequence.on_host == (source is self.host), "it is on the other device"
+            filled = self.blocks_for(sequence.computed)
+            for block_id in sequence.table[filled:]:
+                source.free(block_id)
+            del sequence.table[filled:]
             for position, block_id in enumerate(sequence.table):
                 if block_id == RELEASED:
                     continue

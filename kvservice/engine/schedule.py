@@ -236,10 +236,7 @@ class Scheduler:
             )
         group = SequenceGroup(request_id, width, length_max, [PagedSequence(0, list(tokens), salt)])
         if self.memory.room_for(group.sequences) is Room.NEVER:
-            raise InvalidRequest(
-                f"a prompt of {len(tokens)} tokens needs {self.memory.required(group.sequences)} blocks, of "
-                f"{self.memory.device.count} with {self.memory.watermark_blocks} kept free: use a larger device pool"
-            )
+            raise InvalidRequest(self._too_large(group))
         self._groups[request_id] = group
         return group
 
@@ -377,12 +374,15 @@ class Scheduler:
             self._recompute(group, GroupEvent.RECOMPUTE)
 
     def _refuse(self, step: Step, group: SequenceGroup) -> None:
-        group.reason = (
-            f"its sequences need {self.memory.required(group.sequences)} blocks, of {self.memory.device.count} with "
-            f"{self.memory.watermark_blocks} kept free: use a larger device pool"
-        )
+        group.reason = self._too_large(group)
         self._recompute(group, GroupEvent.END)
         step.refused.append(group)
+
+    def _too_large(self, group: SequenceGroup) -> str:
+        return (
+            f"it needs {self.memory.required(group.sequences)} blocks, of {self.memory.device.count} with "
+            f"{self.memory.watermark_blocks} kept free: use a larger device pool"
+        )
 
     def _sequences_free(self) -> int:
         return self._sequences_max - sum(group.width for group in self.of(GroupState.RUNNING, GroupState.LOADING))
@@ -458,20 +458,20 @@ class Scheduler:
 
     def _grow(self, group: SequenceGroup, outcome: Sequence[Next]) -> None:
         parents = {sequence.sequence_id: sequence for sequence in group.sequences}
-        taken: dict[int, PagedSequence] = {}
+        taken: set[int] = set()
         grown: list[tuple[PagedSequence, Next]] = []
         for each in outcome:
             sequence = parents[each.sequence_id]
             if each.sequence_id in taken:
                 sequence = self.memory.fork(sequence, group.next_id)
                 group.next_id += 1
-            taken[each.sequence_id] = sequence
+            taken.add(each.sequence_id)
             grown.append((sequence, each))
-        dropped = [sequence for sequence_id, sequence in parents.items() if sequence_id not in taken]
-        if not outcome:
-            group.ended += dropped
-        for sequence in dropped if outcome else ():
-            self.memory.free(sequence)
+        for sequence in parents.values():
+            if not outcome:
+                group.ended.append(sequence)
+            elif sequence.sequence_id not in taken:
+                self.memory.free(sequence)
         group.sequences = []
         for sequence, each in grown:
             sequence.tokens.append(each.token)

@@ -261,7 +261,7 @@ def test_who_grows_out_of_the_device_ends_with_a_reason() -> None:
     while not (step := bench.step()).refused:
         assert step.decode or step.prefill
     assert group.state is GroupState.FINISHED
-    assert "need 3 blocks, of 2" in group.reason
+    assert "needs 3 blocks, of 2" in group.reason
     assert group.sequences[0].tokens[7:] == [7, 7], "what it has computed so far"
     assert bench.memory.device.free_count == 2
 
