@@ -101,6 +101,7 @@ CONNECTOR_EVENTS: Mapping[str, str] = {
     "attach_*": "attempts to attach that failed, by the error's reason",
     "attached": "times that the engine attached to a pool",
     "copied_blocks": "blocks that workers copied from the engine into slots",
+    "copy_batched_blocks": "blocks that the engine copied with one call of the driver for many",
     "copy_dropped_blocks": "blocks whose store was dropped because the copy worker was busy",
     "copy_in_process_blocks": "blocks copied by the engine because there was no copy worker",
     "copy_raised_*": "copies that raised, by the kind of error",
