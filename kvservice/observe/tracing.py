@@ -129,11 +129,15 @@ def span(name: str, **attributes: Value) -> AbstractContextManager[Span]:
     return _OFF if _tracer is None or not trace_id() else _current(name, None, attributes)
 
 
-def begin(name: str, **attributes: Value) -> Span:
-    """Like `span`, for work that ends elsewhere: call its `end`. It does not become the current span."""
-    if _tracer is None or not trace_id():
+def begin(name: str, parent: str = "", **attributes: Value) -> Span:
+    """A span for work that ends elsewhere: call its `end`. It does not become the current span. It is below the
+    traceparent `parent`, without one below the current span, and there is none where there is neither."""
+    if _tracer is None:
         return _NO_SPAN
-    return _RealSpan(_tracer.start_span(f"kvservice.{name}", attributes=_named(attributes)))
+    context = _context_of(parent)
+    if context is None and not trace_id():
+        return _NO_SPAN
+    return _RealSpan(_tracer.start_span(f"kvservice.{name}", context, attributes=_named(attributes)))
 
 
 def parent_in(*carriers: object) -> str:

@@ -66,6 +66,7 @@ class AcquireAnswer:
     attachment: AttachmentId
     result: AcquireResult | None
     asked: AcquireRequest
+    trace: str = ""  # W3C traceparent of the acquire's span: what the request does next is below it
 
 
 class Session:
@@ -387,7 +388,7 @@ class Session:
 
     async def _acquire(self, attachment: Attachment, request_id: str, request: AcquireRequest) -> None:
         result: AcquireResult | None = None
-        pool = self._pool
+        pool, trace = self._pool, ""
         try:
             if pool is not None:
                 asked = len(request.keys) - request.skip
@@ -395,6 +396,7 @@ class Session:
                     logs.about(request_id),
                     tracing.request_span("acquire", request.trace, request_id=request_id, asked_blocks=asked) as span,
                 ):
+                    trace = tracing.traceparent()
                     call = asyncio.ensure_future(pool.acquire(attachment.attachment_id, request))
                     self._acquires[request_id] = call
                     result = await call
@@ -409,7 +411,7 @@ class Session:
                 with self._answered:
                     if result is not None and result.lease_id and self._attachment is attachment:
                         self._leases.add(result.lease_id)
-                    self._answers.append(AcquireAnswer(request_id, attachment.attachment_id, result, request))
+                    self._answers.append(AcquireAnswer(request_id, attachment.attachment_id, result, request, trace))
                     self._answered.notify_all()
             elif result is not None and result.lease_id:
                 self.counters["acquire_abandoned"] += 1

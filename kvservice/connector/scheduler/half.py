@@ -296,6 +296,7 @@ class SchedulerHalf:
                     self._learn(request, result)
                 continue
             self._follow(answer.attachment)
+            request.trace = answer.trace or request.trace
             request.result = usable(self._grouping, result, self._suspects, self.counters)
             request.move(RequestEvent.ANSWER)
             if not result.admitted and request.writes is None:

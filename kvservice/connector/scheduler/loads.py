@@ -13,6 +13,7 @@ from kvservice.connector.plan import LoadPlan, StepPlan
 from kvservice.connector.scheduler.ports import SessionPort
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.core.messages import AcquireResult
+from kvservice.observe import tracing
 from kvservice.units import AttachmentId, LeaseId
 
 
@@ -25,6 +26,7 @@ class Loads:
         self._borrows = borrows
         self._planned: list[LoadPlan] = []  # for the next step
         self._leases: dict[str, tuple[AttachmentId, LeaseId]] = {}  # by request
+        self._spans: dict[str, tracing.Span] = {}  # by request
 
     def plan(
         self, request: EngineRequest, attachment: AttachmentId, taken: AcquireResult, table: Table, first: int
@@ -38,6 +40,9 @@ class Loads:
         self._leases[request.request_id] = (attachment, taken.lease_id)
         request.fetched_blocks = min(taken.fetched_count, count)
         request.loaded_blocks = max(request.loaded_blocks, count)
+        self._spans[request.request_id] = tracing.begin(
+            "load", request.trace, blocks=count, fetched_blocks=request.fetched_blocks
+        )
         self._counters["loads_planned"] += 1
         self._counters["load_blocks"] += count
         self._counters["load_blocks_remote"] += request.fetched_blocks
@@ -49,6 +54,7 @@ class Loads:
     def done(self, request_id: str) -> None:
         """No worker copies for this request any more: end its lease. May be called again."""
         if (lease := self._leases.pop(request_id, None)) is not None:
+            self._spans.pop(request_id).end()
             attachment, lease_id = lease
             if lease_id:
                 self._session.release(attachment, lease_id)

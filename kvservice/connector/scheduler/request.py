@@ -90,7 +90,7 @@ class EngineRequest:
     stored: int = 0  # blocks [0, stored) are in the pool, on their way to it, or given up
     public_tokens: int = 0  # leading tokens of its prompt that tenants may share, as the request says
     naming: Naming = field(default_factory=Naming)  # the naming that its keys were made with
-    trace: str = ""  # W3C traceparent that it came with
+    trace: str = ""  # W3C traceparent that it came with, then that of its acquire
     adapter: bytes = b""  # identity of its adapter (vllm.lora); empty means computed without one
     admitted: bool = True  # False: the pool sees no reuse, so the blocks are not stored
     kept_out: int = 0  # leading blocks that are never stored: public ones of a tenant that may only read them

@@ -13,6 +13,7 @@ from kvservice.core.block.keys import span_route
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.messages import SealItem
 from kvservice.core.segment.refs import BlockRef
+from kvservice.observe import tracing
 from kvservice.units import AttachmentId, BlockKey, HandoffId
 
 GiveBack = Callable[[Sequence[int]], None]  # unpins blocks of the engine
@@ -41,6 +42,7 @@ class OpenStore:
     handoff: HandoffId | None
     reports: Counter[str] = field(default_factory=Counter)
     give_back: GiveBack | None = None  # unpins the blocks in the engine's pins' place
+    span: tracing.Span = field(default_factory=tracing.Span)  # from the plan until it is sent to be sealed
     is_void: bool = False  # the weights changed meanwhile, so its slots are given back instead of sealed
 
 

@@ -19,6 +19,7 @@ from kvservice.connector.scheduler.ports import SessionPort, StoredBlock
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.store_plan import GiveBack, OpenStore, PlannedStore, plan_store
 from kvservice.core.segment.refs import BlockRef
+from kvservice.observe import tracing
 from kvservice.units import AttachmentId, BlockHash, HandoffId
 
 IN_FLIGHT_MAX = 4096  # Blocks. Beyond it stores are put off, so that copies do not pin the engine's whole cache.
@@ -94,7 +95,7 @@ class Stores:
             self.expect(request, -(planned.done - request.stored))
         request.stored = max(request.stored, planned.done)
         blocks = [StoredBlock(hashes[i], hashes[i - 1] if i else None) for i in planned.positions]
-        return self.open(attachment, planned, blocks, request.writes)
+        return self.open(attachment, planned, blocks, request.writes, trace=request.trace)
 
     def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
         """At most `count` slots for blocks of group 0, and none while too many copies are under way. `open` takes
@@ -109,6 +110,7 @@ class Stores:
         blocks: Sequence[StoredBlock],
         handoff: HandoffId | None = None,
         give_back: GiveBack | None = None,
+        trace: str = "",
     ) -> StorePlan | None:
         """Pin the blocks of a planned store and wait for its reports. `give_back` unpins them instead of the engine's
         pins. Returns None if there is nothing to copy."""
@@ -121,7 +123,10 @@ class Stores:
         read = [entry.block_id for entry in planned.entries]
         if self._pins is not None:
             self._pins.pin(read)
-        store = OpenStore(attachment, planned.items, list(blocks), read, self._step_began, handoff, give_back=give_back)
+        span = tracing.begin("store", trace, blocks=len(planned.items))
+        store = OpenStore(
+            attachment, planned.items, list(blocks), read, self._step_began, handoff, Counter(), give_back, span
+        )
         self._open[self._last_id] = store
         self._handoffs.store_begun(handoff)
         self._counters["store_blocks_planned"] += len(planned.items)
@@ -154,6 +159,7 @@ class Stores:
             store.give_back(store.block_ids)
         elif self._pins is not None:
             self._pins.unpin(store.block_ids)
+        store.span.end(failed=bool(store.reports["failed"]) or store.is_void)
         if store.reports["failed"] or store.is_void:
             self._counters["store_blocks_void" if store.is_void else "store_blocks_failed"] += len(store.items)
             self._known.forget(item.key for item in store.items)
