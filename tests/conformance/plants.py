@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants import ROOT, Mutant, Outcome, copy_tree, run
+from tests.mutants import ROOT, Mutant, Outcome, check_sound, copy_tree, run
 
 SECONDS_MAX = 240  # for one scenario, on a machine that does other things
 
@@ -194,11 +194,11 @@ def main(arguments: Sequence[str] = ()) -> int:
     only, survivors = parser.parse_args(arguments).only, 0
     with tempfile.TemporaryDirectory(prefix="kvservice-plants-") as folder:
         tree = copy_tree(Path(folder))
-        for number, plant in enumerate(PLANTS, 1):
-            if only and number not in only:
-                continue
+        chosen = [(number, plant) for number, plant in enumerate(PLANTS, 1) if not only or number in only]
+        check_sound(tree, sorted({str(test_of(plant)) for _, plant in chosen}), SECONDS_MAX * len(chosen))
+        for number, plant in chosen:
             began = time.monotonic()
-            outcome, _ = run(plant.mutant(), tree, [test_of(plant)], SECONDS_MAX)
+            outcome, _ = run(plant.mutant(), tree, [test_of(plant)], SECONDS_MAX, are_sound=True)
             survivors += outcome is not Outcome.KILLED
             seconds = time.monotonic() - began
             print(f"{number:3} {outcome.value:9} {seconds:4.0f} s  {plant.scenario}: {plant.says}", flush=True)
