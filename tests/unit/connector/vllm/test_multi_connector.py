@@ -1,0 +1,97 @@
+"""vLLM's MultiConnector with our class in it: every connector stores, and the first that has a hit loads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.block_pool import BlockPool
+
+from kvservice.connector.vllm import KVServiceConnector
+from kvservice.testing.eventually import eventually
+from tests.unit.connector.vllm.test_connector import (
+    BLOCK,
+    BLOCKS,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    Pair,
+    Request,
+    StepOutput,
+    blocks,
+    cache_config,
+    model,
+    request,
+    vllm_config,
+)
+
+__all__ = ["model"]  # a fixture
+CHILD = {
+    "kv_connector": "KVServiceConnector",
+    "kv_connector_module_path": "kvservice.connector.vllm",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"mode": "embedded", "memory": "8MiB", "verify_load": "full"},
+}
+
+
+class Several(Pair):
+    """Both roles of a MultiConnector with two of our connectors, each with a pool of its own."""
+
+    def __init__(self, model: Path) -> None:
+        config = vllm_config(model, {"connectors": [CHILD, CHILD]})
+        config.kv_transfer_config.kv_connector = "MultiConnector"
+        config.scheduler_config.disable_hybrid_kv_cache_manager = False
+        made = [KVConnectorFactory.create_connector(config, role, cache_config()) for role in KVConnectorRole]
+        self.scheduler, self.worker = made  # type: ignore[assignment]
+        backing = torch.randn(len(LAYERS), BLOCKS, HEADS, BLOCK, 2 * HEAD_SIZE).to(torch.bfloat16)
+        self.tensors = dict(zip(LAYERS, backing.unbind(0), strict=True))
+        self.worker.register_kv_caches(self.tensors)
+        self.block_pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
+        self.scheduler.bind_gpu_block_pool(self.block_pool)
+        sessions: list[Any] = [child._session for child in self.children]
+        eventually(lambda: all(all(session._stocks) for session in sessions), "slots of every pool")
+
+    @property
+    def children(self) -> list[KVServiceConnector]:
+        assert isinstance(self.scheduler, MultiConnector)
+        found = self.scheduler.sub_connectors
+        assert all(isinstance(child, KVServiceConnector) for child in found)
+        return found  # type: ignore[return-value]
+
+    def counted(self, counter: str) -> list[int]:
+        return [child.counters().get(counter, 0) for child in self.children]
+
+    def hit(self, name: str, block_ids: list[int]) -> Request:
+        """A request for the stored prompt, whose three blocks are loaded into these."""
+        asked = request(name)
+        self.scheduler.on_new_request(asked)
+        assert self.match(asked) == (3 * BLOCK, True)
+        self.scheduler.update_state_after_alloc(asked, blocks(block_ids), 3 * BLOCK)
+        assert self.step(StepOutput()).finished_recving == {name}
+        return asked
+
+
+def test_every_connector_stores_and_the_first_that_hits_loads(model: Path) -> None:
+    several = Several(model)
+    try:
+        first = request("a")
+        several.prefill(first, [3, 1, 4, 9])
+        several.finish(first, [3, 1, 4, 9])
+        eventually(lambda: several.counted("stored_blocks") == [3, 3], "the prompt in both pools")
+        wanted = {name: tensor[[3, 1, 4]].clone() for name, tensor in several.tensors.items()}
+        second = several.hit("b", [7, 8, 10, 11])
+        assert several.counted("load_blocks") == [3, 0]
+        several.finish(second, [7, 8, 10, 11])
+        assert several.children[0].reset_cache() is True, "the first has nothing any more"
+        several.hit("c", [12, 13, 14, 15])
+        assert several.counted("load_blocks") == [3, 3]
+        for name, tensor in several.tensors.items():
+            assert torch.equal(tensor[[7, 8, 10]], wanted[name])
+            assert torch.equal(tensor[[12, 13, 14]], wanted[name])
+        assert not any(any(child._failures.values()) for child in several.children)
+    finally:
+        several.close()
