@@ -42,6 +42,7 @@ OFFLOAD = "conformance/test_cpu_offload.py"
 CHUNKS = "conformance/test_chunk_connector.py"
 CALLS = "unit/connector/vllm/test_engine_calls.py"
 PAGED = "conformance/test_paged_memory.py"
+HOST = "conformance/test_host_tier.py"
 LOOP = "unit/engine/test_loop.py"
 SCHEDULER = "kvservice/connector/scheduler"
 BLOCKS = "kvservice/engine/blocks.py"
@@ -164,6 +165,20 @@ PLANTS = (
         "kvservice/engine/paged.py",
         'if "cuda" not in (source.device.type, target.device.type):',
         "if source.device != target.device:",
+    ),
+    Plant(
+        f"{HOST}::a_block_goes_to_the_host_and_comes_back",
+        "blocks that go to the host stay in use on the device",
+        BLOCKS,
+        "source.free(block_id)",
+        "source.refs(block_id)",
+    ),
+    Plant(
+        f"{HOST}::a_slot_that_changes_meanwhile_is_not_loaded",
+        "a slot's header is not read again after the copy",
+        "kvservice/connector/worker/half.py",
+        "if segment.header_bytes(entry.ref.slot) != before:",
+        "if segment.header_bytes(entry.ref.slot) is before:",
     ),
     Plant(
         f"{LOOP}::a_step_is_done_in_its_order",
