@@ -39,6 +39,7 @@ class Plant:
 
 
 OFFLOAD = "conformance/test_cpu_offload.py"
+INTERFACE = "conformance/test_connector_interface.py"
 CHUNKS = "conformance/test_chunk_connector.py"
 CALLS = "unit/connector/vllm/test_engine_calls.py"
 PAGED = "conformance/test_paged_memory.py"
@@ -74,6 +75,13 @@ PLANTS = (
         f"{SCHEDULER}/half.py",
         "blocks=result.blocks[: first + count - request.skip]",
         "blocks=result.blocks",
+    ),
+    Plant(
+        f"{INTERFACE}::store_is_submitted_in_the_next_step",
+        "stores are not deferred",
+        "kvservice/connector/worker/half.py",
+        "self._deferred += plan.stores",
+        "self._start_stores(plan.stores)",
     ),
     Plant(
         f"{CALLS}::copies_are_where_the_step_has_them",

@@ -50,8 +50,12 @@ def stored(walk: Walk, tokens: list[int], table: list[int]) -> None:
     walk.arrive("writer", tokens)
     assert walk.matched("writer", len(tokens)) == Promise(0)
     walk.scheduler.allocated("writer", table, 0)
-    while walk.slots()["sealed"] < blocks:  # the stock may hold fewer slots than this, and stores the rest later
-        walk.step({"writer": (blocks * BLOCK, table)})
+
+    def is_stored() -> bool:
+        walk.step({"writer": (blocks * BLOCK, table)})  # the stock may hold fewer slots: then the rest comes later
+        return walk.slots()["sealed"] == blocks
+
+    eventually(is_stored, "the prompt", detail=walk.slots)
     walk.finish("writer", blocks * BLOCK, table)
 
 

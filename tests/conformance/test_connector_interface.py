@@ -14,6 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+
+from kvservice.connector.options import DeferStores
+from kvservice.connector.scheduler.ports import Promise
+from kvservice.testing.eventually import eventually
+from tests.conformance.walk import Walk
 
 MOUNTS = """\
 overlay / overlay rw,relatime 0 0
@@ -21,6 +27,36 @@ tmpfs /dev/shm tmpfs rw 0 0
 /dev/sda1 /mnt/a ext4 rw 0 0
 weka /mnt/weka wekafs rw 0 0
 """
+
+
+def test_store_is_submitted_in_the_next_step() -> None:
+    """Step k computes two blocks and plans their store. Nothing is copied in it, so that its tokens are sampled and
+    sent first; the copies run when step k + 1 begins, before its forward.
+
+    The request is preempted in between. The source submits such stores early, before the blocks are used again. Here
+    they are pinned until the copy is reported, and a forward that wrote into them in step k + 1 would come too late.
+    """
+    walk = Walk(DeferStores.ON)
+    try:
+        walk.arrive("A", range(32))
+        assert walk.matched("A", 33) == Promise(0)
+        walk.scheduler.allocated("A", [101, 102], 0)
+        plan = walk.step({"A": (32, [101, 102])})
+        assert [entry.block_id for store in plan.stores for entry in store.entries] == [101, 102]
+        assert walk.scheduler.counters["copied_blocks"] == 0
+        assert set(walk.pins.pinned) == {101, 102}, "A may lose its blocks, and yet nobody else gets them"
+        computed = [layer[101:103].clone() for layer in walk.tensors]
+        walk.step(forward=lambda: [layer[101:103].fill_(-1.0) for layer in walk.tensors])
+        assert walk.scheduler.counters["copied_blocks"] == 2
+        assert not walk.pins.pinned
+        eventually(lambda: walk.slots()["sealed"] == 2, "both blocks", detail=walk.slots)
+        assert walk.matched("A", 33) == Promise(32), "it asks again, as a preempted request does"
+        walk.scheduler.allocated("A", [103, 104, 105], 32)
+        walk.step()
+        for layer, wanted in zip(walk.tensors, computed, strict=True):
+            assert torch.equal(layer[103:105], wanted)
+    finally:
+        walk.close()
 
 
 @pytest.mark.xfail(strict=True, raises=ImportError, reason="blocks are not written to files yet: tiers come next")

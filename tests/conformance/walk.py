@@ -5,12 +5,13 @@ Only the engine's own block pool is a stand-in: its blocks are rows of `tensors`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from kvservice.connector.options import Verify
+from kvservice.connector.options import DeferStores, Verify
 from kvservice.connector.plan import PoolInfo, StepPlan
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, Wait
@@ -40,7 +41,7 @@ DEVICE_BLOCKS = 256
 class Walk:
     """One engine with a pool of fifty slots."""
 
-    def __init__(self) -> None:
+    def __init__(self, defer_stores: DeferStores = DeferStores.OFF) -> None:
         assert FIFTY_SLOTS.slots_per_slab(LAYOUT.payload_bytes) == 50
         self.spec = EngineSpec(b"w" * 16, "m", Fingerprint.of({"model": "m"}), LAYOUT)
         self.tensors = list(torch.randn(3, DEVICE_BLOCKS, HEADS, BLOCK, WIDTH).to(torch.bfloat16).unbind(0))
@@ -56,7 +57,7 @@ class Walk:
             fetch_timeout_seconds=5.0,
         )
         self.scheduler.pin_with(self.pins)
-        self.worker = WorkerHalf(BlockCopier(self.tensors, range(HEADS)), Verify.FULL)
+        self.worker = WorkerHalf(BlockCopier(self.tensors, range(HEADS)), Verify.FULL, defer_stores=defer_stores)
         self.prompts: dict[str, list[BlockHash]] = {}
         assert self.session.start(10.0) is not None
         eventually(lambda: self.session._stocks[0], "slots in stock")
@@ -69,8 +70,14 @@ class Walk:
         return PoolInfo(of.segment_path, of.geometry, of.epoch, LAYOUT, self.spec.engine_id, of.node_directory)
 
     def slots(self) -> dict[str, int]:
-        assert self.runtime is not None
-        return self.runtime.stats().slots
+        """How many slots are in which state, asked on the pool's own thread."""
+
+        async def ask() -> dict[str, int]:
+            assert self.runtime is not None
+            return self.runtime.stats().slots
+
+        assert self.session._loop is not None
+        return asyncio.run_coroutine_threadsafe(ask(), self.session._loop).result(30.0)
 
     def arrive(self, request: str, tokens: Sequence[int]) -> None:
         self.prompts[request] = chain_hashes(tokens, BLOCK)
@@ -85,11 +92,16 @@ class Walk:
 
         return eventually(answered, f"the answer about {request}")
 
-    def step(self, computed: dict[str, tuple[int, list[int]]] | None = None) -> StepPlan:
+    def step(
+        self,
+        computed: dict[str, tuple[int, list[int]]] | None = None,
+        forward: Callable[[], object] = lambda: None,
+    ) -> StepPlan:
         """One step of an engine: plan, loads, forward, stores, report.
 
         Args:
             computed: per scheduled request the tokens that are computed when the step ends, and its block table.
+            forward: what the model does between the loads and the stores.
         """
         plan = StepPlan()
         self.scheduler.begin_step(plan, 0.2)
@@ -99,6 +111,7 @@ class Walk:
         ]
         self.scheduler.plan_stores(plan, scheduled)
         self.worker.start_loads(plan)
+        forward()
         self.worker.store(plan)
         loaded, failed = self.worker.take_loaded()
         report = self.worker.take_report()
