@@ -178,8 +178,8 @@ PLANTS = (
         f"{HOST}::a_block_goes_to_the_host_and_comes_back",
         "blocks that go to the host stay in use on the device",
         BLOCKS,
-        "source.free(block_id)",
-        "source.refs(block_id)",
+        "source.free(block_id)\n            sequence.on_host",
+        "source.refs(block_id)\n            sequence.on_host",
     ),
     Plant(
         f"{HOST}::a_slot_that_changes_meanwhile_is_not_loaded",
