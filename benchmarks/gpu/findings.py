@@ -1,6 +1,6 @@
 """What the stages of the campaign share: findings that are written at once, and a driver, or the reason for none.
 
-A finding is one line of JSON in the file that KVSERVICE_GPU_FINDINGS names, so that a stage that is killed has said
+A finding is one line of JSON in the file that GPU_FINDINGS names, so that a stage that is killed has said
 what it found until then.
 """
 
@@ -23,7 +23,7 @@ from kvservice.copying.cuda import driver as cuda_driver
 from kvservice.copying.cuda.driver import Driver
 from kvservice.errors import KVServiceError
 
-VARIABLE = "KVSERVICE_GPU_FINDINGS"
+VARIABLE = "GPU_FINDINGS"  # not KVSERVICE_…: the service that a stage starts would take it for a setting
 SKIPPED = 77  # exit status
 SKIP = "skipped"  # the finding that says why
 FAILED = "failed"

@@ -249,7 +249,8 @@ class _Recorded:
         return bool(self._event.query())
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        with profiled("wait"):
+            self._event.synchronize()
 
     def succeeded(self) -> bool:
         return True  # a copy that fails makes the context unusable, and the engine with it
