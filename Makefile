@@ -45,7 +45,7 @@ BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerw
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve bench bench-blend bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine bench bench-blend bench-engine bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -209,6 +209,9 @@ demo-pd: $(INSTALLED) $(MODEL) ## Watch blocks cross while one node prefills and
 demo-serve: $(INSTALLED) $(MODEL) ## Measure conversations on Ray Serve: without the cache, with it, and with the KV-aware router
 	$(BIN)/python -m examples.demo serve
 
+demo-engine: $(INSTALLED) $(MODEL) ## Watch two reference engines: a prompt crosses, requests swap, blocks are copied on write
+	$(BIN)/python -m examples.demo engine
+
 ##@ Measure
 
 bench-guard: $(INSTALLED) ## Check the ratios that matter against their goals in one run; fails beyond their noise
@@ -229,6 +232,10 @@ bench-blend: $(INSTALLED) $(MODEL) ## Measure reuse that is no prefix: KL and ti
 	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.pictures
+
+bench-engine: $(INSTALLED) ## Measure the reference engine: host tiers of three sizes, operations on blocks, phases of a step
+	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.summary
 
 $(PEERS_INSTALLED): requirements/peers.txt scripts/new-peers.sh | $(INSTALLED)
 	scripts/new-peers.sh "$(PYTHON)" "$(PEERS_VENV)"

@@ -101,6 +101,16 @@ def blend(figures: Figures) -> Iterator[Row]:
         yield Row(what, f"KL {found['kl_mean']:.2g}, {found['of_full_prefill']:.0%} of a full prefill")
 
 
+def engine(figures: Figures) -> Iterator[Row]:
+    for row in figures["serving"]:
+        what = f"reference engine, {figures['device_blocks']} blocks on the device, {row['host_blocks']} on the host"
+        yield Row(what, f"{row['served']} requests, {row['tokens_per_second']:.0f} tokens/s")
+    for name, taken in figures["operation_us"].items():
+        yield Row(f"reference engine, {name}", f"{taken:.1f} µs")
+    for name, taken in figures["serving"][-1]["phase_ms"].items():
+        yield Row(f"reference engine, a step's {name}", f"{taken:.3f} ms")
+
+
 def reliability(figures: Figures) -> Iterator[Row]:
     for what, found in figures.items():
         if isinstance(found, dict) and "goal" in found:
@@ -119,6 +129,7 @@ READERS: dict[str, Callable[[Figures], Iterator[Row]]] = {
     "startup": startup,
     "reliability": reliability,
     "blend": blend,
+    "engine": engine,
 }
 
 

@@ -1,6 +1,6 @@
-"""`python -m examples.demo`: three demos with vLLM and Ray on one machine, from the root of a clone.
+"""`python -m examples.demo`: four demos with Ray on one machine, from the root of a clone. Three run vLLM.
 
-`make demo`, `make demo-pd` and `make demo-serve` run them. Exit codes are those of `kvservice`.
+`make demo`, `make demo-pd`, `make demo-serve` and `make demo-engine` run them. Exit codes are those of `kvservice`.
 """
 
 from __future__ import annotations
@@ -69,6 +69,17 @@ def serve(
 
     try:
         run(model, out, Shape(users, turns))
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+@app.command()
+def engine(model: Model = None, out: Out = OUT) -> None:
+    """Two reference engines: prompts that cross, requests that swap, blocks that are copied on write; plotted."""
+    from examples.demo.engine import run
+
+    try:
+        run(model, out)
     except KVServiceError as error:
         raise fail(error) from error
 
