@@ -46,15 +46,16 @@ class EngineReplica:
 
     def __init__(self, model: str, socket: str, device_blocks: int | None) -> None:
         from kvservice.engine.loop import ReferenceEngine
-        from kvservice.engine.options import EngineOptions
+        from kvservice.engine.options import EngineOptions, PreemptBy
+        from kvservice.session.options import Mode
 
         options = EngineOptions(
-            mode="service",
+            mode=Mode.SERVICE,
             socket=socket,
             block_tokens=BLOCK_TOKENS,
             device_blocks=device_blocks,
             watermark=0.0,
-            preempt_by="swap",
+            preempt_by=PreemptBy.SWAP,
             fetch_timeout_seconds=30,
         )
         # float32: whoever computes a prompt's tail after a hit batches it in another way, and in bfloat16 that alone

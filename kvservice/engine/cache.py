@@ -185,8 +185,16 @@ class BothHalves:
         if self._options.layerwise.loads or self._options.layerwise.saves:
             names = [str(layer) for layer in range(model.shape.layer_count)]
             saves = options.layerwise.saves
-            return LayerwiseWorker(block_copier, options.verify_load, copier, share, names, save=saves)
-        return WorkerHalf(block_copier, options.verify_load, copier, share)
+            return LayerwiseWorker(
+                block_copier,
+                options.verify_load,
+                copier,
+                share,
+                names,
+                save=saves,
+                defer_stores=options.defer_stores,
+            )
+        return WorkerHalf(block_copier, options.verify_load, copier, share, defer_stores=options.defer_stores)
 
     def _pool_info(self, attachment: Attachment) -> PoolInfo:
         return PoolInfo(
@@ -430,6 +438,7 @@ class BothHalves:
                 open_stores |= {store.store_id for store in plan.stores}
                 self._copying.begin_stores(plan)
                 self._copying.stores_started(self._worker.store(plan))
+                self._worker.start_loads(StepPlan(plan.pool))  # a store that would wait for the next step begins
             report = self._take_report()
             if report is not None:
                 open_stores -= report.stored.keys()
@@ -446,14 +455,14 @@ class BothHalves:
             if not copy.is_asked:
                 copy.is_asked = True
                 with self._guard("ask_for_swap"):
-                    self._half.on_new_request(copy.name, copy.hashes, time.monotonic())
+                    self._half.on_new_request(copy.name, copy.hashes, time.monotonic(), may_store=False)
 
     def _promise(self, copy: HostCopy, targets: dict[int, int]) -> bool:
         """Plan the load of a swap into these blocks. False if the pool has not all of it any more."""
         tokens = len(copy.hashes) * self._block_tokens
         with self._guard("swap_in"):
             if not copy.is_asked:
-                self._half.on_new_request(copy.name, copy.hashes, time.monotonic())
+                self._half.on_new_request(copy.name, copy.hashes, time.monotonic(), may_store=False)
             while isinstance(answer := self._half.matched(copy.name, 0, tokens, time.monotonic()), Wait):
                 self._session.wait_for_answer(POLL_SECONDS)
             if answer.tokens == tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.worker.half import WorkerHalf
+from kvservice.copying.message import Direction
 from kvservice.engine.cache import BothHalves
 from kvservice.engine.loop import ReferenceEngine, RequestOutput
 from kvservice.engine.model import PagedModel
@@ -194,6 +197,36 @@ def test_a_step_is_done_in_its_order(model: Any, monkeypatch: pytest.MonkeyPatch
         places = [order.index(label) for label in each.split("|") if label]
         assert places == sorted(places), f"out of order: {each}"
     assert {"load", "swap out", "copy"} <= set(seen), "the test shows nothing"
+
+
+@pytest.mark.parametrize("defer", ["on", "off"])
+def test_stores_go_into_the_pool_with_this_step_or_the_next(
+    model: Any, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, defer: str
+) -> None:
+    seen: list[str] = []
+    with running(model, defer_stores=defer) as engine:
+        cache = engine._cache
+        assert cache is not None
+        copier, scheduler = cache._worker._copier, engine.scheduler
+        copy, commit, forward = copier.run, scheduler.commit, engine.model.forward
+
+        def copies(direction: Direction, *given: Any, **named: Any) -> Any:
+            seen.append(direction.name)
+            return copy(direction, *given, **named)
+
+        monkeypatch.setattr(copier, "run", copies)
+        monkeypatch.setattr(scheduler, "commit", lambda *given: (seen.append("tokens"), commit(*given)))
+        monkeypatch.setattr(engine.model, "forward", lambda *given: (seen.append("forward"), forward(*given))[1])
+        assert engine.generate(PROMPTS[:1], Sampling(max_tokens=COUNT))[0].token_ids == wanted[:1]
+    before = {seen[place - 1] for place, label in enumerate(seen) if label == "STORE"}
+    assert before == {"tokens" if defer == "on" else "forward"}, seen
+
+
+def test_every_option_is_on_its_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference-engine.md").read_text()
+    own = [name for name in EngineOptions.model_fields if name not in ConnectorOptions.model_fields]
+    assert len(own) > 5
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == own
 
 
 def test_a_swap_that_is_lost_is_computed_again(

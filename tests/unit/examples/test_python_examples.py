@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"
-LINES_MAX = {"quickstart.py": 45, "two_nodes.py": 60, "transformers_cache.py": 90}
+LINES_MAX = {"quickstart.py": 45, "two_nodes.py": 60, "transformers_cache.py": 90, "reference_engine.py": 45}
 
 pytestmark = pytest.mark.processes
 
@@ -52,3 +52,17 @@ def test_a_hugging_face_model_says_the_same(tmp_path: Path, model_path: Path) ->
     said = run("transformers_cache.py", tmp_path, str(model_path), seconds=800)
     assert said.count("answers equal") == 3, said
     assert [int(cached) for cached in re.findall(r"(\d+) cached", said)] == [0, 640, 640], said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_reference_engine_loads_what_it_stored(tmp_path: Path, model_path: Path) -> None:
+    said = run("reference_engine.py", tmp_path, str(model_path), seconds=800)
+    found = re.findall(r"(cold|warm): .* (\d+) in the engine, (\d+) from the pool: (.*)", said)
+    assert [(turn, int(local), int(loaded)) for turn, local, loaded, _ in found] == [
+        ("cold", 0, 0),
+        ("cold", 160, 0),
+        ("warm", 0, 160),
+        ("warm", 160, 16),
+    ], said
+    assert [text for *_, text in found[:2]] == [text for *_, text in found[2:]]
