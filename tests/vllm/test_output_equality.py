@@ -51,6 +51,7 @@ def replicas(
             **ENGINE,
             num_gpu_blocks_override=40,
         ),
+        "plain": Replica(shallow_model, embedded, logs / "plain.log", **ENGINE, enable_prefix_caching=False),
     }
     try:
         yield {name: replica.ready() for name, replica in {**started, "off": without_cache}.items()}
@@ -108,6 +109,18 @@ def test_eight_at_once_sharing_blocks(replicas: dict[str, Replica]) -> None:
     assert on.counters()["loaded_blocks"] > before + 20
 
 
+def test_without_the_engines_own_prefix_caching(replicas: dict[str, Replica]) -> None:
+    """vLLM hashes blocks whenever it has a connector. Nothing of a prompt stays in the engine: every hit is loaded."""
+    off, plain = replicas["off"], replicas["plain"]
+    text = prompt("Ray", 12)
+    wanted = off.tokens([text], 16)
+    assert plain.tokens([text], 16) == wanted, "cold"
+    settle(plain, 8)
+    before = plain.counters()["loaded_blocks"]
+    assert plain.ask_warm(text, 16, 8 * 32)["token_ids"] == wanted[0], "warm"
+    assert plain.counters()["loaded_blocks"] >= before + 8
+
+
 def test_after_eviction(replicas: dict[str, Replica]) -> None:
     off, tight = replicas["off"], replicas["tight"]
     texts = [prompt(name, 14) for name in ("Gil", "Hal", "Ian", "Jon")]
@@ -132,7 +145,7 @@ def test_under_preemption(replicas: dict[str, Replica]) -> None:
 
 
 def test_nothing_failed_on_the_way(replicas: dict[str, Replica]) -> None:
-    for name in ("on", "tight"):
+    for name in ("on", "tight", "plain"):
         counters = replicas[name].counters()
         failures = {
             key: count for key, count in counters.items() if "failed" in key or "corrupt" in key or "stale" in key
