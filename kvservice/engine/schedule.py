@@ -98,6 +98,7 @@ class SequenceGroup:
     state: GroupState = GroupState.WAITING
     ended: list[PagedSequence] = field(default_factory=list)
     next_id: int = 1  # of a sequence
+    gave_way_at: int = 0  # its tokens when it was preempted last: alone, and with no more of them, it is stuck
     reason: str = ""  # why it finished, if not by its sequences' ends
 
     def move(self, event: GroupEvent) -> None:
@@ -254,8 +255,7 @@ class Scheduler:
         """The cache has filled the blocks of this request."""
         group = self._groups[request_id]
         group.move(GroupEvent.LOADED)
-        if group.state is GroupState.RUNNING:
-            self.memory.written(group.sequences[0], group.sequences[0].computed)
+        self.memory.written(group.sequences[0], group.sequences[0].computed)  # also for others, if it was aborted
 
     def lost(self, request_id: str) -> None:
         """Bytes that this request counts on did not come: of a load, or of a swap. All of it is computed again.
@@ -361,9 +361,13 @@ class Scheduler:
     def _preempt(self, step: Step, group: SequenceGroup) -> None:
         """Take the blocks of a RUNNING group, by the cheaper way. If it cannot even run alone, it ends."""
         memory = self.memory
-        if memory.can_allocate(0, total=memory.required(group.sequences)) is Room.NEVER:
+        size = sum(len(one.tokens) for one in group.sequences)
+        held = {block_id for one in group.sequences for block_id in one.held}
+        is_stuck = size == group.gave_way_at and held >= memory.device.in_use().keys()
+        if is_stuck or memory.can_allocate(0, total=memory.required(group.sequences)) is Room.NEVER:
             self._refuse(step, group)
             return
+        group.gave_way_at = size
         step.preempted.append(group)
         blocks = len(memory.blocks_of(group.sequences))
         tokens = memory.block_tokens * blocks
@@ -385,7 +389,9 @@ class Scheduler:
         )
 
     def _sequences_free(self) -> int:
-        return self._sequences_max - sum(group.width for group in self.of(GroupState.RUNNING, GroupState.LOADING))
+        """While a group is swapped out, none is admitted, so that it finds its place again."""
+        admitted = self.of(GroupState.RUNNING, GroupState.LOADING, GroupState.SWAPPED)
+        return self._sequences_max - sum(group.width for group in admitted)
 
     def _swap_in(self, step: Step, left: int) -> int:
         for group in self.of(GroupState.SWAPPED):
@@ -393,7 +399,7 @@ class Scheduler:
             if room is Room.NEVER:  # its sequences share less than they could
                 self._recompute(group, GroupEvent.LOSE)
                 continue
-            if room is Room.LATER or group.width > self._sequences_free() or len(group.sequences) > left:
+            if room is Room.LATER or len(group.sequences) > left:
                 break
             group.move(GroupEvent.SWAP_IN)
             step.swap_in.append(Swap(group.request_id, self.memory.swap_in(group.sequences)))

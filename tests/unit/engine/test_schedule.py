@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvservice.core.transitions import InvalidTransition
-from kvservice.engine.blocks import BlockAllocator, PagedMemory
+from kvservice.engine.blocks import BlockAllocator, PagedMemory, Room
 from kvservice.engine.schedule import Found, GroupEvent, GroupState, Next, Scheduler, SequenceGroup, Step, SwapEstimate
 from kvservice.errors import InvalidRequest
 from tests.property.paged_world import PagedWorld
@@ -180,6 +180,47 @@ def test_the_newest_gives_way_and_comes_back() -> None:
     assert (step.swap_out, names(step)) == ([], ([], ["b"]))
 
 
+def test_of_three_the_newest_gives_way() -> None:
+    bench = Bench(blocks=6)
+    groups = [bench.add(name, 7) for name in ("a", "b", "c")]
+    while not (step := bench.step()).swap_out:
+        pass
+    assert [swap.request_id for swap in step.swap_out] == ["c"]
+    assert names(step) == ([], ["a", "b"])
+    assert [group.state for group in groups] == [GroupState.RUNNING, GroupState.RUNNING, GroupState.SWAPPED]
+
+
+def test_a_step_that_swaps_out_swaps_nothing_in() -> None:
+    """The block that a swap-out frees is read after the swap-ins are written. Here c is loaded while b is swapped out,
+    and when c has to go there is room for b, in blocks that are still to be read."""
+    bench = Bench(matched=lambda request_id, local, total: Found(12 if request_id == "c" else 0))
+    bench.add("a", 7, length_max=20)
+    swapped, loaded = bench.add("b", 7, length_max=20), bench.add("c", 14, length_max=20)
+    while not bench.step().swap_out:
+        pass
+    assert (swapped.state, loaded.state) == (GroupState.SWAPPED, GroupState.LOADING)
+    bench.world.write(loaded.sequences[0], 0, 12)
+    bench.scheduler.loaded("c")
+    while not (step := bench.step()).swap_out:
+        assert not step.swap_in
+    assert [swap.request_id for swap in step.swap_out] == ["c"]
+    assert bench.memory.can_swap_in(swapped.sequences) is Room.OK, "it would fit"
+    assert step.swap_in == []
+    assert [swap.request_id for swap in bench.step().swap_in] == ["b"]
+
+
+def test_an_older_prompt_leaves_tokens_to_those_that_decode() -> None:
+    bench = Bench(tokens_max=8, sequences_max=2, matched=lambda name, local, total: Found(4 if name == "old" else 0))
+    old = bench.add("old", 24, length_max=30)
+    bench.add("new", 3, length_max=30)
+    bench.step()
+    bench.world.write(old.sequences[0], 0, 4)
+    bench.scheduler.loaded("old")
+    step = bench.step()
+    assert [(chunk.begin, chunk.end) for chunk in step.prefill] == [(4, 11)]
+    assert names(step)[1] == ["new"]
+
+
 def test_a_fork_is_swapped_whole() -> None:
     bench = Bench(blocks=6)
     bench.add("a", 7)
@@ -232,6 +273,32 @@ def test_a_fork_that_is_computed_again_shares_again() -> None:
     assert sorted(one.tokens[9] for one in group.ended) == [20, 21]
 
 
+def test_a_fork_is_loaded_before_its_step_or_not_at_all() -> None:
+    """Its other sequences share blocks that have to be there before they are computed."""
+    bench = Bench(blocks=7, host=0, matched=lambda request_id, local, total: Found(8 - local, layered=True))
+    bench.add("a", 9, length_max=16)
+    group = bench.add("b", 9, width=2, length_max=14)
+    admitted = []
+    while bench.scheduler.groups:
+        step = bench.scheduler.schedule()
+        for each in step.admitted:
+            admitted += [each.external_tokens] if each.group is group else []
+            bench.world.write(each.group.sequences[0], each.local_tokens, each.local_tokens + each.external_tokens)
+        bench.world.perform(step)
+        sampled = {chunk.group.request_id: chunk.group for chunk in step.chunks if chunk.samples}
+        bench.scheduler.commit(
+            {
+                name: forking(2)(one) if one is group and one.next_id == 1 else going_on(one)
+                for name, one in sampled.items()
+            }
+        )
+        bench.scheduler.free_finished()
+        if group.state is GroupState.WAITING:
+            bench.memory.device.forget(range(7))
+    assert admitted[0] == 8
+    assert set(admitted[1:]) == {0}
+
+
 def test_those_that_were_swapped_come_before_those_that_wait() -> None:
     bench = Bench(blocks=4)
     bench.add("a", 7, length_max=12)
@@ -264,6 +331,21 @@ def test_who_grows_out_of_the_device_ends_with_a_reason() -> None:
     assert "needs 3 blocks, of 2" in group.reason
     assert group.sequences[0].tokens[7:] == [7, 7], "what it has computed so far"
     assert bench.memory.device.free_count == 2
+
+
+def test_who_is_stuck_alone_ends_instead_of_going_round() -> None:
+    """Two sequences that cannot share their prompt again, because its names are always forgotten, do not fit."""
+    bench = Bench(blocks=6, host=0)
+    group = bench.add("a", 9, width=2)
+    bench.step(forking(2))
+    while group.state is GroupState.RUNNING and not group.sequences[0].tokens[12:]:
+        bench.step()
+    bench.scheduler.lost("a")
+    for _ in range(50):
+        bench.memory.device.forget(range(6))
+        bench.step()
+    assert group.state is GroupState.FINISHED
+    assert bench.memory.device.free_count == 6
 
 
 def test_a_load_does_not_hold_up_others() -> None:
