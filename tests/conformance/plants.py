@@ -41,6 +41,7 @@ class Plant:
 OFFLOAD = "conformance/test_cpu_offload.py"
 INTERFACE = "conformance/test_connector_interface.py"
 CHUNKS = "conformance/test_chunk_connector.py"
+BLEND = "unit/engine/test_blend.py"
 CALLS = "unit/connector/vllm/test_engine_calls.py"
 PAGED = "conformance/test_paged_memory.py"
 HOST = "conformance/test_host_tier.py"
@@ -202,6 +203,41 @@ PLANTS = (
         self._swap(record, step)
         record.lap("swap")
 """,
+    ),
+    Plant(
+        f"{BLEND}::ratio_zero_is_plain_reuse",
+        "keys stay turned for the place where they were computed",
+        "kvservice/engine/blend.py",
+        "self.move(kv[:, 0, :, begin:end], begin)",
+        "self.move(kv[:, 0, :, begin:end], 0)",
+    ),
+    Plant(
+        f"{BLEND}::tokens_that_deviate_most_are_computed",
+        "deviations of opposite sign cancel out",
+        "kvservice/engine/blend.py",
+        ".float()).square().sum((0, 2))",
+        ".float()).sum((0, 2))",
+    ),
+    Plant(
+        f"{BLEND}::ratio_one_is_full_prefill_bit_for_bit",
+        "one token less is computed again than the ratio says",
+        "kvservice/engine/blend.py",
+        "math.ceil(share * found)",
+        "math.ceil(share * found) - 1",
+    ),
+    Plant(
+        f"{BLEND}::what_the_pool_lost_is_computed",
+        "a chunk counts as cached whatever the pool had of it",
+        "kvservice/engine/blend.py",
+        "is_cached[begin:end] = True",
+        "is_cached[begin : begin + len(piece)] = True",
+    ),
+    Plant(
+        f"{BLEND}::chunks_and_blends_never_have_prefix_names",
+        "the chain of a chunk begins like that of a prompt",
+        "kvservice/engine/blend.py",
+        'ROOT = "chunks", 1, "kvservice/blend/1"',
+        'ROOT = "chunks", 1, ""',
     ),
 )
 
