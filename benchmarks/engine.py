@@ -161,6 +161,33 @@ def operations(model: Any, device: str, rounds: int) -> dict[str, float]:
     return found
 
 
+def measure(model: Any, device: str, requests: int, rounds: int) -> dict[str, Any]:
+    """All figures; of each way to serve the round with the median time."""
+    serving = []
+    for host_blocks in HOST_BLOCKS:
+        runs = sorted((serve(model, host_blocks, requests) for _ in range(rounds)), key=lambda row: row["seconds"])
+        serving.append(runs[len(runs) // 2])
+    return {
+        "device": device,
+        "block_tokens": BLOCK_TOKENS,
+        "device_blocks": DEVICE_BLOCKS,
+        "serving": serving,
+        "operation_us": operations(model, device, rounds),
+    }
+
+
+def table(figures: dict[str, Any]) -> list[list[object]]:
+    rows: list[list[object]] = []
+    for row in figures["serving"]:
+        where = f"{DEVICE_BLOCKS} blocks on the device, {row['host_blocks']} on the host"
+        rows.append([f"{where}: requests served", row["served"], ""])
+        rows.append([f"{where}: tokens a second", row["tokens_per_second"], "tokens/s"])
+        rows.append([f"{where}: preempted by swap, by recompute", f"{row['swapped_out']}, {row['recomputed']}", ""])
+    rows += [[f"operation: {name}", taken, "µs"] for name, taken in figures["operation_us"].items()]
+    phases = figures["serving"][-1]["phase_ms"]
+    return rows + [[f"phase of a step, with a host: {name}", taken, "ms"] for name, taken in phases.items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=24)
@@ -169,30 +196,9 @@ def main() -> None:
     parser.add_argument("--model", help="folder of a model; default: a small one with random weights")
     parser.add_argument("--out", type=Path, default=default_out("engine"))
     options = parser.parse_args()
-    model = open_model(options.model, options.device)
-    runs = [[serve(model, host_blocks, options.requests) for _ in range(options.rounds)] for host_blocks in HOST_BLOCKS]
-    rows = [sorted(each, key=lambda row: row["seconds"])[len(each) // 2] for each in runs]
-    costs = operations(model, options.device, options.rounds)
-    table: list[list[object]] = []
-    for row in rows:
-        where = f"{DEVICE_BLOCKS} blocks on the device, {row['host_blocks']} on the host"
-        table.append([f"{where}: requests served", row["served"], ""])
-        table.append([f"{where}: tokens a second", row["tokens_per_second"], "tokens/s"])
-        table.append([f"{where}: preempted by swap, by recompute", f"{row['swapped_out']}, {row['recomputed']}", ""])
-    table += [[f"operation: {name}", taken, "µs"] for name, taken in costs.items()]
-    phases = rows[-1]["phase_ms"].items()
-    table += [
-        [f"step with {rows[-1]['host_blocks']} blocks on the host: {name}", taken, "ms"] for name, taken in phases
-    ]
-    print_table(["", "", ""], table)
-    figures = {
-        "device": options.device,
-        "model": options.model or SMALL,
-        "block_tokens": BLOCK_TOKENS,
-        "device_blocks": DEVICE_BLOCKS,
-        "serving": rows,
-        "operation_us": costs,
-    }
+    figures = measure(open_model(options.model, options.device), options.device, options.requests, options.rounds)
+    figures["model"] = options.model or SMALL
+    print_table(["", "", ""], table(figures))
     print(write_report("engine", figures, options.out))
 
 
