@@ -34,13 +34,13 @@ HEAD = """# Conformance
 Public projects have shown what a KV cache beside an engine can do. This page lists their mechanisms, one a row, and
 says whether each is here:
 
-- **yes**: the tests show it. They run in every build.
+- **yes**: the tests show it, and they run in every build.
 - **partly**, **no**: the row says what is missing.
 - **refused**: left out on purpose, and the row says why.
 
 The tests of `tests/conformance` retell the projects' own examples with their numbers. Where an example is wrong, the
-test says so and asserts what is right. `make test` fails if a test of a row that says yes was skipped or failed, and
-`make test-all` also if it did not run.
+test says so and asserts what is right. `make test` fails if a test of a row that says yes did not run or did not pass;
+those that are slow run in `make test-all`. `make mutants-conformance` plants a mistake for each example.
 
 """
 
