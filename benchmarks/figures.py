@@ -434,6 +434,10 @@ def _list(values: Sequence[float]) -> str:
     return " / ".join(f"{value:.3f}" for value in values)
 
 
+def _nats(value: float) -> str:
+    return f"{value:.3f}" if value else "0"
+
+
 def traces_cost(results: Results) -> str:
     document = results.document("observing")
     calls, acquire = document["figures"]["calls_us"], document["figures"]["acquire_of_128_blocks"]
@@ -482,9 +486,9 @@ def blend(results: Results) -> str:
         "|---" * (len(heads) + 1) + "|",
     ]
     for name, row in {"0 %, keys not rotated": found["keys_not_rotated"], **rows}.items():
-        cells = [f"{row['kl_mean']:.2g}", f"{row['kl_worst_question']:.2g}", f"{row['top1_share']:.0%}"]
-        cells += [f"{row['equal_answer_tokens']:.1f}", f"{row['computed_share']:.0%}", f"{row['of_full_prefill']:.0%}"]
-        lines.append(_row(name, cells))
+        shares = [f"{100 * row[key]:.0f} %" for key in ("top1_share", "computed_share", "of_full_prefill")]
+        cells = [_nats(row["kl_mean"]), _nats(row["kl_worst_question"]), shares[0], f"{row['equal_answer_tokens']:.1f}"]
+        lines.append(_row(name, [*cells, *shares[1:]]))
     said = "KL and time by the share of the cached tokens that is computed again"
     lines += ["", f"![{said}](img/blend-light.svg#only-light)", f"![{said}](img/blend-dark.svg#only-dark)"]
     return "\n".join(lines)

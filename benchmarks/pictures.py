@@ -79,9 +79,9 @@ def blend(document: dict[str, Any], theme: Theme, *, clean: bool) -> str:
         shapes += [
             text(left - 14, y + 17, f"{100 * float(ratio):g} %", theme.text, anchor="end", bold=True),
             box(left, y, max(far, 1), 24, theme.accents[1], radius=3),
-            text(left + far + 8, y + 17, f"{kl:.2g}", theme.text),
+            text(left + far + 8, y + 17, f"{kl:.3f}" if kl else "0", theme.text),
             box(right, y, late, 24, theme.accents[0], radius=3),
-            text(right + late + 8, y + 17, f"{took:.0%}", theme.text),
+            text(right + late + 8, y + 17, f"{100 * took:.0f} %", theme.text),
         ]
     where = f"{document['figures']['model']}, {document['figures']['prompt_tokens']:,} tokens, "
     where += f"{document['machine']['cpu_count']} cores; commit {document['commit'][:7]}"
