@@ -37,6 +37,7 @@ class RouterOptions:
     load_bytes_per_second: float = 5e9  # from the node's pool into the engine
     fetch_bytes_per_second: float = 1e9  # from another node; used until a shard has measured it
     fetch_overhead_ms: float = 5.0  # for each other node; used until a shard has measured it
+    traces: str = "off"  # where spans of decisions go: off, otlp, or file:/path
     decoding_share: float = 0.02  # share of an average prefill by which a decoding request delays a new one
 
     @classmethod
@@ -64,6 +65,8 @@ class RouterOptions:
         for key in ("fetch_overhead_ms", "decoding_share", "answer_seconds", "engine_seconds", "engine_blocks"):
             if not 0 <= getattr(self, key) < float("inf"):
                 raise ConfigError(f"{key} is {getattr(self, key)}; give a number of at least 0", key=key)
+        if self.traces not in ("off", "otlp") and not self.traces.startswith("file:/"):
+            raise ConfigError(f"traces is {self.traces!r}; choose off, otlp or file:/path", key="traces")
         if not 1 <= self.budget_ms <= 10_000:
             raise ConfigError(f"budget_ms is {self.budget_ms}; give 1 to 10000", key="budget_ms")
         if not 0.1 <= self.refresh_seconds <= 3600:

@@ -69,6 +69,11 @@ def question_of(arguments: Sequence[Any], keywords: Mapping[str, Any], multiplex
     raise Unknown("no_prompt")
 
 
+def transfer_parameters(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+    """`kv_transfer_params` of the bodies in these arguments, as they came."""
+    return [_get(body, "kv_transfer_params") for body in (*arguments, *keywords.values())]
+
+
 def _get(body: Any, name: str) -> Any:
     return body.get(name) if isinstance(body, Mapping) else getattr(body, name, None)
 

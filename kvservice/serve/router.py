@@ -33,11 +33,12 @@ from kvservice.aio import within
 from kvservice.auth.token import Token
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import EngineKind, HolderRun
+from kvservice.observe import tracing
 from kvservice.serve.holdings import Holdings, KnownNodes, find_lookups, find_tls
 from kvservice.serve.load import LoadBook, SentPrefixes
 from kvservice.serve.meters import Meters
 from kvservice.serve.options import RouterOptions
-from kvservice.serve.prompt import Question, Unknown, question_of
+from kvservice.serve.prompt import Question, Unknown, question_of, transfer_parameters
 from kvservice.serve.reader import PromptReader
 from kvservice.serve.routing import Candidate, Decision, PeerLink, Prompt, Speeds, blocks_of, decide
 from kvservice.units import BlockHash, NodeId
@@ -93,6 +94,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         """Read the keyword arguments; does not block. Raises ConfigError for an unknown key or an unusable value."""
         self._options = RouterOptions.parse(kwargs)
         options = self._options
+        tracing.start(options.traces, "kvservice-router", service=options.service or "default")
         self._holdings = Holdings(
             lambda: find_lookups(options.service, options.lookup_addresses),
             lambda: find_tls(options.service),
@@ -118,8 +120,11 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         if pending_request is None:
             return await self._default(candidate_replicas, None)
         before = replace(pending_request.routing_context)
+        parent = tracing.parent_in(*transfer_parameters(pending_request.args, pending_request.kwargs))
         try:
-            groups = await self._choose(pending_request)
+            with tracing.request_span("route", parent, request_id=pending_request.metadata.request_id) as span:
+                groups = await self._choose(pending_request)
+                span.set(replica=name_of(groups[0][0]) if groups else "")
         except Exception as error:  # noqa: BLE001  Serve's routing loop: whatever is wrong here, the request goes on
             self._note_failure(error)
             self._count_fallback(pending_request, "error")

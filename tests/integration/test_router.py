@@ -6,6 +6,7 @@ Requests go through Serve's own routing loop, as from a deployment handle. No vL
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 import uuid
@@ -23,6 +24,7 @@ from ray.serve.request_router import PendingRequest
 from kvservice.client.shard import ShardClient
 from kvservice.connector.vllm.block_hashes import block_namer
 from kvservice.core.block.keys import block_keys
+from kvservice.observe import tracing
 from kvservice.serve.router import KvAwareRouter
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
@@ -227,6 +229,23 @@ async def test_by_load_the_shortest_queue_is_taken() -> None:
     async with handle(None, r0, r1, policy="load") as app:
         found = Counter([await app.send(request(tokens(1)), keep=True) for _ in range(3)])
         assert found == {"r1": 3}
+
+
+async def test_a_decision_has_a_span_in_the_requests_trace(tmp_path: Path) -> None:
+    r0, r1 = pair()
+    r0.queue_len, r1.queue_len = 6, 2
+    theirs = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    asked = request(tokens(1))
+    asked.args[0].kv_transfer_params = {"traceparent": theirs}
+    try:
+        async with handle(None, r0, r1, policy="load", traces=f"file:{tmp_path / 'spans'}") as app:
+            assert await app.send(asked) == "r1"
+    finally:
+        tracing.stop()
+    (span,) = map(json.loads, (tmp_path / "spans").read_text().splitlines())
+    assert (span["name"], span["parent_id"]) == ("kvservice.route", f"0x{theirs[36:52]}")
+    assert span["attributes"]["kvservice.request_id"] == asked.metadata.request_id
+    assert span["attributes"]["kvservice.replica"].endswith("r1")
 
 
 async def test_without_a_service_serve_decides() -> None:
