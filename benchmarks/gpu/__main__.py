@@ -33,7 +33,7 @@ from benchmarks.report import RESULTS, write_report
 from kvservice.copying.cuda import driver as cuda_driver
 from kvservice.errors import Unavailable
 
-PART_SECONDS = 535.0
+PART_SECONDS = 520.0  # of nine minutes; installing what was carried takes some seconds before
 LEAST_SECONDS = 20.0  # less than this is not worth beginning a stage
 
 
@@ -56,18 +56,18 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 PARTS = {
     1: (
         Planned("probe", 100, _module("probe"), _module("probe", "--driver-only")),
-        Planned("nixl", 75, _module("nixl")),
+        Planned("nixl", 70, _module("nixl")),
         Planned("gds", 20, _module("gds")),
-        Planned("copies", 190, _module("copies"), _module("copies", "--small")),
-        Planned("interference", 150, _module("interference"), _module("interference", "--try", "load", "store")),
+        Planned("copies", 185, _module("copies"), _module("copies", "--small")),
+        Planned("interference", 145, _module("interference"), _module("interference", "--try", "load", "store")),
     ),
     2: (
         Planned("engine", 90, _module("engine")),
-        Planned("first_token", 80, _module("first_token")),
-        Planned("equality", 60, _module("equality")),
+        Planned("first_token", 75, _module("first_token")),
+        Planned("equality", 55, _module("equality")),
         Planned("sanitizer", 60, _module("suite", "sanitizer")),
         Planned("benchmark", 100, _module("suite", "benchmark")),
-        Planned("tests", 145, _module("suite", "tests")),
+        Planned("tests", 140, _module("suite", "tests")),
     ),
 }
 assert all(sum(stage.seconds for stage in stages) <= PART_SECONDS for stages in PARTS.values())

@@ -154,7 +154,7 @@ def node() -> Iterator[tuple[Any, dict[str, Any]]]:
     """A shard of its own, and the options of engines beside it."""
     from kvservice.testing.cluster import LocalCluster
 
-    with LocalCluster(nodes=1, lookup_partitions=1) as cluster:
+    with LocalCluster(nodes=1, lookup_partitions=1, transport="shm") as cluster:
         yield cluster, {"mode": "service", "socket": cluster.socket("n0"), "memory": None}
 
 

@@ -83,7 +83,7 @@ def test_stage_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monk
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or before it is read
         return False
 
 
