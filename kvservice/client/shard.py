@@ -23,6 +23,7 @@ from kvservice.core.messages import (
     AcquireResult,
     Attachment,
     EngineSpec,
+    Removed,
     RequestReport,
     SealItem,
     SealStatus,
@@ -36,6 +37,7 @@ from kvservice.wire.codec import (
     decode_acquired,
     decode_attachment,
     decode_refs,
+    decode_removed,
     encode_refs,
     encode_seal_item,
     encode_spec,
@@ -143,7 +145,7 @@ class ShardClient:
         lease_ids: Sequence[LeaseId],
         reports: Sequence[RequestReport] = (),
         statement: Statement | None = None,
-    ) -> None:
+    ) -> Removed:
         message = shard_pb2.RenewRequest(
             attachment_id=attachment,
             epoch=self._epoch(attachment),
@@ -151,7 +153,7 @@ class ShardClient:
             reports=[encode_report(report) for report in reports],
             statement=None if statement is None else encode_statement(statement),
         )
-        await self._unary("Renew", message, CALL_SECONDS)
+        return decode_removed(await self._unary("Renew", message, CALL_SECONDS))
 
     async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
         epoch = self._epoch(attachment)

@@ -40,6 +40,7 @@ class EngineSpec:
     namespace: str = ""  # lets engines of one model with different fingerprints attach to the same shard
     window_groups: tuple[WindowGroup, ...] = ()  # KV cache groups 1, 2, … of the engine; `layout` is that of group 0
     attempt: int = 0  # grows with each attach of this engine; an attach that a later one overtook is refused. 0 = none
+    hears_removals: bool = False  # its heartbeats are answered with the blocks that left the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,14 @@ class AcquireResult:
     window_blocks: tuple[tuple[BlockRef, ...], ...] = ()
     admitted: bool = True
     skipped_held: int = 0  # how many of the `skip` blocks this node holds, from the first on; they are not leased
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Blocks that left the pool since the last heartbeat of an engine."""
+
+    keys: tuple[BlockKey, ...] = ()
+    lost: int = 0  # further ones, whose keys are not known any more
 
 
 @dataclass(frozen=True, slots=True)

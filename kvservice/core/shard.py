@@ -371,6 +371,8 @@ class ShardState:
         attachment = AttachmentId(self._next_attachment)
         self._next_attachment += 1
         self._attached[attachment] = _Attached(attachment, spec, event.account, now, spec.fingerprint.short)
+        if spec.hears_removals:
+            self._store.removals.listen(attachment, event.account)
         self.counters["attaches"] += 1
         self._actions.append(
             Reply(
@@ -416,6 +418,7 @@ class ShardState:
 
     def _end_attachment(self, attached: _Attached, now: float) -> None:
         del self._attached[attached.attachment]
+        self._store.removals.end(attached.attachment)
         self._handoffs.end_attachment(attached.attachment, now)
         self._windowed.drop_attachment(attached.attachment)
         self._acquisitions.drop_attachment(attached.attachment, now)
@@ -499,7 +502,7 @@ class ShardState:
         if event.statement is not None:
             self._writes.reconcile(event.statement, attached.grants, attached.spec.engine_id)
             self._handoffs.reconcile(event.statement, event.attachment, now)
-        self._actions.append(Reply(event.op, None))
+        self._actions.append(Reply(event.op, self._store.removals.take(event.attachment)))
 
     # -- hand-offs ----
 

@@ -34,6 +34,7 @@ from kvservice.core.messages import (
     Holder,
     LocateResult,
     PoolStats,
+    Removed,
     RequestReport,
     SealItem,
     SealStatus,
@@ -201,9 +202,10 @@ class PoolRuntime:
         lease_ids: Sequence[LeaseId],
         reports: Sequence[RequestReport] = (),
         statement: Statement | None = None,
-    ) -> None:
+    ) -> Removed:
         leases, ended = tuple(lease_ids), tuple(reports)
-        await self._call(lambda op: ev.Renew(op, attachment, leases, ended, statement), attachment)
+        removed: Removed = await self._call(lambda op: ev.Renew(op, attachment, leases, ended, statement), attachment)
+        return removed
 
     async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
         await self._call(lambda op: ev.OpenHandoff(op, attachment, handoff, call), attachment)

@@ -34,7 +34,8 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Refused, Unavailable
 from kvservice.observe import logs, tracing
 from kvservice.pool.port import PoolPort
-from kvservice.units import AttachmentId, HandoffId, LeaseId, format_bytes
+from kvservice.session.removals import RemovalInbox
+from kvservice.units import AttachmentId, BlockKey, HandoffId, LeaseId, format_bytes
 
 log = logging.getLogger("kvservice.session")
 
@@ -103,6 +104,7 @@ class Session:
         self._seals: set[asyncio.Task[Any]] = set()  # used on the loop only
         self._reports: deque[RequestReport] = deque(maxlen=REPORTS_MAX)
         self._leases: set[LeaseId] = set()  # delivered and not released; only these are renewed
+        self._removals = RemovalInbox()
         self._ledger = Ledger()  # what each heartbeat states
         # requests that ended while they asked; what they are promised is given back here
         self._abandoned: set[str] = set()
@@ -225,6 +227,10 @@ class Session:
         with self._lock:
             self._reports.append(report)
 
+    def removed(self) -> list[BlockKey] | None:
+        """Blocks that left the pool since the last call; None: all. Empty unless the spec `hears_removals`."""
+        return self._removals.take() if self._spec.hears_removals else []
+
     def stop(self) -> None:
         """Make `serve` detach and end. Returns at once. May be called again."""
         self._stopping = True
@@ -338,7 +344,8 @@ class Session:
             is_idle = self._loop.time() >= idle_from
             for group in range(len(self._stocks) if self._has_stock else 0):
                 await self._restock(attachment, group, is_idle)
-            if self._loop.time() >= renew_at or (self._reports and self._loop.time() >= report_at):
+            has_news = self._reports or self._spec.hears_removals
+            if self._loop.time() >= renew_at or (has_news and self._loop.time() >= report_at):
                 report_at = self._loop.time() + REPORT_SECONDS
                 renew_at = self._loop.time() + period
                 self._spawn(self._with_pool(attachment.attachment_id, "renew", self._renewer(attachment)))
@@ -350,7 +357,8 @@ class Session:
             leases, statement = sorted(self._leases), self._ledger.state()
             reports = list(self._reports)
             self._reports.clear()
-        return lambda pool: pool.renew(attachment.attachment_id, leases, reports, statement)
+        hear, number = self._removals.hear, attachment.attachment_id
+        return lambda pool: hear(pool.renew(number, leases, reports, statement))
 
     async def _restock(self, attachment: Attachment, group: int, is_idle: bool) -> None:
         """Fill the stock up with one call, or give back slots that the engine need not hold: all when it is idle."""
@@ -444,6 +452,7 @@ class Session:
         pool = self._pool
         if pool is None or not self._is_current(attachment):
             self.counters["seal_dropped"] += len(items)
+            self._removals.add(item.key for item in items)
             return
         sealing = asyncio.ensure_future(pool.seal(attachment, items))
         self._seals.add(sealing)
@@ -452,14 +461,15 @@ class Session:
             statuses = await sealing
         except KVServiceError as error:
             self.counters["seal_failed"] += len(items)
+            self._removals.add(item.key for item in items)
             log.debug("seal failed: %s", error.message)
             return
         finally:
             with self._lock:
                 if self._is_current(attachment):
                     self._ledger.give_back(item.ref for item in items)
-        for status in statuses:
-            self.counters[f"seal_{status.value}"] += 1
+        self.counters.update(f"seal_{status.value}" for status in statuses)
+        self._removals.add_unsealed(items, statuses)
         if SealStatus.SEALED in statuses:
             self.counters["stored_blocks"] += statuses.count(SealStatus.SEALED)
 
@@ -575,6 +585,7 @@ class Session:
                 stock.clear()
             self._leases.clear()
             self._ledger.forget()
+        self._removals.add_all()
         return unused
 
     def _report_failure(self, error: KVServiceError) -> None:

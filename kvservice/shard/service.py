@@ -147,8 +147,8 @@ class EngineServicer:
         attachment = self._attachment(request, context)
         leases = codec.decode_lease_ids(request.lease_ids)
         statement = codec.decode_statement(request.statement) if request.HasField("statement") else None
-        await self._pool.renew(attachment, leases, decode_reports(request.reports), statement)
-        return shard_pb2.RenewReply()
+        removed = await self._pool.renew(attachment, leases, decode_reports(request.reports), statement)
+        return codec.encode_removed(removed)
 
     def _attachment(self, request: _OfEngine, context: Context) -> AttachmentId:
         """The attachment of the call. Raises StaleEpoch, Unauthenticated, or NotAttached for another tenant's."""

@@ -18,6 +18,7 @@ from kvservice.core.messages import (
     Attachment,
     EngineSpec,
     MissReason,
+    Removed,
     RequestReport,
     SealItem,
     SealStatus,
@@ -171,12 +172,13 @@ class FakePool:
         lease_ids: Sequence[LeaseId],
         reports: Sequence[RequestReport] = (),
         statement: Statement | None = None,
-    ) -> None:
+    ) -> Removed:
         await self._enter("renew", attachment)
         self.renewed = list(lease_ids)
         self.reported += reports
         if statement is not None:
             self._reconcile(statement)
+        return Removed()
 
     def _reconcile(self, statement: Statement) -> None:
         self.counters["slots_reconciled"] += self._abort(self._grants.denied(statement))

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES, check_handoff_id
 from kvservice.core.block.fingerprint import FIELDS_MAX, Fingerprint
-from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, unpack_keys
+from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, pack_keys, unpack_keys
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, WindowGroup
 from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import (
@@ -28,6 +28,7 @@ from kvservice.core.messages import (
     LocateResult,
     MissReason,
     PeerSpeed,
+    Removed,
     SealItem,
     Statement,
 )
@@ -97,6 +98,7 @@ def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
         ],
         attempt=spec.attempt,
         protocol_version=PROTOCOL_VERSION,
+        hears_removals=spec.hears_removals,
     )
 
 
@@ -117,7 +119,16 @@ def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
         )
     except UnsupportedLayout as error:
         raise InvalidRequest(f"layout: {error.message}") from error
-    return EngineSpec(message.engine_id, message.model, fingerprint, layout, message.namespace, groups, message.attempt)
+    return EngineSpec(
+        message.engine_id,
+        message.model,
+        fingerprint,
+        layout,
+        message.namespace,
+        groups,
+        message.attempt,
+        message.hears_removals,
+    )
 
 
 def encode_fingerprint(fingerprint: Fingerprint) -> common_pb2.Fingerprint:
@@ -278,6 +289,14 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
     blocks = decode_refs(message.blocks)
     lease_id, admitted = LeaseId(message.lease_id), not message.not_admitted
     return AcquireResult(lease_id, blocks, message.fetched_count, miss, windows, admitted, message.skipped_held)
+
+
+def encode_removed(removed: Removed) -> shard_pb2.RenewReply:
+    return shard_pb2.RenewReply(removed=pack_keys(removed.keys), removed_lost=removed.lost)
+
+
+def decode_removed(message: shard_pb2.RenewReply) -> Removed:
+    return Removed(tuple(unpack_keys(message.removed)) if message.removed else (), message.removed_lost)
 
 
 def encode_seal_item(item: SealItem) -> shard_pb2.SealItem:

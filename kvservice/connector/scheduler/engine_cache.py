@@ -19,9 +19,8 @@ class EngineCache(Protocol):
 
     def free_blocks(self) -> int: ...
 
-    def next_to_go(self, count: int) -> Iterable[tuple[int, BlockHash]]:
-        """(block id, hash) of the cached ones among the `count` free blocks that the engine takes next, first to
-        last."""
+    def next_to_go(self) -> Iterable[tuple[int, BlockHash | None]]:
+        """(block id, hash of what is cached there) of the free blocks, the one that the engine takes next first."""
         ...
 
     def give_back(self, block_ids: Sequence[int]) -> None:

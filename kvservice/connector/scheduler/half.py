@@ -526,6 +526,10 @@ class SchedulerHalf:
         """The blocks sent to be sealed since the last call. Empty unless `remember_stored`."""
         return self._stores.take_stored()
 
+    def take_removed(self) -> list[BlockHash]:
+        """The blocks of earlier `take_stored` that have left the pool since the last call."""
+        return self._stores.take_removed()
+
     def may_reattach(self) -> bool:
         """Whether no worker can write a slot of an earlier attachment any more."""
         return self._stores.is_quiet

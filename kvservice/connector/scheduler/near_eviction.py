@@ -42,7 +42,7 @@ class _Name(NamedTuple):
 
 class NearEviction:
     def __init__(self, stores: Stores, known: KnownKeys, window: int) -> None:
-        """`window` is how many of the blocks that the engine takes next are looked at."""
+        """`window` is how many of the blocks that the engine takes next may be lost without harm, after each step."""
         self.window = window
         self._stores = stores
         self._known = known
@@ -65,10 +65,17 @@ class NearEviction:
         """Add the store of what is near eviction to the step. Blocks that find no slot are tried again in the next
         step."""
         wanted: dict[BlockKey, tuple[int, BlockHash, _Name]] = {}  # the engine may hold one key in several blocks
-        for block_id, block_hash in cache.next_to_go(self.window):
-            name = self._names.get(block_hash)
-            if name is not None and name.key not in self._known and name.naming == naming:
-                wanted.setdefault(name.key, (block_id, block_hash, name))
+        harmless = 0
+        for block_id, block_hash in cache.next_to_go():
+            name = None if block_hash is None else self._names.get(block_hash)
+            if name is None or name.key in self._known or name.key in wanted or name.naming != naming:
+                harmless += 1
+            else:
+                assert block_hash is not None
+                wanted[name.key] = (block_id, block_hash, name)
+            # A block under copy leaves the queue, so the ones behind it go sooner. It comes back to the front.
+            if harmless == self.window or len(wanted) == self.window:
+                break
         if not wanted:
             return
         planned = PlannedStore()

@@ -9,7 +9,7 @@ from typing import Protocol
 from kvservice.core.messages import AcquireRequest, Attachment, RequestReport, SealItem
 from kvservice.core.segment.refs import BlockRef
 from kvservice.session.session import AcquireAnswer
-from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
+from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
 
 
 class SessionPort(Protocol):
@@ -35,6 +35,8 @@ class SessionPort(Protocol):
     def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None: ...
 
     def report(self, report: RequestReport) -> None: ...
+
+    def removed(self) -> list[BlockKey] | None: ...
 
     def open_handoff(self, handoff: HandoffId) -> AttachmentId | None: ...
 

@@ -13,14 +13,15 @@ from functools import partial
 from kvservice.connector.cache_groups import Grouping, Table
 from kvservice.connector.plan import StepPlan, StepReport, StorePlan
 from kvservice.connector.scheduler.handoff import WriterHandoffs
-from kvservice.connector.scheduler.known_keys import KnownKeys
+from kvservice.connector.scheduler.known_keys import KNOWN_KEYS_MAX, KnownKeys
 from kvservice.connector.scheduler.loan_book import BlockPins
 from kvservice.connector.scheduler.ports import SessionPort, StoredBlock
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.store_plan import GiveBack, OpenStore, PlannedStore, plan_store
+from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.segment.refs import BlockRef
 from kvservice.observe import tracing
-from kvservice.units import AttachmentId, BlockHash, HandoffId
+from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
 
 IN_FLIGHT_MAX = 4096  # Blocks. Beyond it stores are put off, so that copies do not pin the engine's whole cache.
 # Seconds. A store that no worker has reported by then no longer keeps an idle engine stepping.
@@ -53,6 +54,8 @@ class Stores:
         self._last_id = 0
         self._step_began = 0.0
         self._stored: list[StoredBlock] = []
+        self._told: dict[BlockKey, BlockHash] = {}  # what `take_stored` named and `take_removed` did not, oldest first
+        self._untold: list[BlockHash] = []  # named by `take_stored` and no longer followed
 
     def pin_with(self, pins: BlockPins) -> None:
         self._pins = pins
@@ -167,7 +170,7 @@ class Stores:
         else:
             self._session.seal(store.attachment, store.items)
             if self._remember:
-                self._stored += store.blocks
+                self._remember_stored(store)
         self._handoffs.store_ended(store.handoff)
 
     def void(self) -> None:
@@ -175,6 +178,27 @@ class Stores:
         for store in self._open.values():
             store.is_void, store.handoff = True, None
         self._stored.clear()
+        self._untold += self._told.values()
+        self._told.clear()
+
+    def _remember_stored(self, store: OpenStore) -> None:
+        self._stored += store.blocks
+        first_group = [item.key for item in store.items if item.position < WINDOW_BIT]
+        for key, block in zip(first_group, store.blocks, strict=True):
+            self._told[key] = block.block_hash
+        while len(self._told) > KNOWN_KEYS_MAX:
+            self._untold.append(self._told.pop(next(iter(self._told))))
+
+    def take_removed(self) -> list[BlockHash]:
+        """The blocks named by `take_stored` that have left the pool since, as far as anybody knows."""
+        gone, self._untold = self._untold, []
+        removed = self._session.removed()
+        if removed is None:
+            gone += self._told.values()
+            self._told.clear()
+        else:
+            gone += [self._told.pop(key) for key in removed if key in self._told]
+        return gone
 
     def take_stored(self) -> list[StoredBlock]:
         """The blocks sent to be sealed since the last call. Empty unless `remember`."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_kernel_blocks
@@ -364,6 +364,11 @@ def block_stored(block_hash: bytes, parent: bytes | None, block_tokens: int) -> 
         medium=MEDIUM,
         lora_name=None,
     )
+
+
+def block_removed(block_hash: bytes) -> KVCacheEvent:
+    """The event that one block has no copy in host memory any more."""
+    return BlockRemoved(block_hashes=[maybe_convert_block_hash(BlockHash(block_hash))], medium=MEDIUM)
 
 
 def publishes_events(vllm_config: Any) -> bool:

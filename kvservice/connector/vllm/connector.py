@@ -15,7 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -160,6 +160,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             weights=self._options.weights_name(),
             weights_cache=_path(self._options.cache_folder),
         )
+        self._spec = replace(self._spec, hears_removals=compat.publishes_events(vllm_config))
         self._pool = choose_pool(self._options, self._spec)
         # A prompt that is handed off is waited for, so the blocks of its first step must find slots at once.
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
@@ -388,13 +389,14 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Blocks that went into the pool. Blocks that the pool evicts later are not in this stream."""
-        if self._scheduler is None:
+        """Blocks that this engine stored in the pool of its node, and those of them that are no longer there."""
+        if self._scheduler is None or not compat.publishes_events(self._vllm_config):
             return ()
-        return [
+        stored = [
             compat.block_stored(block.block_hash, block.parent, self._spec.layout.block_tokens)
             for block in self._scheduler.take_stored()
         ]
+        return stored + [compat.block_removed(block_hash) for block_hash in self._scheduler.take_removed()]
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:

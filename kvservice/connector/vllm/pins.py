@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHash as VllmHash
@@ -54,10 +53,10 @@ class PoolCache:
     def free_blocks(self) -> int:
         return int(self._pool.get_num_free_blocks())
 
-    def next_to_go(self, count: int) -> Iterator[tuple[int, BlockHash]]:
-        for block in islice(self._pool.free_block_queue.iter_blocks_after(None), count):
-            if block.block_hash is not None:
-                yield block.block_id, BlockHash(get_block_hash(block.block_hash))
+    def next_to_go(self) -> Iterator[tuple[int, BlockHash | None]]:
+        for block in self._pool.free_block_queue.iter_blocks_after(None):
+            named = block.block_hash
+            yield block.block_id, None if named is None else BlockHash(get_block_hash(named))
 
     def give_back(self, block_ids: Sequence[int]) -> None:
         released = []

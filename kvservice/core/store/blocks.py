@@ -18,6 +18,7 @@ from kvservice.core.segment.geometry import Geometry, slab_of
 from kvservice.core.segment.header import SlotFlags, SlotHeader
 from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.core.store.eviction import EvictionPolicy
+from kvservice.core.store.removals import Removals
 from kvservice.core.store.slots import Slot, SlotEvent, SlotState, SlotTable
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
@@ -76,6 +77,7 @@ class BlockStore:
         self._blocks: dict[BlockKey, Block] = {}
         self._key_of: dict[SlotIndex, BlockKey] = {}  # exactly the sealed and leased slots
         self.evictions = EvictionHistory()
+        self.removals = Removals()
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -317,7 +319,9 @@ class BlockStore:
             held_seconds=want.now - block.sealed_at,
             idle_seconds=want.now - self.policy.used_at(key),
         )
-        self.accounts.count(self.table[block.slot].account, "evicted")
+        account = self.table[block.slot].account
+        self.accounts.count(account, "evicted")
+        self.removals.add(key, account)
         del self._key_of[block.slot]
         self.policy.remove(key)
         self.table.free(self.table[block.slot], SlotEvent.EVICT)

@@ -24,6 +24,7 @@ from kvservice.core.messages import (
     AcquireResult,
     Attachment,
     EngineSpec,
+    Removed,
     RequestReport,
     SealItem,
     SealStatus,
@@ -118,10 +119,11 @@ class Line:
         lease_ids: Sequence[LeaseId],
         reports: Sequence[RequestReport] = (),
         statement: Statement | None = None,
-    ) -> None:
-        await self._ask(
+    ) -> Removed:
+        removed: Removed = await self._ask(
             attachment, CALL_SECONDS, lambda runtime: runtime.renew(attachment, lease_ids, reports, statement)
         )
+        return removed
 
     async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
         await self._ask(attachment, CALL_SECONDS, lambda runtime: runtime.open_handoff(attachment, handoff, call))

@@ -46,13 +46,14 @@ class BlockRef(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout", "window_groups", "attempt", "protocol_version")
+    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout", "window_groups", "hears_removals", "attempt", "protocol_version")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     WINDOW_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    HEARS_REMOVALS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     engine_id: bytes
@@ -61,9 +62,10 @@ class AttachRequest(_message.Message):
     fingerprint: _common_pb2.Fingerprint
     layout: Layout
     window_groups: _containers.RepeatedCompositeFieldContainer[WindowGroup]
+    hears_removals: bool
     attempt: int
     protocol_version: int
-    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., window_groups: _Optional[_Iterable[_Union[WindowGroup, _Mapping]]] = ..., attempt: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., window_groups: _Optional[_Iterable[_Union[WindowGroup, _Mapping]]] = ..., hears_removals: bool = ..., attempt: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("attachment_id", "node_id", "epoch", "lease_seconds", "segment_path", "geometry", "tenant_key", "public_key", "may_publish", "quota_bytes")
@@ -282,8 +284,12 @@ class RequestReport(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_blocks: _Optional[int] = ..., engine_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., computed_blocks: _Optional[int] = ..., load_failed: bool = ..., gave_up: bool = ..., asked: bool = ..., salted: bool = ...) -> None: ...
 
 class RenewReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("removed", "removed_lost")
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_LOST_FIELD_NUMBER: _ClassVar[int]
+    removed: bytes
+    removed_lost: int
+    def __init__(self, removed: _Optional[bytes] = ..., removed_lost: _Optional[int] = ...) -> None: ...
 
 class OpenHandoffRequest(_message.Message):
     __slots__ = ("attachment_id", "epoch", "handoff", "call")

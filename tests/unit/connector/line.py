@@ -96,8 +96,8 @@ class EngineBlocks(Pins):
     def free_blocks(self) -> int:
         return len(self.queue)
 
-    def next_to_go(self, count: int) -> list[tuple[int, BlockHash]]:
-        return [(block_id, self.held[block_id]) for block_id in self.queue[:count] if block_id in self.held]
+    def next_to_go(self) -> list[tuple[int, BlockHash | None]]:
+        return [(block_id, self.held.get(block_id)) for block_id in self.queue]
 
     def give_back(self, block_ids: Sequence[int]) -> None:
         super().unpin(block_ids)
@@ -145,6 +145,7 @@ class Line:
         self.pins = Pins()
         self.handoffs: dict[HandoffId, AttachmentId] = {}  # open ones
         self.closed: list[HandoffId] = []
+        self.gone: list[BlockKey] | None = []  # None: all blocks
         self._answers: list[AcquireAnswer] = []
         self._ids = count(1)
 
@@ -163,6 +164,10 @@ class Line:
 
     def report(self, report: RequestReport) -> None:
         self.reports[report.request_id] = report
+
+    def removed(self) -> list[BlockKey] | None:
+        found, self.gone = self.gone, []
+        return found
 
     def expect(self, count: int) -> None:
         self.expected += count

@@ -220,12 +220,13 @@ def test_blocks_that_the_engine_takes_next_are_stored_first() -> None:
     engine.take(hashes(2, 2))
     assert engine.queue == [9, 10, *reversed(ids)]
     plan = step(half)
-    assert [entry.block_id for entry in plan.stores[0].entries] == ids[:3:-1], "two of the four that go next are empty"
-    assert engine.queue == [9, 10, *ids[3::-1]], "a block under copy is not taken"
+    assert [entry.block_id for entry in plan.stores[0].entries] == ids[:1:-1], "the two before them are empty"
+    assert engine.queue == [9, 10, *ids[1::-1]], "a block under copy is not taken"
     stored(half, plan)
-    assert engine.queue[:2] == ids[:3:-1], "they still go first"
-    assert {item.key for item in line.sealed} == set(keys_of(chain)[4:])
-    assert [item.parent for item in line.sealed] == [keys_of(chain)[4], keys_of(chain)[3]]
+    assert engine.queue == [*ids[:1:-1], 9, 10, *ids[1::-1]], "they still go first"
+    assert {item.key for item in line.sealed} == set(keys_of(chain)[2:])
+    assert [item.parent for item in line.sealed] == list(reversed(keys_of(chain)[1:5]))
+    assert not step(half).stores, "the four that go next are harmless"
     assert not engine.pinned
 
 

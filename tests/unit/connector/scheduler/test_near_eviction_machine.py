@@ -1,8 +1,7 @@
 """An engine that stores near eviction, against a fake free queue: whatever requests do, a block that the engine takes
 again is in the pool, on its way there, or was never to be stored.
 
-The engine takes at most WINDOW blocks in a step, and requests end only when all they computed is planned; a preempted
-request may lose blocks, because the engine preempts only when it has none left.
+The engine takes at most WINDOW blocks in a step, and the copies of a step have ended when it takes more.
 """
 
 from __future__ import annotations
@@ -65,6 +64,8 @@ class NearEviction(RuleBasedStateMachine):
 
     def take(self, run: Running, count: int) -> None:
         """Give the request blocks for the next `count` positions, and plan the step that computes them."""
+        while self.open:
+            self.half.reported(StepReport(stored={self.open.pop().store_id: 1}))
         begin = len(run.ids)
         ids, evicted = self.engine.take(run.chain[begin : begin + count])
         run.ids += ids

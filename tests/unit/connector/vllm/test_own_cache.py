@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
@@ -61,3 +65,28 @@ def test_blocks_that_vllm_has_itself_are_not_asked_for(make: Callable[..., Pair]
 def test_evicting_needs_what_it_reads(make: Callable[..., Pair], changes: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make({"offload": "evicting"}, **changes)
+
+
+def test_block_that_the_pool_evicts_is_told_as_removed(make: Callable[..., Pair]) -> None:
+    """In vLLM's own events, with the medium, for routers that read them."""
+    pair = make(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
+    one = request("a")
+    pair.prefill(one, [1, 2, 3, 4])
+    wait_for(pair, "seal_sealed", 3)
+    stored = [event for event in pair.scheduler.take_events() if isinstance(event, BlockStored)]
+    assert {event.medium for event in stored} == {"CPU"}
+    session = pair.scheduler._session
+    attachment = session.attachment.attachment_id
+
+    async def fill() -> None:
+        while await session._pool.reserve(attachment, 512):
+            pass
+
+    asyncio.run_coroutine_threadsafe(fill(), session._loop).result(20)
+
+    def removed() -> list[Any]:
+        return [event for event in pair.scheduler.take_events() if isinstance(event, BlockRemoved)]
+
+    found = eventually(removed, "events of removed blocks")
+    assert {event.medium for event in found} == {"CPU"}
+    assert {event.block_hashes[0] for event in found} == {event.block_hashes[0] for event in stored}
