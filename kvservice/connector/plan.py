@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvservice.core.messages import Attachment
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import BlockRef
@@ -24,6 +25,17 @@ class PoolInfo:
     layout: SlotLayout
     engine_id: bytes  # names the lock that a writer of slots holds
     node_directory: str = ""  # where copy workers register; "" if the engine owns the pool
+
+    @classmethod
+    def of(cls, attachment: Attachment, layout: SlotLayout, engine_id: bytes) -> PoolInfo:
+        return cls(
+            attachment.segment_path,
+            attachment.geometry,
+            attachment.epoch,
+            layout,
+            engine_id,
+            attachment.node_directory,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,6 @@ from kvservice.core.segment.layout import SlotLayout
 from kvservice.engine.blocks import RELEASED, Pairs
 from kvservice.engine.model import PagedModel
 from kvservice.engine.options import EngineOptions, EngineRole
-from kvservice.engine.paged import KVShape
 from kvservice.engine.schedule import Found
 from kvservice.errors import ConfigError
 from kvservice.session.pool_choice import choose_pool
@@ -85,11 +84,8 @@ def engine_spec(model: PagedModel, options: EngineOptions) -> EngineSpec:
         **{f"hf.{name}": _text(value) for name, value in config.items() if name not in LEFT_OUT},
     }
     called = Path(model.name).name or str(model.config.model_type)
-    return EngineSpec(bytes(16), called, Fingerprint.of(fields), slot_layout(shape), options.namespace)
-
-
-def slot_layout(shape: KVShape) -> SlotLayout:
-    return SlotLayout(shape.layer_count, shape.head_count, shape.cell_bytes, shape.block_tokens)
+    layout = SlotLayout(shape.layer_count, shape.head_count, shape.cell_bytes, shape.block_tokens)
+    return EngineSpec(bytes(16), called, Fingerprint.of(fields), layout, options.namespace)
 
 
 def _text(value: object) -> str:
@@ -197,14 +193,7 @@ class BothHalves:
         return WorkerHalf(block_copier, options.verify_load, copier, share, defer_stores=options.defer_stores)
 
     def _pool_info(self, attachment: Attachment) -> PoolInfo:
-        return PoolInfo(
-            attachment.segment_path,
-            attachment.geometry,
-            attachment.epoch,
-            self._layout,
-            self._engine_id,
-            attachment.node_directory,
-        )
+        return PoolInfo.of(attachment, self._layout, self._engine_id)
 
     @contextlib.contextmanager
     def _guard(self, entry: str) -> Iterator[None]:

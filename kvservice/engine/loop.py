@@ -19,6 +19,7 @@ from types import TracebackType
 import torch
 
 from kvservice.connector.options import CopierChoice
+from kvservice.connector.scheduler.half import BlockIds
 from kvservice.connector.scheduler.handoff import Prefill, parse_public_tokens, parse_transfer_params
 from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.copying.memory import SharedMemory
@@ -31,7 +32,7 @@ from kvservice.engine.paged import TokenSpan
 from kvservice.engine.sampling import Generation, Sampling
 from kvservice.engine.schedule import Chunk, Found, Next, Scheduler, SequenceGroup, Step, SwapEstimate
 from kvservice.errors import ConfigError, InvalidRequest, KVServiceError
-from kvservice.units import HandoffId
+from kvservice.units import BlockHash, HandoffId
 
 log = logging.getLogger("kvservice.engine")
 
@@ -320,7 +321,7 @@ class ReferenceEngine:
         ]
         return chunks, self.model.forward(spans, self._cache)
 
-    def _storable(self, chunk: Chunk):  # type: ignore[no-untyped-def]
+    def _storable(self, chunk: Chunk) -> tuple[str, Sequence[BlockHash], int, BlockIds] | None:
         """What of this chunk's sequence may be stored: all of it, or the prompt if the request has several sequences,
         which differ behind it."""
         group, sequence = chunk.group, chunk.sequence

@@ -192,14 +192,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _pool_info(self, attachment: Attachment) -> PoolInfo:
         assert self._pool is not None
-        return PoolInfo(
-            attachment.segment_path,
-            attachment.geometry,
-            attachment.epoch,
-            self._spec.layout,
-            self._pool.spec.engine_id,
-            attachment.node_directory,
-        )
+        return PoolInfo.of(attachment, self._spec.layout, self._pool.spec.engine_id)
 
     def note_failure(self, entry: str, error: Exception) -> None:
         kind = f"{entry}: {type(error).__name__}"

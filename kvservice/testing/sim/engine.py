@@ -100,14 +100,7 @@ class Engine(EngineParts):
 
     def _make_half(self) -> SchedulerHalf:
         def info(attachment: Attachment) -> PoolInfo:
-            return PoolInfo(
-                attachment.segment_path,
-                attachment.geometry,
-                attachment.epoch,
-                self.spec.layout,
-                self.spec.engine_id,
-                attachment.node_directory,
-            )
+            return PoolInfo.of(attachment, self.spec.layout, self.spec.engine_id)
 
         half = SchedulerHalf(
             self.session,
