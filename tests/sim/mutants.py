@@ -248,15 +248,15 @@ MUTANTS = (
     Mutant(
         "an answer that comes too late is given back",
         SCHEDULER,
-        "                self._end_lease(answer.attachment, lease_id)  # too late: nobody waits for it any more\n",
-        "",
+        "                self._end_lease(answer.attachment, result.lease_id)  # too late",
+        "                #",
         seed=140,
     ),
     Mutant(
         "nothing is promised beyond what is leased",
         SCHEDULER,
-        "        blocks = len(request.result.blocks) - request.local_blocks\n",
-        "        blocks = len(request.result.blocks) - request.local_blocks + bool(request.result.blocks)\n",
+        "// self._block_tokens) - local\n",
+        "// self._block_tokens) - local + bool(request.result.blocks)\n",
         seed=1,
     ),
     Mutant(
