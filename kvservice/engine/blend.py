@@ -151,7 +151,7 @@ class Blender:
                 is_cached[begin:end] = True
                 misses += [hit.miss] if hit.miss else []
             except LeaseLost as error:
-                misses.append(error.reason)
+                misses.append(error.reason.lower())
             begin += len(piece)
         return kv, is_cached, misses
 

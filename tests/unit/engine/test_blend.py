@@ -239,18 +239,47 @@ def test_stored_chunk_is_not_computed_again(pool: kvservice.Pool) -> None:
     assert blender.store(FIRST) == kvservice.PutResult(0, 4, 0)
 
 
+def fill(pool: kvservice.Pool) -> None:
+    """With more than it has room for: what nobody leases is evicted."""
+    others = pool.attach("fill", kvservice.Layout(BLOCK, (64, 1024), "float32"))
+    for number in range(40):
+        others.put(some_tokens(BLOCK, number), torch.zeros(1, 64, 1024))
+
+
 def test_what_the_pool_lost_is_computed(pool: kvservice.Pool) -> None:
     """The leases of a blend have ended with it, so its chunks can be evicted; then they are misses with a reason."""
     model = make_model()
     blender = make_blender(model, pool, ratio=0)
     assert blender.prefill(PIECES).cached == len(CACHED)
-    others = pool.attach("other", kvservice.Layout(BLOCK, (64, 1024), "float32"))
-    for number in range(40):
-        others.put(some_tokens(BLOCK, number), torch.zeros(1, 64, 1024))
+    fill(pool)
     found = blender.prefill(PIECES)
     assert torch.equal(found.logits, computed_whole(model)[0])
     assert (found.cached, found.computed) == (0, len(PROMPT))
     assert len(found.misses) == 3 and all(found.misses)
+
+
+def test_chunk_whose_lease_was_lost_is_computed(pool: kvservice.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other blocks lie where it lay, while it is read: as if it had never been stored."""
+    model = make_model()
+    without = Blender(model, pool, "another", BlendSettings(ratio=0), block_tokens=BLOCK)
+    assert without.store(SECOND).is_complete
+    wanted = without.prefill(PIECES)
+    blender = make_blender(model, pool, ratio=0)
+    get = blender._chunks.get
+
+    def lose(chunk: list[int], **more: Any) -> kvservice.Hit:
+        hit = get(chunk, **more)
+        if chunk is FIRST:
+            assert hit._held is not None
+            hit._held.release()
+            fill(pool)
+        return hit
+
+    monkeypatch.setattr(blender._chunks, "get", lose)
+    found = blender.prefill(PIECES)
+    assert torch.equal(found.logits, wanted.logits)
+    assert (found.cached, found.misses) == (32, ("never_stored", "lease_lost"))
+    assert wanted.cached == 32
 
 
 # -- what is refused ----
