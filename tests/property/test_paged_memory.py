@@ -159,4 +159,4 @@ class PagedTables(RuleBasedStateMachine):
 
 
 TestPagedTables = PagedTables.TestCase
-TestPagedTables.settings = settings(max_examples=40, stateful_step_count=30)
+TestPagedTables.settings = settings(max_examples=60, stateful_step_count=30)

@@ -190,5 +190,5 @@ class PagedSchedule(RuleBasedStateMachine):
 
 TestPagedSchedule = PagedSchedule.TestCase
 TestPagedSchedule.settings = settings(
-    max_examples=20, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=50, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
