@@ -135,6 +135,7 @@ class CoreHarness:
         )
         self.answers: dict[int, act.Reply | act.Refuse] = {}
         self.announced: Counter[BlockKey] = Counter()
+        self.retracted: list[BlockKey] = []  # in this boot, the first one first
         self.digests: deque[act.Digest] = deque()
         self.resolves: list[act.Resolve] = []
         self.locates: list[act.Locate] = []
@@ -184,6 +185,7 @@ class CoreHarness:
                 self.announced[key] += 1
             case act.Retract(key):
                 self.announced[key] -= 1
+                self.retracted.append(key)
             case _:
                 self._keep(action)
 

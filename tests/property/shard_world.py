@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -32,7 +32,7 @@ CHAINS = {
     "b": (chain_of("b", 1, 2, 3), chain_of("b", 1, 5)),
 }
 SPECS = [
-    make_spec("first", "a", payload_bytes=SIZES["a"]),
+    replace(make_spec("first", "a", payload_bytes=SIZES["a"]), hears_removals=True),
     make_spec("second", "a", payload_bytes=SIZES["a"]),
     make_spec("third", "b", payload_bytes=SIZES["b"]),
 ]

@@ -24,6 +24,7 @@ from kvservice.core.messages import (
     Holder,
     HolderRun,
     LocateResult,
+    Removed,
     SealItem,
     SealStatus,
     TakeOverResult,
@@ -71,6 +72,7 @@ class ShardMachine(LeavingRules):
         self.pulls: dict[int, list[Write]] = {}  # transfers that have not reported
         self.stuck: dict[int, list[Write]] = {}
         self.reported: list[ev.Pulled] = []
+        self.heard: dict[AttachmentId, int] = {}  # how many of the blocks that went its engine has heard of
         self.steps = 0
 
     @initialize()
@@ -104,6 +106,7 @@ class ShardMachine(LeavingRules):
         if isinstance(answer, act.Reply):
             assert isinstance(answer.value, AttachReply)
             engine.attachment = answer.value.attachment
+            self.heard[engine.attachment] = len(self.harness.retracted)
         else:
             assert self.harness.state.draining and isinstance(answer.error, Unavailable)
 
@@ -269,6 +272,11 @@ class ShardMachine(LeavingRules):
         assert engine.attachment is not None
         op, now = self.harness.next_op(), self.harness.now
         self._ask(ev.Renew(op, engine.attachment, tuple(self.promises)), Asked(now, ("engine", 0)))
+        gone = self.harness.retracted[self.heard[engine.attachment] :] if engine.spec.hears_removals else []
+        answer = self.harness.answers[op]
+        assert isinstance(answer, act.Reply)
+        assert answer.value == Removed(tuple(gone)), "it hears of each block that went since its last heartbeat"
+        self.heard[engine.attachment] = len(self.harness.retracted)
         for promise in self.promises.values():
             if promise.holder == ("engine", int(engine.attachment)) and promise.until > now:
                 promise.until = now + LEASE
