@@ -6,6 +6,7 @@ back once (the Line asserts "once" at every call).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -34,9 +35,30 @@ class EngineRequest:
     block_ids: list[int] = field(default_factory=list)
 
 
+@dataclass
+class OwnCache:
+    """The engine's own cache, which keeps and loses blocks as the test says."""
+
+    held: dict[BlockHash, int] = field(default_factory=dict)
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        return self.held.get(block_hash)
+
+    def free_blocks(self) -> int:
+        return 0
+
+    def next_to_go(self) -> list[tuple[int, BlockHash | None]]:
+        return []
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        raise AssertionError("nothing is near eviction")
+
+
 class Engine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        self.own = OwnCache()
+        self.preempted: set[str] = set()
         self.line = Line(slots=12)
         self.lazy = False
         self.half = self.make(False)
@@ -62,7 +84,16 @@ class Engine(RuleBasedStateMachine):
             loan_seconds=LOAN_SECONDS,
         )
         half.pin_with(self.line.pins)
+        half.read_cache(self.own)
         return half
+
+    @rule(prompt=st.integers(1, 4), begin=st.integers(0, 2), end=st.integers(0, 6))
+    def engine_holds(self, prompt: int, begin: int, end: int) -> None:
+        """It holds these blocks of a prompt from here on, and no others of it."""
+        chain = hashes(prompt, 6, shared=2)
+        for block_hash in chain:
+            self.own.held.pop(block_hash, None)
+        self.own.held.update({chain[i]: 200 + i for i in range(begin, end)})
 
     @precondition(lambda self: self.names == 0 and not self.lazy)
     @rule()
@@ -129,7 +160,8 @@ class Engine(RuleBasedStateMachine):
                 scheduled.append((name, request.chain, request.computed, lambda ids=request.block_ids: ids))
         plan = StepPlan()
         self.half.begin_step(plan, self.now)
-        self.half.plan_stores(plan, scheduled)
+        preempted, self.preempted = self.preempted, set()
+        self.half.plan_stores(plan, scheduled, preempted)
         for store in plan.stores:
             assert store.entries
         for load in plan.loads:
@@ -180,6 +212,7 @@ class Engine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(n for n, r in self.requests.items() if r.state == "running")))
         request = self.requests[name]
         request.state, request.computed, request.block_ids = "waiting", 0, []
+        self.preempted.add(name)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), aborted=st.booleans())
