@@ -121,6 +121,7 @@ def _explained(name: str) -> None:
             "silent_nodes": [name],
             "silent_lookups": [name],
             "hints": [name],
+            "hosts": {name: name},
         },
     )
     _print(
@@ -133,6 +134,7 @@ def _explained(name: str) -> None:
             "silent_nodes": [],
             "silent_lookups": [],
             "hints": [],
+            "hosts": {},
             "refused_engines": [{"model": name, "node": name, "age_seconds": 1.0, "message": name}],
         },
     )

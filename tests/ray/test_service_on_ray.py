@@ -160,7 +160,8 @@ def test_every_lookup_partition_has_metrics_of_its_own(config: ServiceConfig) ->
 def test_another_driver_with_other_settings_is_refused(config: ServiceConfig, cluster: Cluster) -> None:
     """With the same settings it finds the service."""
     before = described()
-    settings = ["--service", "rt", "--pool-bytes", "32MiB", "--slab-bytes", "8MiB"]
+    ports = ["--metrics-port", str(config.metrics_port)]
+    settings = ["--service", "rt", "--pool-bytes", "32MiB", "--slab-bytes", "8MiB", *ports]
     found = kvservice("up", *settings, cluster=cluster)
     assert found.returncode == 0, found.stderr
     refused = kvservice("up", "--service", "rt", "--pool-bytes", "64MiB", "--slab-bytes", "8MiB", cluster=cluster)

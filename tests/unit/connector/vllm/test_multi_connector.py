@@ -81,6 +81,8 @@ def test_every_connector_stores_and_the_first_that_hits_loads(model: Path) -> No
         first = request("a")
         several.prefill(first, [3, 1, 4, 9])
         several.finish(first, [3, 1, 4, 9])
+        assert several.scheduler.has_pending_push_work(), "vLLM makes steps until all is stored"
+        several.step(StepOutput())
         eventually(lambda: several.counted("stored_blocks") == [3, 3], "the prompt in both pools")
         wanted = {name: tensor[[3, 1, 4]].clone() for name, tensor in several.tensors.items()}
         second = several.hit("b", [7, 8, 10, 11])
