@@ -7,11 +7,8 @@ beams share blocks until they differ.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from examples.demo.stage import (
     performance,
     prepared_model,
     ray_cluster,
+    running_actor,
     shipped_document,
     wait_ready,
 )
@@ -37,7 +35,6 @@ ANSWER_TOKENS = 32  # two blocks more for each sequence
 BEAMS = (1, 1, 4)  # of each prompt
 SPARE_BLOCKS = 3  # of the second engine, beyond what its prompts need: less than their answers need
 ANSWER_SECONDS = 300
-CLOSE_SECONDS = 5
 PLAIN_WIDTH = 120
 
 
@@ -141,7 +138,7 @@ def _play(steps: Steps, stops: Stops, model: str | None) -> tuple[Played, Crossi
     steps.begin("starting a Ray cluster of two nodes")
     with ray_cluster(stops, why_not(folder)) as cluster, cache_service(steps.begin, cluster) as sockets:
         steps.begin("loading the model into an engine on the first node")
-        with _running(folder, cluster.ids[0], sockets[0], None) as here:
+        with running_actor(EngineReplica, cluster.ids[0], folder, sockets[0], None) as here:
             wait_ready(here)
             steps.begin("the first engine computes the prompts")
             first = _get(here.ask.remote(prompts, beams, ANSWER_TOKENS))
@@ -149,7 +146,7 @@ def _play(steps: Steps, stops: Stops, model: str | None) -> tuple[Played, Crossi
             steps.begin("transformers answers them, without any cache")
             wanted = _get(here.generate.remote(prompts, beams, ANSWER_TOKENS))
             steps.begin("an engine on the second node, with few blocks, gets the same prompts")
-            with _running(folder, cluster.ids[1], sockets[1], room) as there:
+            with running_actor(EngineReplica, cluster.ids[1], folder, sockets[1], room) as there:
                 wait_ready(there)
                 second = _get(there.ask.remote(prompts, beams, ANSWER_TOKENS))
             crossing = cluster.crossing()
@@ -161,27 +158,6 @@ def _prompts() -> list[str]:
     them needs all of its own."""
     document, questions = shipped_document(len(BEAMS))
     return [f"Visitor {number} asks: {q}\n\n{document[:PROMPT_CHARS]}\n\n{q}" for number, q in enumerate(questions, 1)]
-
-
-@contextlib.contextmanager
-def _running(model: str, ray_node: str, socket: str, device_blocks: int | None) -> Iterator[Any]:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    variables = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
-    if Path(model).exists():
-        variables["HF_HUB_OFFLINE"] = "1"
-    actor = ray.remote(num_cpus=1, max_restarts=0)(EngineReplica).options(
-        scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node, soft=False), runtime_env={"env_vars": variables}
-    )
-    handle = actor.remote(model, socket, device_blocks)
-    try:
-        yield handle
-    finally:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(handle.close.remote(), timeout=CLOSE_SECONDS)
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(handle)
 
 
 def _get(answer: Any) -> Any:

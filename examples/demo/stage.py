@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -249,22 +249,29 @@ def cache_service(step: Any, cluster: TwoNodes) -> Iterator[list[str]]:
             deploy.down(SERVICE)
 
 
-@contextlib.contextmanager
 def running_replica(
     model: str, ray_node: str, socket: str | None, role: str = "kv_both", batch_tokens: int | None = None
-) -> Iterator[Any]:
+) -> contextlib.AbstractContextManager[Any]:
     """Start a replica, which begins to load. It is killed at the end."""
+    return running_actor(DemoReplica, ray_node, model, socket, role, batch_tokens, environment=ENVIRONMENT)
+
+
+@contextlib.contextmanager
+def running_actor(
+    kind: type, ray_node: str, model: str, *others: object, environment: Mapping[str, str] | None = None
+) -> Iterator[Any]:
+    """Start `kind(model, *others)` as an actor on this node of Ray. It is closed and killed at the end."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    variables = {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+    variables = {**(environment or {}), "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
     if Path(model).exists():
         variables["HF_HUB_OFFLINE"] = "1"
-    actor = ray.remote(num_cpus=1, max_restarts=0)(DemoReplica).options(
+    actor = ray.remote(num_cpus=1, max_restarts=0)(kind).options(
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node, soft=False),
         runtime_env={"env_vars": variables},
     )
-    handle = actor.remote(model, socket, role, batch_tokens)
+    handle = actor.remote(model, *others)
     try:
         yield handle
     finally:
