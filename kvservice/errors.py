@@ -174,6 +174,13 @@ class TransferError(KVServiceError):
     retryable = True
 
 
+class TierError(KVServiceError):
+    """A tier cannot be used: no room, a file system that does not keep bytes, an object store that refuses."""
+
+    reason = "TIER"
+    grpc_code = "FAILED_PRECONDITION"
+
+
 def error_types() -> dict[str, type[KVServiceError]]:
     """All error classes by their reason, to rebuild an error that came over the wire."""
     found: dict[str, type[KVServiceError]] = {}

@@ -11,6 +11,7 @@ from typing import NoReturn
 from kvservice.core.messages import Handoff, Holder, TakeOverItem
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.refs import BlockHandle
+from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import KVServiceError
 from kvservice.units import BlockKey, BootEpoch, LeaseId, SlotIndex, SpanRoute
 
@@ -127,6 +128,45 @@ class ReleaseRemote:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteDown:
+    """Write blocks of these slots into a tier. The slots stay pinned until the answer, WrittenDown."""
+
+    job: int
+    tier: str
+    items: tuple[tuple[TierBlock, SlotIndex], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BringBack:
+    """Read and verify blocks of a tier into reserved slots. Answered by Pulled, as a Pull is."""
+
+    job: int
+    tier: str
+    items: tuple[tuple[TierBlock, SlotIndex], ...]
+    deadline: float  # on the clock of `now`; a block whose reading has not begun by then is not read
+    urgent: bool = True  # an engine waits for it; False: it lets urgent reads pass
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """Remove blocks from a tier. Not answered."""
+
+    tier: str
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask a tier how many blocks of this chain it has from index `start` on. Answered by Probed."""
+
+    op: int
+    tier: str
+    chain: tuple[BlockKey, ...]
+    start: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class WatchEngine:
     """Report EngineGone when no process of this engine holds its liveness lock and none can take it any more."""
 
@@ -161,6 +201,8 @@ class Farewell:
 
 # The actions that ask or tell other nodes or the directory something.
 Outgoing = Resolve | Locate | Follow | ReleaseRemote | FindTakers | Offer | Farewell
+# The actions that a tier performs.
+TierWork = WriteDown | BringBack | Erase | Probe
 
 Action = (
     Reply
@@ -173,6 +215,7 @@ Action = (
     | Retract
     | Pull
     | WatchEngine
+    | TierWork
     | Outgoing
 )
 

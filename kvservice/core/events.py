@@ -23,6 +23,7 @@ from kvservice.core.messages import (
 )
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.refs import BlockRef
+from kvservice.core.tier.tier_block import TierBlock
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SlotIndex
 
 
@@ -212,6 +213,31 @@ class WritesEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class WrittenDown:
+    """The end of a WriteDown: for each of its blocks, whether the tier has it now."""
+
+    job: int
+    written: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The answer of a tier: how many blocks from the asked index on it has. 0 also when it did not answer in time."""
+
+    op: int
+    tier: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierFound:
+    """Blocks that a tier of this node kept over a restart. They are announced as found, and verified as read."""
+
+    tier: str
+    blocks: tuple[TierBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Adopt:
     """A slot header found in the segment at start. `verified` says that the payload matches its digest."""
 
@@ -290,6 +316,9 @@ Event = (
     | Followed
     | Pulled
     | WritesEnded
+    | WrittenDown
+    | Probed
+    | TierFound
     | Adopt
     | PeerTakeOver
     | TakersFound

@@ -55,6 +55,7 @@ from kvservice.pool.digests import Digests
 from kvservice.pool.opening import close_new, open_segment
 from kvservice.pool.remote import DirectoryPort, RemoteShards
 from kvservice.pool.runtime_ports import Claim, MemoryPort, PoolConfig, PullerPort
+from kvservice.pool.tiers import PoolTiers
 from kvservice.pool.vanished import VanishedEngines
 from kvservice.transfer.base import Transport
 from kvservice.transfer.puller import Puller, PullItem, PullJob
@@ -98,6 +99,7 @@ class PoolRuntime:
         self.timings = Timings()
         self._remote = RemoteShards(config.node_id, directory, peers, clock, self._state.counters, self.timings)
         self._digests = Digests(self._segment, self.timings, self._state.counters)
+        self._tiers = PoolTiers(lambda event: self._from_thread(event, self._no_request))
         self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
@@ -444,6 +446,8 @@ class PoolRuntime:
                     self._announce(action)
                 case act.Pull():
                     self._pull(action)
+                case act.WriteDown() | act.BringBack() | act.Erase() | act.Probe():
+                    self._tiers.perform(action)
                 case act.WatchEngine(engine_id):
                     self._vanished.watch(engine_id)
                 case _:
@@ -529,9 +533,8 @@ class PoolRuntime:
             items,
             action.deadline,
         )
-        span = tracing.begin(
-            "fetch", node=action.holder.node_id, blocks=len(items), bytes=len(items) * job.payload_bytes
-        )
+        size = len(items) * job.payload_bytes
+        span = tracing.begin("fetch", node=action.holder.node_id, blocks=len(items), bytes=size)
         came = partial(self._on_pulled, self._clock(), span, contextvars.copy_context())
         self._puller.submit(job, came, self._on_writes_ended)
 

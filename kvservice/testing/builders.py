@@ -142,6 +142,7 @@ class CoreHarness:
         self.follows: list[act.Follow] = []
         self.pulls: list[act.Pull] = []
         self.remote_releases: list[act.ReleaseRemote] = []
+        self.tier_work: list[act.TierWork] = []
         self.watched: list[bytes] = []
         self.searches: list[act.FindTakers] = []
         self.offers: list[act.Offer] = []
@@ -189,7 +190,7 @@ class CoreHarness:
             case _:
                 self._keep(action)
 
-    def _keep(self, action: act.Digest | act.Pull | act.WatchEngine | act.Outgoing) -> None:
+    def _keep(self, action: act.Digest | act.Pull | act.WatchEngine | act.TierWork | act.Outgoing) -> None:
         """Keep what the test will answer later."""
         match action:
             case act.Digest():
@@ -204,6 +205,8 @@ class CoreHarness:
                 self.pulls.append(action)
             case act.ReleaseRemote():
                 self.remote_releases.append(action)
+            case act.WriteDown() | act.BringBack() | act.Erase() | act.Probe():
+                self.tier_work.append(action)
             case act.WatchEngine(engine_id):
                 self.watched.append(engine_id)
             case act.FindTakers():

@@ -39,9 +39,14 @@ LAYERS: dict[str, frozenset[str]] = {
     "transfer": frozenset({"core", "memory", "observe"}),
     "client": frozenset({"core", "wire", "auth", "config", "discovery", "observe"}),
     "lookup": frozenset({"core", "wire", "auth", "memory", "client", "discovery", "config", "observe"}),
-    "pool": frozenset({"core", "memory", "transfer", "client", "lookup", "config", "observe", "plugins"}),
+    "codec": frozenset({"core"}),
+    "tier": frozenset({"core", "memory", "transfer", "codec", "observe", "plugins"}),
+    "pool": frozenset(
+        {"core", "memory", "transfer", "tier", "codec", "client", "lookup", "config", "observe", "plugins"}
+    ),
     "shard": frozenset(
-        {"core", "wire", "auth", "memory", "transfer", "client", "lookup", "pool"} | {"discovery", "config", "observe"}
+        {"core", "wire", "auth", "memory", "transfer", "client", "lookup", "pool", "tier"}
+        | {"discovery", "config", "observe"}
     ),
     "copying": frozenset({"core", "memory", "discovery", "config", "observe"}),
     "session": frozenset({"client", "core", "auth", "pool", "discovery", "config", "observe"}),
@@ -62,12 +67,24 @@ LAYERS: dict[str, frozenset[str]] = {
     ),
     "testing": frozenset(
         {"core", "wire", "auth", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"copying", "session", "serve", "discovery", "config", "observe"}
+        | {"copying", "session", "serve", "tier", "codec", "discovery", "config", "observe"}
     ),
     "__main__": frozenset({"cli"}),
     "cli": frozenset(
         {"core", "wire", "auth", "memory", "transfer", "lookup", "client", "pool", "shard", "connector", "actors"}
-        | {"copying", "serve", "proxy", "console", "replay", "testing", "discovery", "config", "observe"}
+        | {
+            "copying",
+            "serve",
+            "proxy",
+            "console",
+            "replay",
+            "testing",
+            "tier",
+            "codec",
+            "discovery",
+            "config",
+            "observe",
+        }
     ),
 }
 
@@ -76,7 +93,7 @@ LAYERS: dict[str, frozenset[str]] = {
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "core": (
         ("bounded_table", "counter_windows", "transitions", "segment/layout"),
-        ("block",),
+        ("block", "tier/tier_block"),
         ("segment",),
         ("messages",),
         ("reconcile", "actions", "usage"),
@@ -85,6 +102,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("store",),
         ("context",),
         ("directory",),
+        ("tier",),
         ("acquire",),
         ("drain",),
         ("peer_calls",),
@@ -137,7 +155,9 @@ HOMES: dict[str, frozenset[str]] = {
     "pydantic": frozenset({"serve", "config", "connector", "engine", "session"}),
     "aiohttp": frozenset({"proxy", "console"}),
     "multidict": frozenset({"proxy"}),
-    "cryptography": frozenset({"cli"}),
+    "cryptography": frozenset({"cli", "codec"}),
+    "obstore": frozenset({"tier"}),
+    "blosc2": frozenset({"codec"}),
     "textual": frozenset({"cli"}),
 }
 ONE_FILE = ("nixl", "nixl_cu12", "nixl_cu13")

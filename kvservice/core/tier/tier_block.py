@@ -1,0 +1,23 @@
+"""A block as a tier holds it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvservice.units import BlockKey, SpanRoute
+
+
+@dataclass(frozen=True, slots=True)
+class TierBlock:
+    """What is known of one block in a tier. The header of its file or object says the same, and is checked as read."""
+
+    key: BlockKey
+    payload_bytes: int  # as the engine reads it, not as a codec stored it
+    digest: int  # of those bytes (core.segment.digest); 0 = only the header in the tier says it
+    position: int
+    route: SpanRoute
+    account_tag: int = 0  # the tenant that is charged for it (core.block.tenants.tag_of); 0 is nobody
+    fingerprint: bytes = b""  # first 16 bytes of the digest of its engine's fingerprint; b"" = not known
+    stored_at: float = (
+        0.0  # when its bytes were computed, in seconds since 1970 on the clock of that node; 0 = not known
+    )
