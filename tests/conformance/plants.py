@@ -85,6 +85,13 @@ PLANTS = (
         "self._start_stores(plan.stores)",
     ),
     Plant(
+        f"{INTERFACE}::gds_file_format",
+        "a file's payload is not compared with its digest",
+        "kvservice/core/segment/blockfile.py",
+        "if not header.codec and digest_payload",
+        "if header.codec and digest_payload",
+    ),
+    Plant(
         f"{CALLS}::copies_are_where_the_step_has_them",
         "stores start before the forward",
         "kvservice/connector/vllm/connector.py",

@@ -15,10 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from kvservice.connector.options import DeferStores
 from kvservice.connector.scheduler.ports import Promise
+from kvservice.core.segment.blockfile import BlockFileHeader, pack_file_header, unpack_file
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.tier.tier_block import TierBlock
 from kvservice.testing.eventually import eventually
+from kvservice.units import BlockKey, SpanRoute
 from tests.conformance.walk import Walk
 
 MOUNTS = """\
@@ -59,30 +64,33 @@ def test_store_is_submitted_in_the_next_step() -> None:
         walk.close()
 
 
-@pytest.mark.xfail(strict=True, raises=ImportError, reason="blocks are not written to files yet: tiers come next")
 def test_gds_file_format(tmp_path: Path) -> None:
     """A block's file begins with 4,096 bytes: a little-endian 4,088, so many bytes of JSON and blanks, and then the raw
     bytes, so that a device can read them by direct memory access. Any reader of safetensors opens it. A tensor of
     30 x 3 x 16 x 64 numbers of four bytes is a file of 372,736 bytes. A bit that flips anywhere is damage or no block,
-    never a hit."""
-    blockfile = importlib.import_module("kvservice.core.segment.blockfile")
+    never a hit.
+
+    The source's tensor has the engine's type and shape. Here it is bytes: a slot's, whose order is the engine's.
+    """
     tensor = np.arange(30 * 3 * 16 * 64, dtype=np.int32).reshape(30, 3, 16, 64)
-    written = blockfile.pack(key=bytes(16), dtype="I32", shape=tensor.shape, payload=tensor.tobytes())
+    key, payload = BlockKey(bytes(16)), tensor.tobytes()
+    block = TierBlock(key, len(payload), digest_payload(payload, key), 0, SpanRoute(0))
+    written = pack_file_header(BlockFileHeader(block, len(payload))) + payload
     assert len(written) == 372_736 == 4096 + tensor.nbytes
     assert struct.unpack("<Q", written[:8]) == (4088,)
     header = json.loads(written[8:4096])
     assert written[8:4096].rstrip(b" ").endswith(b"}")
-    assert header["kv"] == {"dtype": "I32", "shape": [30, 3, 16, 64], "data_offsets": [0, tensor.nbytes]}
+    assert header["kv"] == {"dtype": "U8", "shape": [tensor.nbytes], "data_offsets": [0, tensor.nbytes]}
     path = tmp_path / "block.safetensors"
     path.write_bytes(written)
-    from safetensors import safe_open
-
     with safe_open(path, framework="numpy") as opened:
-        assert np.array_equal(opened.get_tensor("kv"), tensor)
+        assert np.array_equal(opened.get_tensor("kv").view(np.int32).reshape(tensor.shape), tensor)
+        assert opened.metadata()["key"] == key.hex()
+    assert unpack_file(written) is not None
     for bit in range(0, len(written) * 8, 9973):
         damaged = bytearray(written)
         damaged[bit // 8] ^= 1 << bit % 8
-        assert blockfile.unpack(bytes(damaged)) is None, bit
+        assert unpack_file(bytes(damaged)) is None, bit
 
 
 @pytest.mark.xfail(strict=True, raises=ImportError, reason="blocks are not written to files yet: tiers come next")

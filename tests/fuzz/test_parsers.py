@@ -21,10 +21,12 @@ from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_
 from kvservice.copying import message
 from kvservice.copying.message import CopyJob, CopyOutcome, CopyRow, Direction, Ended, Kind, PackedJob, PoolSource
 from kvservice.core.messages import Handoff
+from kvservice.core.segment.blockfile import BlockFileHeader, pack_file_header, unpack_file_header
 from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.core.segment.geometry import Geometry, slot_index
 from kvservice.core.segment.header import SlotFlags, SlotHeader, pack_header, unpack_header
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.tier.tier_block import TierBlock
 from kvservice.discovery import (
     CopyWorkerRecord,
     ShardRecord,
@@ -43,6 +45,7 @@ ALLOCATED_MAX = 4 * MiB  # at once, for one input of at most 128 KiB
 SLOT = SlotLayout(2, 2, 4096, 16)
 GEOMETRY = Geometry(slab_bytes=1 * MiB, slab_count=2)
 HEADER = SlotHeader(BootEpoch(3), Generation(4), BlockKey(bytes(range(16))), 5, SpanRoute(6), 7, 8, SlotFlags.SECONDARY)
+BLOCK_FILE = BlockFileHeader(TierBlock(HEADER.key, 4096, 7, 8, SpanRoute(6), 5, bytes(16), 1.7e9), 99, "zstd")
 REGION = RegionLayout(1 << 20, 4, (0, 8192), 1, 2, 16, 256, 65_536, 8192, 4096, 256)
 POOL = PoolSource(1, "/dev/shm/kvservice-x", GEOMETRY, BootEpoch(3), SLOT, bytes(range(16)))
 ROWS = message.pack_rows(CopyRow(i, SlotIndex(i), Generation(1), BlockKey(bytes(16))) for i in range(20))
@@ -118,6 +121,7 @@ def parse_hello(data: bytes) -> CopyTemplate:
 
 BYTES_PARSERS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "header": (pack_header(HEADER), unpack_header),
+    "block_file": (pack_file_header(BLOCK_FILE), unpack_file_header),
     "kind": (COPIES, message.kind_of),
     "copies": (COPIES, message.parse_copies),
     "done": (DONE, lambda data: list(message.parse_done(data))),

@@ -15,9 +15,11 @@ from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.copying import message as link
 from kvservice.core.directory.mirror import MirrorEvent, MirrorWriter, mirror_bytes
 from kvservice.core.messages import Handoff
+from kvservice.core.segment.blockfile import BlockFileHeader, pack_file_header
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.header import SlotFlags, SlotHeader, pack_header
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.tier.tier_block import TierBlock
 from kvservice.memory.segment import Segment
 from kvservice.testing.builders import make_chain, make_holder
 from kvservice.units import BlockKey, BootEpoch, Generation, HandoffId, MiB, NodeId, SlotIndex, SpanRoute
@@ -51,6 +53,13 @@ def segment() -> bytes:
 
 def slot_header() -> bytes:
     return pack_header(HEADER)
+
+
+def block_file() -> bytes:
+    """The header of a block's file without the blanks that fill it up."""
+    block = TierBlock(KEY, 65_536, 0x1122334455667788, 9, SpanRoute(0x01020304), 5, bytes(range(16, 32)), 1.7e9)
+    header = BlockFileHeader(block, 40_000, "zstd", "tenant/search", bytes(range(12)))
+    return pack_file_header(header).rstrip(b" ")
 
 
 def mirror() -> bytes:
@@ -143,6 +152,7 @@ FORMATS: dict[str, Callable[[], bytes]] = {
         for made in (
             segment,
             slot_header,
+            block_file,
             mirror,
             epoch_file,
             shard_record,
