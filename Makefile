@@ -134,12 +134,12 @@ test: $(INSTALLED) $(MODEL) ## Run the gate: every test but the slow ones, in pa
 test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
 	$(BIN)/python -m tests.lanes --all $(PYTEST)
 
-# Of what is decided in core, and of everything. Raise a bound when its figure has risen. With other tests than these the
-# figure for everything is another one: COVERED=0 only shows it.
+# Of what is decided in core, and of everything. Raise a bound when its figure has risen. All tests run 95 % of everything
+# (COVER=tests.lanes COVERED=90, half an hour).
 CORE_COVERED := 100
 COVERED := 73
 COVER := pytest -q tests/unit tests/property
-coverage: $(INSTALLED) ## Branches that unit and property tests run, against lower bounds; COVER=tests.lanes COVERED=0 for all tests
+coverage: $(INSTALLED) ## Branches that unit and property tests run, against lower bounds; COVER=tests.lanes COVERED=90 for all tests
 	rm -rf .coverage
 	ended=0; $(BIN)/python -m coverage run -m $(COVER) || ended=$$?; \
 	  $(BIN)/python -m coverage combine --quiet && \

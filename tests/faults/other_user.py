@@ -22,6 +22,7 @@ def start(imports: str, code: str, *arguments: str) -> subprocess.Popen[str]:
     """`code` in a process of the other user, with `imports` done before; its output is read from `stdout`."""
     command = [sys.executable, "-c", f"{imports}\n{_BECOME}{code}", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("COVERAGE_PROCESS_CONFIG", None)  # it could not write what `make coverage` measures
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
