@@ -21,7 +21,10 @@
     ├── SegmentError               SEGMENT           FAILED_PRECONDITION   no    shared memory cannot be made or read
     ├── ConfigError                CONFIG            INVALID_ARGUMENT      no    a setting is unknown or wrong
     ├── ServiceConflict            CONFLICT          FAILED_PRECONDITION   no    two services or shards with one name
-    └── TransferError              TRANSFER          UNAVAILABLE           yes   the bytes did not arrive
+    ├── TransferError              TRANSFER          UNAVAILABLE           yes   the bytes did not arrive
+    ├── TierError                  TIER              FAILED_PRECONDITION   no    a tier cannot be used
+    └── CodecError                 CODEC             DATA_LOSS             no    stored bytes cannot be decoded
+        └── KeyUnknown             KEY_UNKNOWN                                   they need a key that is not here
 
 The text is for people and says what to do; `reason` and `attributes` are for code. The gRPC codes are strings, so that
 this module imports nothing; kvservice.wire.status maps them in both directions.
@@ -179,6 +182,17 @@ class TierError(KVServiceError):
 
     reason = "TIER"
     grpc_code = "FAILED_PRECONDITION"
+
+
+class CodecError(KVServiceError):
+    """A stored block is not what its codec made, or a block must not be stored without a codec that cannot be used."""
+
+    reason = "CODEC"
+    grpc_code = "DATA_LOSS"
+
+
+class KeyUnknown(CodecError):
+    reason = "KEY_UNKNOWN"
 
 
 def error_types() -> dict[str, type[KVServiceError]]:
