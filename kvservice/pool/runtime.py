@@ -19,21 +19,17 @@ from kvservice.aio import end_tasks, in_thread
 from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.tenants import NOBODY, TenantLimits
-from kvservice.core.counter_windows import SAMPLE_SECONDS, CounterWindow, CounterWindows
+from kvservice.core.counter_windows import SAMPLE_SECONDS
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
-from kvservice.core.explain.records import Explanation, HistoryEntry
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
     Attachment,
     EngineSpec,
-    EngineStats,
     FollowResult,
     Holder,
     LocateResult,
-    PoolStats,
     Removed,
     RequestReport,
     SealItem,
@@ -42,24 +38,25 @@ from kvservice.core.messages import (
     TakeOverItem,
     TakeOverResult,
 )
-from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.shard import AttachReply, ShardState
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
-from kvservice.observe import logs, tracing
+from kvservice.observe import logs
 from kvservice.observe.failpoints import failpoint
 from kvservice.observe.timings import Timings
+from kvservice.pool.answers import PoolAnswers
 from kvservice.pool.digests import Digests
 from kvservice.pool.opening import close_new, open_segment
+from kvservice.pool.peer_reads import PeerReads
 from kvservice.pool.remote import DirectoryPort, RemoteShards
 from kvservice.pool.runtime_ports import Claim, MemoryPort, PoolConfig, PullerPort
 from kvservice.pool.tiers import PoolTiers
 from kvservice.pool.vanished import VanishedEngines
 from kvservice.transfer.base import Transport
-from kvservice.transfer.puller import Puller, PullItem, PullJob
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
+from kvservice.transfer.puller import Puller
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 
 log = logging.getLogger("kvservice.pool")
 
@@ -68,7 +65,7 @@ CHECK_SECONDS = SAMPLE_SECONDS
 CHECK_SLOTS_MAX = 20_000  # a pool with more slots is not checked: a check would block the loop for too long
 
 
-class PoolRuntime:
+class PoolRuntime(PoolAnswers):
     """Make one with `open`, or with parts of your own and `begin`. Call every method on the loop that made it."""
 
     def __init__(
@@ -81,13 +78,7 @@ class PoolRuntime:
         clock: Callable[[], float],
         claim: Claim,
     ) -> None:
-        self._config = config
-        self._segment = segment
-        self._puller = puller
-        self._directory = directory
-        self._clock = clock
-        self._loop = asyncio.get_running_loop()
-        self._state = ShardState(
+        state = ShardState(
             config.node_id,
             BootEpoch(segment.epoch),
             segment.geometry,
@@ -96,21 +87,22 @@ class PoolRuntime:
             tenants=config.tenants,
             policy=config.eviction(),
         )
+        super().__init__(config, segment, puller, state, clock)
+        self._directory = directory
+        self._loop = asyncio.get_running_loop()
         self.timings = Timings()
-        self._remote = RemoteShards(config.node_id, directory, peers, clock, self._state.counters, self.timings)
-        self._digests = Digests(self._segment, self.timings, self._state.counters)
-        self._tiers = PoolTiers(lambda event: self._from_thread(event, self._no_request))
+        self._no_request = contextvars.copy_context()  # for what is done for nobody in particular: it is in no trace
+        self._remote = RemoteShards(config.node_id, directory, peers, clock, state.counters, self.timings)
+        self._digests = Digests(segment, self.timings, state.counters)
+        self._peer_reads = PeerReads(puller, self._remote, clock, self.timings, self._from_thread)
+        self._tiers = PoolTiers(self._from_thread)
         self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         self._vanished = VanishedEngines(claim, lambda work: self._keep(self._loop.create_task(work)), self._dispatch)
-        self._no_request = contextvars.copy_context()  # for what is done for nobody in particular: it is in no trace
         self._timer: asyncio.TimerHandle | None = None
         self._next_op = 1
-        self._fenced: str | None = None
         self._closed = False
-        self._opened_at = clock()
-        self._windows = CounterWindows(self._opened_at)
         self.drained = asyncio.Event()  # a drain with a timeout has ended: nothing here is read any more
         self.adopt_seconds = 0.0
 
@@ -279,110 +271,9 @@ class PoolRuntime:
         self._dispatch(ev.Drain(undo, timeout_seconds, handover))
         return self.drain_progress()
 
-    def drain_progress(self) -> DrainProgress:
-        return self._state.progress(self._clock())
-
-    def explain(
-        self, request_id: str, account: str | None = None
-    ) -> tuple[Explanation, list[tuple[str, str, Fingerprint, int]], float]:
-        """(what is known of the request, attached models as in ShardState.models, the time on its clock).
-        With an account, only of that tenant."""
-        now = self._clock()
-        return self._state.explain(request_id, now, account), self._state.models(account), now
-
-    def block_history(self, keys: tuple[BlockKey, ...], age_seconds: float) -> tuple[tuple[HistoryEntry, ...], float]:
-        """(what became of these blocks here, for a moment `age_seconds` ago, the time on its clock).
-        Takes milliseconds: only for questions of people."""
-        now = self._clock()
-        return self._state.block_history(keys, now, now - age_seconds), now
-
-    def now(self) -> float:
-        """The time on the clock of everything that the pool says."""
-        return self._clock()
-
-    @property
-    def state(self) -> ShardState:
-        """The core's state, to look at and not to change."""
-        return self._state
-
-    @property
-    def draining(self) -> bool:
-        return self._state.draining
-
-    @property
-    def epoch(self) -> BootEpoch:
-        return self._state.epoch
-
-    @property
-    def geometry(self) -> Geometry:
-        return self._segment.geometry
-
-    @property
-    def transport_name(self) -> str:
-        return "none" if self._puller is None else self._puller.name
-
-    @property
-    def fenced(self) -> str | None:
-        return self._fenced
-
-    def describe_transport(self) -> bytes:
-        return b"" if self._puller is None else self._puller.describe()
-
-    def inventory(self) -> list[tuple[BlockKey, SpanRoute]]:
-        """Every sealed block with its route, for a full announcement."""
-        return [(block.key, block.route) for block in self._state.blocks()]
-
-    def stats(self) -> PoolStats:
-        counters = self._state.all_counters()
-        if self._puller is not None:
-            counters.update({f"transfer_{name}": count for name, count in self._puller.counters().items()})
-        slots = self._state.slot_usage()
-        return PoolStats(
-            self._config.node_id,
-            self._state.epoch,
-            self._segment.geometry.segment_bytes,
-            self._segment.geometry.slab_count,
-            self._state.free_slab_count,
-            {state: count for state, (count, _) in slots.items()},
-            counters,
-            self._state.draining,
-            self._state.tenants(),
-            self._state.model_usage(),
-            {state: size for state, (_, size) in slots.items()},
-        )
-
-    def windows(self) -> tuple[CounterWindow, ...]:
-        return self._windows.read(self._clock(), self._state.all_counters())
-
-    def engine_stats(self, account: str | None = None) -> EngineStats:
-        return self._state.engine_stats(account)
-
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         """Replace the tenants and their limits."""
         self._dispatch(ev.SetTenants(limits))
-
-    def accounting(self) -> tuple[dict[str, int], int, str, int, int]:
-        """(slots by state, capacity, violation or '', leases, attachments), after a full check."""
-        violation = ""
-        try:
-            self._state.check_invariants()
-        except AssertionError as error:
-            violation = str(error) or "an invariant does not hold"
-        counts = self._state.slot_counts()
-        return counts, self._state.capacity, violation, self._state.lease_count, self._state.attachment_count
-
-    @property
-    def uptime_seconds(self) -> float:
-        return self._clock() - self._opened_at
-
-    @property
-    def is_new(self) -> bool:
-        """Whether no earlier boot left anything here."""
-        return not self._segment.existed
-
-    def is_linked(self) -> bool:
-        """Whether engines that attach find this pool's memory at its path."""
-        return self._segment.is_linked()
 
     def retire(self) -> None:
         """Mark the memory as unused: engines unmap it at their next step."""
@@ -445,7 +336,7 @@ class PoolRuntime:
                 case act.Announce() | act.Retract():
                     self._announce(action)
                 case act.Pull():
-                    self._pull(action)
+                    self._peer_reads.begin(action)
                 case act.WriteDown() | act.BringBack() | act.Erase() | act.Probe():
                     self._tiers.perform(action)
                 case act.WatchEngine(engine_id):
@@ -509,54 +400,14 @@ class PoolRuntime:
         for event in await work:
             self._dispatch(event)
 
-    # -- peers ----
-
     async def _report(self, action: act.Outgoing) -> None:
         answer = await self._remote.perform(action)
         if answer is not None:
             self._dispatch(answer)
 
-    def _pull(self, action: act.Pull) -> None:
-        info = self._remote.peer_info(action.holder.node_id, action.epoch)
-        if self._puller is None or info is None:
-            failed = (ev.PullResult.FAILED,) * len(action.items)
-            self._loop.call_soon(self._dispatch, ev.Pulled(action.job, failed))
-            return
-        items = tuple(PullItem(handle, destination) for handle, destination in action.items)
-        job = PullJob(
-            action.job,
-            action.holder.node_id,
-            action.epoch,
-            info.description,
-            info.geometry,
-            action.payload_bytes,
-            items,
-            action.deadline,
-        )
-        size = len(items) * job.payload_bytes
-        span = tracing.begin("fetch", node=action.holder.node_id, blocks=len(items), bytes=size)
-        came = partial(self._on_pulled, self._clock(), span, contextvars.copy_context())
-        self._puller.submit(job, came, self._on_writes_ended)
-
-    def _on_pulled(
-        self,
-        began: float,
-        span: tracing.Span,
-        context: contextvars.Context,
-        job: int,
-        results: tuple[ev.PullResult, ...],
-    ) -> None:
-        failpoint("shard.pulled")
-        span.end(verified=results.count(ev.PullResult.OK))
-        context.run(self.timings.add, "fetch_seconds", self._clock() - began, "peer")
-        self._from_thread(ev.Pulled(job, results), context)
-
-    def _on_writes_ended(self, job: int) -> None:
-        self._from_thread(ev.WritesEnded(job), self._no_request)
-
-    def _from_thread(self, event: ev.Event, context: contextvars.Context) -> None:
+    def _from_thread(self, event: ev.Event, context: contextvars.Context | None = None) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._dispatch, event, context=context)
+            self._loop.call_soon_threadsafe(self._dispatch, event, context=context or self._no_request)
         except RuntimeError:
             log.debug("event_after_close", extra={"event": type(event).__name__})
 

@@ -1,0 +1,137 @@
+"""What a pool says of itself, for status, metrics, explain and tests. Asking changes nothing and does not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.counter_windows import CounterWindow, CounterWindows
+from kvservice.core.drain.sender import DrainProgress
+from kvservice.core.explain.records import Explanation, HistoryEntry
+from kvservice.core.messages import EngineStats, PoolStats
+from kvservice.core.segment.geometry import Geometry
+from kvservice.core.shard import ShardState
+from kvservice.pool.runtime_ports import MemoryPort, PoolConfig, PullerPort
+from kvservice.units import BlockKey, BootEpoch, SpanRoute
+
+
+class PoolAnswers:
+    """The questions of a PoolRuntime. Ask them on its loop."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        segment: MemoryPort,
+        puller: PullerPort | None,
+        state: ShardState,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._segment = segment
+        self._puller = puller
+        self._state = state
+        self._clock = clock
+        self._fenced: str | None = None
+        self._opened_at = clock()
+        self._windows = CounterWindows(self._opened_at)
+
+    def drain_progress(self) -> DrainProgress:
+        return self._state.progress(self._clock())
+
+    def explain(
+        self, request_id: str, account: str | None = None
+    ) -> tuple[Explanation, list[tuple[str, str, Fingerprint, int]], float]:
+        """(what is known of the request, attached models as in ShardState.models, the time on its clock).
+        With an account, only of that tenant."""
+        now = self._clock()
+        return self._state.explain(request_id, now, account), self._state.models(account), now
+
+    def block_history(self, keys: tuple[BlockKey, ...], age_seconds: float) -> tuple[tuple[HistoryEntry, ...], float]:
+        """(what became of these blocks here, for a moment `age_seconds` ago, the time on its clock).
+        Takes milliseconds: only for questions of people."""
+        now = self._clock()
+        return self._state.block_history(keys, now, now - age_seconds), now
+
+    def now(self) -> float:
+        """The time on the clock of everything that the pool says."""
+        return self._clock()
+
+    @property
+    def state(self) -> ShardState:
+        """The core's state, to look at and not to change."""
+        return self._state
+
+    @property
+    def draining(self) -> bool:
+        return self._state.draining
+
+    @property
+    def epoch(self) -> BootEpoch:
+        return self._state.epoch
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._segment.geometry
+
+    @property
+    def transport_name(self) -> str:
+        return "none" if self._puller is None else self._puller.name
+
+    @property
+    def fenced(self) -> str | None:
+        return self._fenced
+
+    def describe_transport(self) -> bytes:
+        return b"" if self._puller is None else self._puller.describe()
+
+    def inventory(self) -> list[tuple[BlockKey, SpanRoute]]:
+        """Every sealed block with its route, for a full announcement."""
+        return [(block.key, block.route) for block in self._state.blocks()]
+
+    def stats(self) -> PoolStats:
+        counters = self._state.all_counters()
+        if self._puller is not None:
+            counters.update({f"transfer_{name}": count for name, count in self._puller.counters().items()})
+        slots = self._state.slot_usage()
+        return PoolStats(
+            self._config.node_id,
+            self._state.epoch,
+            self._segment.geometry.segment_bytes,
+            self._segment.geometry.slab_count,
+            self._state.free_slab_count,
+            {state: count for state, (count, _) in slots.items()},
+            counters,
+            self._state.draining,
+            self._state.tenants(),
+            self._state.model_usage(),
+            {state: size for state, (_, size) in slots.items()},
+        )
+
+    def windows(self) -> tuple[CounterWindow, ...]:
+        return self._windows.read(self._clock(), self._state.all_counters())
+
+    def engine_stats(self, account: str | None = None) -> EngineStats:
+        return self._state.engine_stats(account)
+
+    def accounting(self) -> tuple[dict[str, int], int, str, int, int]:
+        """(slots by state, capacity, violation or '', leases, attachments), after a full check."""
+        violation = ""
+        try:
+            self._state.check_invariants()
+        except AssertionError as error:
+            violation = str(error) or "an invariant does not hold"
+        counts = self._state.slot_counts()
+        return counts, self._state.capacity, violation, self._state.lease_count, self._state.attachment_count
+
+    @property
+    def uptime_seconds(self) -> float:
+        return self._clock() - self._opened_at
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no earlier boot left anything here."""
+        return not self._segment.existed
+
+    def is_linked(self) -> bool:
+        """Whether engines that attach find this pool's memory at its path."""
+        return self._segment.is_linked()
