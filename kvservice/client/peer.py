@@ -15,7 +15,7 @@ import grpc
 
 from kvservice.auth.identity import proofs_of, shard_audience
 from kvservice.auth.tls import TlsFiles
-from kvservice.client.breaker import Breaker
+from kvservice.breaker import Breaker
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.bounded_table import NODES_MAX, BoundedTable

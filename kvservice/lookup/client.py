@@ -17,7 +17,7 @@ from itertools import pairwise
 import grpc
 
 from kvservice.auth.tls import TlsFiles
-from kvservice.client.breaker import OPEN_SECONDS_FIRST, Breaker
+from kvservice.breaker import OPEN_SECONDS_FIRST, Breaker
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, SPAN_BLOCKS, partition_of, route_of_head
 from kvservice.core.directory.mirror import MirrorReader

@@ -78,8 +78,9 @@ class Tier(Protocol):
         """Remove blocks. Those that are not there are ignored. Not answered. Erasing passes writes that wait."""
         ...
 
-    def probe(self, keys: Sequence[BlockKey], on_done: ProbeCallback) -> None:
-        """How many blocks at the beginning of this chain the tier has. A tier that cannot tell says 0."""
+    def probe(self, keys: Sequence[BlockKey], deadline: float, on_done: ProbeCallback) -> None:
+        """How many blocks at the beginning of this chain the tier has, as far as it knows at the deadline (on
+        time.monotonic). A tier that cannot tell says 0."""
         ...
 
     def counters(self) -> Mapping[str, int]:

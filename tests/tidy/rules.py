@@ -18,12 +18,13 @@ GENERATED = "kvservice/wire/v1"
 SOURCE_FOLDERS = ("kvservice", "actors", "examples", "benchmarks", "scripts", "tests")
 
 # Everybody may import these.
-GROUND = frozenset({"aio", "errors", "private_files", "units", "version"})
+GROUND = frozenset({"aio", "breaker", "errors", "private_files", "units", "version"})
 
 # Package → the other packages of kvservice that it may import. A package's place in the tree says what it may know.
 LAYERS: dict[str, frozenset[str]] = {
     "": frozenset({"api"}),
     "aio": frozenset(),
+    "breaker": frozenset(),
     "errors": frozenset(),
     "units": frozenset(),
     "version": frozenset(),

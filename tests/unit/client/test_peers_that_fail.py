@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from kvservice.breaker import FAILURES_TO_OPEN
 from kvservice.client import shard as shard_client
-from kvservice.client.breaker import FAILURES_TO_OPEN
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import Holder

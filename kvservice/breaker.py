@@ -1,18 +1,18 @@
-"""Circuit breaker: a peer that does not answer is not asked again for a while. `now` is passed in. Pure."""
+"""Circuit breaker: a peer or a store that does not answer is not asked again for a while. `now` is passed in. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-FAILURES_TO_OPEN = 3  # in a row: a single lost call says little about a peer
-OPEN_SECONDS_FIRST = 1.0  # how long the peer is not asked at first; it doubles with each further failure
-OPEN_SECONDS_MAX = 10.0  # by default at most, so that a peer that is back is found soon
+FAILURES_TO_OPEN = 3  # in a row: a single lost call says little
+OPEN_SECONDS_FIRST = 1.0  # how long nobody asks at first; it doubles with each further failure
+OPEN_SECONDS_MAX = 10.0  # by default at most, so that who is back is found soon
 assert OPEN_SECONDS_FIRST <= OPEN_SECONDS_MAX
 
 
 @dataclass(slots=True)
 class Breaker:
-    """The failures of one peer, and until when it is not asked."""
+    """The failures of one peer or store, and until when it is not asked."""
 
     failures: int = 0
     open_until: float = 0.0
