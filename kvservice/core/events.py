@@ -205,6 +205,7 @@ class PullResult(Enum):
 class Pulled:
     job: int
     results: tuple[PullResult, ...]
+    digests: tuple[int, ...] = ()  # of what a BringBack brought, verified; 0 where the result is not OK
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from kvservice.observe import tracing
 
 # Seconds, the upper bounds of the buckets of every histogram: from a hit in memory to the longest wait for a peer.
 BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-SOURCES = ("none", "local", "peer")
+SOURCES = ("none", "local", "peer", "disk", "objects")
+TIERS = ("disk", "objects")  # a tier of another package appears with its own name once it works
 # Of all label names and values of one exemplar, as OpenMetrics has it. A longer request id is left out.
 EXEMPLAR_CHARS_MAX = 128
 
@@ -25,11 +26,12 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "time of an engine's acquire, by the farthest source of the promised blocks; none = nothing was promised",
         SOURCES,
     ),
-    "fetch_seconds": ("time to read and verify blocks of one source, in one pull", ("peer",)),
+    "fetch_seconds": ("time to read and verify blocks of one source, in one pull", ("peer", *TIERS)),
     "resolve_seconds": ("time in which the directory says which nodes hold a prefix, from the mirror or by calls", ()),
     "locate_seconds": ("time in which a peer leases blocks for reading, with the handshake of a first contact", ()),
     "digest_seconds": ("time to compute the digests of blocks that were sealed together, on one thread", ()),
     "seal_seconds": ("time of an engine's seal, with its digests", ()),
+    "write_down_seconds": ("time to write blocks of one job into a tier, with its wait in the tier's queue", TIERS),
 }
 
 
@@ -49,7 +51,8 @@ class Timings:
 
     def add(self, name: str, seconds: float, source: str = "", request_id: str = "") -> None:
         """Record one duration. The exemplar names the request, and the trace if there is one."""
-        self._children[name, source].observe(max(seconds, 0.0), exemplar_of(request_id, tracing.trace_id()))
+        child = self._children.get((name, source)) or self._histograms[name].labels(source)
+        child.observe(max(seconds, 0.0), exemplar_of(request_id, tracing.trace_id()))
 
     def collect(self, names: list[str], labels: list[str]) -> Iterator[Metric]:
         """The histograms, with these labels added to each sample."""

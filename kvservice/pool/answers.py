@@ -12,6 +12,7 @@ from kvservice.core.messages import EngineStats, PoolStats
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.shard import ShardState
 from kvservice.pool.runtime_ports import MemoryPort, PoolConfig, PullerPort
+from kvservice.pool.tiers import PoolTiers, TierStatus
 from kvservice.units import BlockKey, BootEpoch, SpanRoute
 
 
@@ -24,12 +25,14 @@ class PoolAnswers:
         segment: MemoryPort,
         puller: PullerPort | None,
         state: ShardState,
+        tiers: PoolTiers,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._segment = segment
         self._puller = puller
         self._state = state
+        self._tiers = tiers
         self._clock = clock
         self._fenced: str | None = None
         self._opened_at = clock()
@@ -84,6 +87,9 @@ class PoolAnswers:
     def describe_transport(self) -> bytes:
         return b"" if self._puller is None else self._puller.describe()
 
+    def tier_states(self) -> tuple[TierStatus, ...]:
+        return self._tiers.states()
+
     def inventory(self) -> list[tuple[BlockKey, SpanRoute]]:
         """Every sealed block with its route, for a full announcement."""
         return [(block.key, block.route) for block in self._state.blocks()]
@@ -92,6 +98,7 @@ class PoolAnswers:
         counters = self._state.all_counters()
         if self._puller is not None:
             counters.update({f"transfer_{name}": count for name, count in self._puller.counters().items()})
+        counters.update(self._tiers.counters())
         slots = self._state.slot_usage()
         return PoolStats(
             self._config.node_id,

@@ -54,6 +54,7 @@ from kvservice.pool.remote import DirectoryPort, RemoteShards
 from kvservice.pool.runtime_ports import Claim, MemoryPort, PoolConfig, PullerPort
 from kvservice.pool.tiers import PoolTiers
 from kvservice.pool.vanished import VanishedEngines
+from kvservice.tier.base import Tier
 from kvservice.transfer.base import Transport
 from kvservice.transfer.puller import Puller
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
@@ -77,6 +78,7 @@ class PoolRuntime(PoolAnswers):
         peers: PeerPort | None,
         clock: Callable[[], float],
         claim: Claim,
+        tiers: Mapping[str, Callable[[], Tier]] | None = None,
     ) -> None:
         state = ShardState(
             config.node_id,
@@ -87,15 +89,15 @@ class PoolRuntime(PoolAnswers):
             tenants=config.tenants,
             policy=config.eviction(),
         )
-        super().__init__(config, segment, puller, state, clock)
+        self.timings = Timings()
+        pool_tiers = PoolTiers(tiers or {}, segment, clock, self.timings, self._from_thread)
+        super().__init__(config, segment, puller, state, pool_tiers, clock)
         self._directory = directory
         self._loop = asyncio.get_running_loop()
-        self.timings = Timings()
         self._no_request = contextvars.copy_context()  # for what is done for nobody in particular: it is in no trace
         self._remote = RemoteShards(config.node_id, directory, peers, clock, state.counters, self.timings)
         self._digests = Digests(segment, self.timings, state.counters)
         self._peer_reads = PeerReads(puller, self._remote, clock, self.timings, self._from_thread)
-        self._tiers = PoolTiers(self._from_thread)
         self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
@@ -115,6 +117,7 @@ class PoolRuntime(PoolAnswers):
         directory: DirectoryPort | None = None,
         peers: PeerPort | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tiers: Mapping[str, Callable[[], Tier]] | None = None,
     ) -> PoolRuntime:
         """Open or create the segment, adopt the blocks that an earlier boot left in it, and start.
 
@@ -129,7 +132,7 @@ class PoolRuntime(PoolAnswers):
             if transport is not None:
                 puller = Puller(segment, lambda: transport(segment))
                 await asyncio.to_thread(puller.start)
-            runtime = cls(config, segment, puller, directory, peers, clock, partial(claim, segment))
+            runtime = cls(config, segment, puller, directory, peers, clock, partial(claim, segment), tiers)
             await runtime.begin()
         except BaseException:
             if puller is not None:
@@ -141,6 +144,8 @@ class PoolRuntime(PoolAnswers):
     async def begin(self) -> None:
         """Adopt the blocks that an earlier boot left, and start the checks. `open` does this itself."""
         await self._adopt()
+        for opening in self._tiers.opening():
+            self._spawn(opening)
         self._spawn(self._check_forever())
 
     # -- PoolPort ----
@@ -223,6 +228,7 @@ class PoolRuntime(PoolAnswers):
         self._calls.clear()
         if self._puller is not None:
             await in_thread(self._puller.close)
+        await self._tiers.close()
         await in_thread(self._digests.shutdown)
         await self._remote.close()
         self._segment.close()

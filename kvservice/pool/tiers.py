@@ -1,27 +1,292 @@
-"""Performs what the core asks of the tiers below the pool."""
+"""Performs what the core asks of the tiers below the pool. It opens them beside the pool's start, hands them slots, and
+reports the ends as events.
+
+Everything here runs on the pool's loop, but for a tier's start and close, which block and have threads of their own,
+and for its answers, which come on the tier's threads. No call waits for a tier, so a slow one delays nobody.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextvars
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
+from kvservice.aio import in_thread
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.tier.tier_block import TierBlock
+from kvservice.errors import KVServiceError, TierError
+from kvservice.observe import tracing
+from kvservice.observe.timings import Timings
+from kvservice.pool.runtime_ports import MemoryPort
+from kvservice.tier.base import Tier, TierRead, TierWrite, WriteResult
+from kvservice.units import SlotIndex
+
+log = logging.getLogger("kvservice.pool")
+
+# For a tier to end what runs. One that hangs keeps its threads, and the memory that they use stays mapped.
+CLOSE_SECONDS = 5.0
+FOUND_BLOCKS = 256  # of one event: the core takes some milliseconds for them, and a tier may have found a million
+PROBE_SLACK_SECONDS = 0.02  # for an answer that comes at the deadline to arrive
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# Gives an event to the core, from any thread, in the context of the request that it is about. Without one it is about
+# nobody's.
+Report = Callable[[ev.Event, contextvars.Context | None], None]
+
+
+class TierPhase(Enum):
+    OPENING = "opening"
+    OPEN = "open"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """What `status` tells of one tier."""
+
+    name: str
+    phase: TierPhase
+    detail: str = ""  # why it failed
 
 
 class PoolTiers:
-    """`report` takes the answers, from any thread."""
+    """`makers` make the tiers by name, on a thread each: that may import much. `report` takes the answers."""
 
-    def __init__(self, report: Callable[[ev.Event], None]) -> None:
+    def __init__(
+        self,
+        makers: Mapping[str, Callable[[], Tier]],
+        memory: MemoryPort,
+        clock: Callable[[], float],
+        timings: Timings,
+        report: Report,
+    ) -> None:
+        self._makers = makers
+        self._memory = memory
+        self._clock = clock
+        self._timings = timings
         self._report = report
+        self._states = {name: TierStatus(name, TierPhase.OPENING) for name in makers}
+        self._open: dict[str, Tier] = {}
+        self._counters: Counter[str] = Counter()
+        self._lock = threading.Lock()  # over _open and _is_closing, which the threads that start tiers use too
+        self._is_closing = False
+
+    # -- life ----
+
+    def opening(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """One coroutine for each tier. It ends when the core has heard of every block that was found, or of none."""
+        for name in self._makers:
+            yield self._start(name)
+
+    async def _start(self, name: str) -> None:
+        began = self._clock()
+        try:
+            found = await in_thread(partial(self._started, name), _DaemonThreads(f"kvservice-start-{name}"))
+        except Exception as error:  # noqa: BLE001  a tier is code of others too, and the pool serves without it
+            reason = error.message if isinstance(error, KVServiceError) else f"{type(error).__name__}: {error}"
+            self._fail(name, reason)
+            return
+        self._states[name] = TierStatus(name, TierPhase.OPEN)
+        seconds = self._clock() - began
+        log.info("tier_open", extra={"tier": name, "blocks": len(found), "seconds": round(seconds, 3)})
+        for first in range(0, max(len(found), 1), FOUND_BLOCKS):
+            self._report(ev.TierFound(name, tuple(found[first : first + FOUND_BLOCKS])), None)
+            await asyncio.sleep(0)
+
+    def _started(self, name: str) -> list[TierBlock]:
+        """Runs on its own thread, for as long as the tier needs, maybe for ever."""
+        tier = self._makers[name]()
+        found = tier.start()
+        with self._lock:
+            is_late = self._is_closing
+            if not is_late:
+                self._open[name] = tier
+        if is_late:
+            tier.close()
+            raise TierError(f"the pool closed before the tier {name} was open")
+        return found
+
+    def _fail(self, name: str, reason: str) -> None:
+        self._states[name] = TierStatus(name, TierPhase.FAILED, reason)
+        self._counters[f"tier_{name}_start_failed"] += 1
+        log.error("tier_unusable", extra={"tier": name, "reason": reason})
+
+    async def close(self) -> None:
+        """Close every tier, within CLOSE_SECONDS. One that does not end in time is left to its threads."""
+        with self._lock:
+            self._is_closing = True
+            closing, self._open = self._open, {}
+        work = {
+            asyncio.ensure_future(in_thread(tier.close, _DaemonThreads(f"kvservice-close-{name}"))): name
+            for name, tier in closing.items()
+        }
+        for name in self._states:
+            self._states[name] = TierStatus(name, TierPhase.CLOSED)
+        if not work:
+            return
+        ended, hanging = await asyncio.wait(work, timeout=CLOSE_SECONDS)
+        for future in ended:
+            if (error := future.exception()) is not None:
+                self._count_error(work[future], "close_failed", error)
+        for future in hanging:
+            future.cancel()
+            self._counters[f"tier_{work[future]}_close_hung"] += 1
+            log.error("tier_does_not_close", extra={"tier": work[future], "seconds": CLOSE_SECONDS})
+
+    # -- for status and metrics ----
+
+    def states(self) -> tuple[TierStatus, ...]:
+        return tuple(self._states.values())
+
+    def counters(self) -> dict[str, int]:
+        """All counters of the tiers, as tier_<name>_<what>."""
+        found = dict(self._counters)
+        for name, tier in self._open.items():
+            try:
+                found.update({f"tier_{name}_{what}": count for what, count in tier.counters().items()})
+            except Exception as error:  # noqa: BLE001  a tier is code of others too
+                self._count_error(name, "errors", error)
+        return found
+
+    # -- work ----
 
     def perform(self, action: act.TierWork) -> None:
-        """Begin the work. A tier that is not there has no blocks and takes none."""
+        """Begin the work. A tier that is not open has no blocks and takes none."""
+        tier = self._open.get(action.tier)
+        if tier is None:
+            self._counters[f"tier_{action.tier}_refused"] += 1
+            self._refuse(action)
+            return
+        try:
+            match action:
+                case act.WriteDown():
+                    self._write(tier, action)
+                case act.BringBack():
+                    self._read(tier, action)
+                case act.Probe():
+                    self._probe(tier, action)
+                case act.Erase():
+                    tier.erase(action.keys)
+        except Exception as error:  # noqa: BLE001  a tier is code of others too: its errors are misses
+            self._count_error(action.tier, "errors", error)
+            self._refuse(action)
+
+    def _refuse(self, action: act.TierWork) -> None:
+        context = contextvars.copy_context()
         match action:
-            case act.WriteDown(job, _, items):
-                self._report(ev.WrittenDown(job, (False,) * len(items)))
-            case act.BringBack(job, _, items):
-                self._report(ev.Pulled(job, (ev.PullResult.FAILED,) * len(items)))
-            case act.Probe(op, tier):
-                self._report(ev.Probed(op, tier, 0))
+            case act.WriteDown():
+                self._report(ev.WrittenDown(action.job, (False,) * len(action.items)), None)
+            case act.BringBack():
+                count = len(action.items)
+                self._report(ev.Pulled(action.job, (ev.PullResult.FAILED,) * count, (0,) * count), context)
+            case act.Probe():
+                self._report(ev.Probed(action.op, action.tier, 0), context)
             case act.Erase():
                 pass
+
+    def _write(self, tier: Tier, action: act.WriteDown) -> None:
+        items = self._payloads(action.items)
+        tier.write(TierWrite(action.job, items), partial(self._on_written, action, self._clock(), items))
+
+    def _on_written(
+        self, action: act.WriteDown, began: float, items: _Items, job: int, results: tuple[WriteResult, ...]
+    ) -> None:
+        _let_go(items)
+        self._timings.add("write_down_seconds", self._clock() - began, action.tier)
+        written = tuple(result is WriteResult.OK for result in results)
+        if len(written) != len(items):
+            written = (False,) * len(items)
+            self._counters[f"tier_{action.tier}_errors"] += 1
+        self._report(ev.WrittenDown(action.job, written), None)
+
+    def _read(self, tier: Tier, action: act.BringBack) -> None:
+        items = self._payloads(action.items)
+        size = sum(block.payload_bytes for block, _ in items)
+        span = tracing.begin("fetch", node=f"~{action.tier}", blocks=len(items), bytes=size)
+        came = partial(self._on_read, action, self._clock(), items, span, contextvars.copy_context())
+        tier.read(TierRead(action.job, items, action.deadline, action.urgent), came)
+
+    def _on_read(
+        self,
+        action: act.BringBack,
+        began: float,
+        items: _Items,
+        span: tracing.Span,
+        context: contextvars.Context,
+        job: int,
+        results: tuple[ev.PullResult, ...],
+        digests: tuple[int, ...],
+    ) -> None:
+        _let_go(items)
+        if not len(results) == len(digests) == len(items):
+            results, digests = (ev.PullResult.FAILED,) * len(items), (0,) * len(items)
+            self._counters[f"tier_{action.tier}_errors"] += 1
+        span.end(verified=results.count(ev.PullResult.OK))
+        context.run(self._timings.add, "fetch_seconds", self._clock() - began, action.tier)
+        self._report(ev.Pulled(action.job, results, digests), context)
+
+    def _probe(self, tier: Tier, action: act.Probe) -> None:
+        keys = action.chain[action.start :]
+        context, answers = contextvars.copy_context(), itertools.count()
+
+        def answer(count: int) -> None:
+            if next(answers) == 0:  # the tier and the timer may both answer
+                self._report(ev.Probed(action.op, action.tier, min(max(count, 0), len(keys))), context)
+
+        asyncio.get_running_loop().call_later(action.timeout_seconds + PROBE_SLACK_SECONDS, answer, 0)
+        tier.probe(keys, self._clock() + action.timeout_seconds, answer)
+
+    def _payloads(self, items: tuple[tuple[TierBlock, SlotIndex], ...]) -> _Items:
+        return tuple((block, self._memory.payload(slot, block.payload_bytes)) for block, slot in items)
+
+    def _count_error(self, name: str, what: str, error: BaseException) -> None:
+        self._counters[f"tier_{name}_{what}"] += 1
+        log.warning(f"tier_{what}", extra={"tier": name, "error": f"{type(error).__name__}: {error}"})
+
+
+_Items = tuple[tuple[TierBlock, memoryview], ...]
+
+
+def _let_go(items: _Items) -> None:
+    """After the answer the slots may become others'. A tier that still used them would raise instead of writing."""
+    for _, payload in items:
+        try:
+            payload.release()
+        except BufferError:  # the tier looks at it through another object, which keeps the memory mapped
+            continue
+
+
+class _DaemonThreads(Executor):
+    """One thread for each piece of work. Neither the loop nor the interpreter waits for it at the end, unlike threads
+    of a ThreadPoolExecutor: a tier may hang for ever."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = work(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001  thread boundary: the caller's
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name=self._name, daemon=True).start()
+        return future

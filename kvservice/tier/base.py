@@ -43,7 +43,9 @@ class TierRead:
 
 
 WriteCallback = Callable[[int, tuple[WriteResult, ...]], None]
-ReadCallback = Callable[[int, tuple[PullResult, ...]], None]
+# (job id, results, digests): a digest is that of the bytes now in the slot, as the header says and the tier verified; 0
+# where the result is not OK.
+ReadCallback = Callable[[int, tuple[PullResult, ...], tuple[int, ...]], None]
 ProbeCallback = Callable[[int], None]
 
 
