@@ -43,6 +43,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
 _TEST_PREFIX = "KVSERVICE_TEST_"  # test runs mark their processes with such variables
 POOL_BYTES_MIN = 4 * MiB  # the fixed areas of a segment and a few small slabs; a smaller pool is refused
 LEASE_SECONDS_MIN = 2.0  # a pull stops one second before its lease ends, so a shorter lease leaves it no time
+DISK_BYTES_MIN = 4 * MiB  # room for a few small blocks; a smaller disk tier would only cost writes
 LOOKUP_PARTITIONS_MAX = 64  # each shard keeps a stream to every partition; more would cost without spreading load
 COPY_WORKERS_MAX = 64  # more than the GPUs of any node
 PORT_MAX = 65_535  # of TCP
@@ -89,6 +90,12 @@ def _unprivileged(port: int) -> int:
     return port
 
 
+def _without_password(url: str) -> str:
+    if re.match(r"[^:]*://[^/@]*:[^/]*@", url):
+        raise ValueError("it holds a password, which everybody who sees the settings could read")
+    return url
+
+
 def _listed(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
@@ -110,6 +117,82 @@ EvictionName = Annotated[
     ),
     Shown(allowed="default, lru, or the name of a policy of another package"),
 ]
+
+# The tiers below the pool, for a service and for an embedded pool.
+TIER_WRITES = (
+    "evicted: shortly before the block leaves the memory. stored: as soon as it is stored. reused: at its first "
+)
+DiskPath = Annotated[
+    str,
+    Field(
+        pattern=r"^(/.*)?$",
+        description="Directory on a disk of each node for blocks that no longer fit into the pool, the disk tier. "
+        "It is private to the user of the service. Its blocks are found again after a restart. Empty: there is none.",
+    ),
+    Shown(allowed="an absolute path"),
+]
+DiskBytes = Annotated[
+    Size,
+    Field(
+        ge=0,
+        description="Room that blocks may take in disk_path on each node. It is evicted as the pool is. "
+        "0 takes nine tenths of what is free there at the start.",
+    ),
+    Shown(default="0, nine tenths of what is free"),
+]
+DiskWrite = Annotated[
+    Literal["evicted", "stored", "reused"],
+    Field(
+        description=f"When a block is written to the disk. {TIER_WRITES}use after that, so that what never comes back "
+        "costs no write."
+    ),
+]
+ObjectsUrl = Annotated[
+    str,
+    AfterValidator(_without_password),
+    Field(
+        pattern=r"^([a-z][a-z0-9+.-]*://[^\s]+)?$",
+        description="Object store that all nodes share, below memory and disk. Its credentials come from the usual "
+        "environment of S3, Google Cloud or Azure, never from the URL. Empty: there is none.",
+    ),
+    Shown(allowed="a URL without credentials, such as s3://bucket/prefix, gs://bucket, az://container or file:///path"),
+]
+ObjectsWrite = Annotated[
+    Literal["evicted", "stored", "reused"],
+    Field(description="When a block is written to the object store; the same words as for disk_write."),
+]
+CodecName = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z][a-z0-9_]{0,15}([+][a-z][a-z0-9_]{0,15}){0,3}$",
+        description="How the tier stores a block: none, or the name of a codec, or several names with + between.",
+    ),
+    Shown(allowed="none, or names of codecs with + between"),
+]
+ObjectsNamespace = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$",
+        description="Services with one object store and one namespace share its blocks, also of several clusters.",
+    ),
+    Shown(allowed="up to 32 letters, digits, '-' and '_', the first one a letter or digit"),
+]
+MaxAge = Annotated[
+    Seconds,
+    Field(
+        ge=0,
+        description="Blocks that were computed longer ago are not found any more and are removed, in memory and in "
+        "every tier. For those who must delete. 0: blocks stay until there is no room.",
+    ),
+    Shown(unit="seconds"),
+]
+
+
+# The setting that says where a tier is → the others about it, which mean nothing without it.
+TIERS: Mapping[str, tuple[str, ...]] = {
+    "disk_path": ("disk_bytes", "disk_write", "disk_codec"),
+    "objects_url": ("objects_write", "objects_codec", "objects_namespace"),
+}
 
 
 # -- the two faces of a definition: values, and words about them ----
@@ -197,6 +280,22 @@ def shown(field: FieldInfo) -> Shown:
     return Shown(**{name: word for each in found for name, word in each.items() if word})
 
 
+def check_tiers(settings: Settings) -> None:
+    """Raises ConfigError for words about a tier that is not there, and for a disk without room for blocks."""
+    given = dict(settings)
+    for place, about in TIERS.items():
+        for name in about if not given[place] else ():
+            if given[name] != type(settings).model_fields[name].default:
+                raise ConfigError(
+                    f"{name} is {given[name]} and {place} is empty: give {place} too, or leave {name} out"
+                )
+    if 0 < given["disk_bytes"] < DISK_BYTES_MIN:
+        raise ConfigError(
+            f"disk_bytes is {format_bytes(given['disk_bytes'])}; give at least {format_bytes(DISK_BYTES_MIN)}, or 0 "
+            "for nine tenths of what is free"
+        )
+
+
 # -- the service ----
 
 NAME = "up to 32 letters, digits, '-' and '_', the first one a letter or digit"
@@ -229,6 +328,24 @@ class ServiceConfig(Settings):
     what engines and the system leave free, and make /dev/shm at least that large."""
 
     eviction: Annotated[EvictionName, Shown(chart="cache.eviction")] = "default"
+
+    disk_path: Annotated[DiskPath, Shown(chart="tiers.disk.path")] = ""
+    disk_bytes: Annotated[DiskBytes, Shown(chart="tiers.disk.size")] = 0
+    disk_write: Annotated[DiskWrite, Shown(chart="tiers.disk.write")] = "evicted"
+    disk_codec: Annotated[CodecName, Shown(chart="tiers.disk.codec")] = "none"
+    objects_url: Annotated[ObjectsUrl, Shown(chart="tiers.objects.url")] = ""
+    objects_write: Annotated[ObjectsWrite, Shown(chart="tiers.objects.write")] = "evicted"
+    objects_codec: Annotated[CodecName, Shown(chart="tiers.objects.codec")] = "none"
+    objects_namespace: Annotated[ObjectsNamespace, Shown(chart="tiers.objects.namespace")] = "default"
+    max_age_seconds: Annotated[MaxAge, Shown(chart="tiers.maxAgeSeconds")] = 0.0
+
+    accept_spill: Flag = False
+    """Take blocks that other nodes evict, as far as there is room. Set it on nodes with memory and without engines, for
+    example with `kvservice shard --accept-spill`."""
+
+    spill: Annotated[Literal["evicted", "off"], Shown(chart="tiers.spill")] = "evicted"
+    """Whether blocks that leave this node's memory are offered to nodes that accept them. Without such nodes nothing is
+    sent."""
 
     transport: Annotated[Literal["auto", "nixl", "shm"], Shown(chart="cache.transport")] = "auto"
     """How bytes move between nodes. nixl uses RDMA, shared memory or TCP. shm connects shards of one machine. auto
@@ -316,6 +433,7 @@ class ServiceConfig(Settings):
                 raise ConfigError(
                     f"lookup has {address!r}; write host:port, dns:///host:port or unix:/path, with commas"
                 )
+        check_tiers(self)
         return self
 
     @property

@@ -34,13 +34,18 @@ def connect(
     memory: str | int | None = None,
     eviction: str = "default",
     metrics_port: int | None = None,
+    disk_path: str | None = None,
+    disk_bytes: str | int | None = None,
+    objects_url: str | None = None,
 ) -> Pool:
     """Open a pool: that of a service which runs on this machine, or one in this process.
 
     `auto` takes the service when one is registered on this machine now, else a pool of `memory` bytes that nobody else
     sees. `service`, `node` and `socket` choose where several shards are registered. `token_file` holds the token of a
     tenant, instead of KVSERVICE_TOKEN_FILE. `memory`, `eviction` and `metrics_port` are of a pool in this process; at
-    the port, if one is given, Prometheus finds its metrics.
+    the port, if one is given, Prometheus finds its metrics. Such a pool may have tiers below its memory: a directory on
+    a disk (`disk_path`, at most `disk_bytes`), where the next program with this path finds the blocks again, and an
+    object store (`objects_url`).
 
     Blocks for a moment; for seconds when a large pool is made. Raises Unavailable when no shard listens, ConfigError
     for arguments that do not fit together or when several shards fit, SegmentError when /dev/shm has too little room.
@@ -50,7 +55,8 @@ def connect(
     ...     pool.mode
     'embedded'
     """
-    return Pool(_open(mode, service, node, socket, token_file, memory, eviction, metrics_port))
+    place = (mode, service, node, socket, token_file)
+    return Pool(_open(*place, memory, eviction, metrics_port, disk_path, disk_bytes, objects_url))
 
 
 async def connect_async(
@@ -63,6 +69,9 @@ async def connect_async(
     memory: str | int | None = None,
     eviction: str = "default",
     metrics_port: int | None = None,
+    disk_path: str | None = None,
+    disk_bytes: str | int | None = None,
+    objects_url: str | None = None,
 ) -> AsyncPool:
     """`connect` for a program on an event loop: see there.
 
@@ -73,7 +82,8 @@ async def connect_async(
     >>> asyncio.run(main())
     'embedded'
     """
-    thread = PoolThread(_options(mode, service, node, socket, token_file, memory, eviction, metrics_port))
+    place = (mode, service, node, socket, token_file)
+    thread = PoolThread(_options(*place, memory, eviction, metrics_port, disk_path, disk_bytes, objects_url))
     try:
         await thread.loop.wait_async(thread.open())
     except BaseException:
@@ -93,7 +103,10 @@ def _open(*arguments: str | int | None) -> PoolThread:
 
 
 def _options(*arguments: str | int | None) -> ConnectOptions:
-    names = ("mode", "service", "node", "socket", "token_file", "memory", "eviction", "metrics_port")
+    names = (
+        *("mode", "service", "node", "socket", "token_file", "memory", "eviction", "metrics_port"),
+        *("disk_path", "disk_bytes", "objects_url"),
+    )
     given = {name: value for name, value in zip(names, arguments, strict=True) if value is not None}
     return ConnectOptions(**given)  # type: ignore[arg-type]  # checked there, whatever it is
 

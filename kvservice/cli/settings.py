@@ -76,6 +76,7 @@ def metavar(name: str, field: Any) -> str:
         ("0, or a port", "PORT"),
         ("a number", "SECONDS"),
         ("an absolute path", "PATH"),
+        ("a URL", "URL"),
     ):
         if words.startswith(beginning):
             return kind

@@ -13,6 +13,7 @@ from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
+from kvservice.pool.tier_specs import TierSpec
 from kvservice.transfer.puller import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.units import BootEpoch, NodeId, SlotIndex
 
@@ -74,3 +75,7 @@ class PoolConfig:
     epoch_floor: int = 1  # the boot epoch is at least this, so that it grows even after the segment was lost
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at the start; see PoolRuntime.set_tenants
     eviction: Callable[[], EvictionPolicy] = LeafFirstReuse  # makes the policy of this pool; see pool.eviction
+    tiers: tuple[TierSpec, ...] = ()  # nearest first
+    accept_spill: bool = False
+    spill: bool = True  # to nodes that accept it
+    max_age_seconds: float = 0.0  # 0 = no limit

@@ -9,7 +9,23 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from kvservice.config import PORT_MAX, EvictionName, Settings, Shown, Size
+from kvservice.config import (
+    PORT_MAX,
+    TIERS,
+    CodecName,
+    DiskBytes,
+    DiskPath,
+    DiskWrite,
+    EvictionName,
+    MaxAge,
+    ObjectsNamespace,
+    ObjectsUrl,
+    ObjectsWrite,
+    Settings,
+    Shown,
+    Size,
+    check_tiers,
+)
 from kvservice.errors import ConfigError
 from kvservice.units import GiB, MiB, format_bytes
 
@@ -57,6 +73,16 @@ class PoolOptions(Settings):
 
     eviction: EvictionName = "default"
 
+    disk_path: DiskPath = ""
+    disk_bytes: DiskBytes = 0
+    disk_write: DiskWrite = "evicted"
+    disk_codec: CodecName = "none"
+    objects_url: ObjectsUrl = ""
+    objects_write: ObjectsWrite = "evicted"
+    objects_codec: CodecName = "none"
+    objects_namespace: ObjectsNamespace = "default"
+    max_age_seconds: MaxAge = 0.0
+
     metrics_port: Annotated[int, Field(strict=True, ge=0, le=PORT_MAX)] = 0
     """Embedded: HTTP port where Prometheus finds the pool's /metrics, on every address of the machine, without login.
     0 serves none. Where several processes on one machine have the same port, the first serves."""
@@ -65,6 +91,13 @@ class PoolOptions(Settings):
     def _is_one_pool(self) -> PoolOptions:
         if self.mode is Mode.EMBEDDED and (self.socket or self.node or self.service or self.token_file):
             raise ConfigError("mode 'embedded' uses no service: remove socket, node, service, token_file, or the mode")
+        for place in TIERS if self.mode is Mode.SERVICE else ():
+            if getattr(self, place):
+                raise ConfigError(
+                    f"{place} is of a pool in this process: with mode 'service' give it to the service, for example "
+                    f"with `kvservice up --{place.replace('_', '-')}`"
+                )
+        check_tiers(self)
         return self
 
     def embedded_bytes(self) -> int:

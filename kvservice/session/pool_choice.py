@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -17,12 +18,14 @@ from kvservice.pool.eviction import find_policy
 from kvservice.pool.port import PoolPort
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
+from kvservice.pool.tier_specs import tier_specs
 from kvservice.private_files import is_listening
 from kvservice.session.embedded_metrics import watched
 from kvservice.session.options import Mode, PoolOptions
 from kvservice.units import NodeId, format_bytes
 
 log = logging.getLogger("kvservice.session")
+EMBEDDED = "embedded"  # the folder of an embedded pool below `disk_path`: the next process finds the blocks of this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,11 @@ def embedded(options: PoolOptions, geometry: Geometry, node_id: NodeId) -> Calla
 
     async def open_pool() -> PoolRuntime:
         # The segment has no name, so nothing is left behind however this process ends.
-        pool = await PoolRuntime.open(PoolConfig(node_id, None, geometry, eviction=eviction))
+        tiers = await asyncio.to_thread(tier_specs, options, EMBEDDED)
+        config = PoolConfig(
+            node_id, None, geometry, eviction=eviction, tiers=tiers, max_age_seconds=options.max_age_seconds
+        )
+        pool = await PoolRuntime.open(config)
         return watched(pool, options.metrics_port) if options.metrics_port else pool
 
     return open_pool

@@ -138,6 +138,66 @@ def test_the_connector_takes_what_the_notes_tell_engines(values: str) -> None:
     assert (config["kv_connector"], config["kv_role"]) == ("KVServiceConnector", "kv_both")
 
 
+# -- tiers ----
+
+
+def volume(of: Pod, name: str) -> Any:
+    found = [each for each in of.spec["volumes"] if each["name"] == name]
+    return found[0] if found else None
+
+
+def test_a_disk_of_the_node_is_mounted_and_prepared() -> None:
+    shard = pod(rendered(FULL), "shard")
+    assert volume(shard, "blocks")["hostPath"] == {"path": "/mnt/nvme/kv", "type": "DirectoryOrCreate"}
+    mount = {"name": "blocks", "mountPath": "/mnt/nvme/kv"}
+    prepare, server = shard.containers
+    assert mount in prepare["volumeMounts"] and mount in server["volumeMounts"] and "/mnt/nvme/kv" in prepare["args"]
+    given = settings(rendered(FULL))
+    assert (given["disk_path"], given["disk_bytes"], given["disk_write"]) == ("/mnt/nvme/kv", "2TiB", "reused")
+    assert volume(pod(rendered(STANDALONE), "shard"), "blocks") is None
+    assert "disk_path" not in settings(rendered(STANDALONE))
+
+
+@pytest.mark.parametrize(
+    ("values", "volume_of_it"),
+    [
+        (("volume=emptyDir", "size=50Gi"), {"emptyDir": {"sizeLimit": "50Gi"}}),
+        (("volume=claim", "claimName=blocks"), {"persistentVolumeClaim": {"claimName": "blocks"}}),
+    ],
+)
+def test_a_disk_is_any_volume(values: tuple[str, ...], volume_of_it: Object) -> None:
+    for base, component in ((STANDALONE, "shard"), (RAY, "worker")):
+        objects = rendered(base, *(f"tiers.disk.{value}" for value in values))
+        assert volume(pod(objects, component), "blocks") == {"name": "blocks", **volume_of_it}
+        mounts = pod(objects, component).spec["containers"][0]["volumeMounts"]
+        assert {"name": "blocks", "mountPath": settings(objects)["disk_path"]} in mounts
+
+
+def test_a_claim_without_a_name_is_made_for_each_pod() -> None:
+    made = volume(pod(rendered(RAY_FULL), "worker"), "blocks")["ephemeral"]["volumeClaimTemplate"]["spec"]
+    assert made["storageClassName"] == "local-nvme" and made["resources"]["requests"] == {"storage": "1Ti"}
+    assert "needs a size" in refusal("tiers.disk.volume=claim", values=STANDALONE)
+    assert "needs a limit" in refusal("tiers.disk.volume=emptyDir", values=STANDALONE)
+
+
+def test_object_store_gets_its_secret_and_its_ports() -> None:
+    shard = pod(rendered(FULL), "shard").spec["containers"][0]
+    assert shard["envFrom"] == [{"secretRef": {"name": "s3"}}]
+    given = settings(rendered(FULL))
+    assert (given["objects_url"], given["objects_namespace"]) == ("s3://blocks/prod", "prod")
+    assert {"ports": [{"port": 443}, {"port": 9000}]} in find(rendered(FULL), "NetworkPolicy", "-shard")["spec"][
+        "egress"
+    ]
+    for component in ("head", "worker"):
+        assert pod(rendered(RAY_FULL), component).spec["containers"][0]["envFrom"] == [{"secretRef": {"name": "gcs"}}]
+    assert "envFrom" not in pod(rendered(STANDALONE), "shard").spec["containers"][0]
+    assert {"port": 443} not in [
+        port
+        for rule in find(rendered(STANDALONE), "NetworkPolicy", "-shard")["spec"]["egress"]
+        for port in rule.get("ports", [])
+    ]
+
+
 # -- placement and life ----
 
 

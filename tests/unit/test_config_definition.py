@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import json
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.store.eviction import LeafFirstLru
 from kvservice.errors import ConfigError
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.pool.tier_specs import TierSpec, _held_bytes, tier_specs
 from kvservice.proxy.settings import ProxySettings
 from kvservice.serve.section import parse_section
 from kvservice.session.pool_choice import choose_pool
@@ -45,8 +47,9 @@ def chart_rule(path: str) -> dict[str, Any]:
 def test_every_setting_but_computed_ones_is_in_the_chart() -> None:
     template = (CHART / "templates" / "_config.tpl").read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    # `lookup` is computed; `traces` needs variables of OpenTelemetry and goes with them, by extraEnv.
-    assert set(ServiceConfig.model_fields) - set(BY_CHART) == {"lookup", "traces"}
+    # `lookup` is computed; `traces` needs variables of OpenTelemetry and goes with them, by extraEnv; `accept_spill` is
+    # of single nodes.
+    assert set(ServiceConfig.model_fields) - set(BY_CHART) == {"lookup", "traces", "accept_spill"}
     for name, path in BY_CHART.items():
         *groups, key = path.split(".")
         assert key in functools.reduce(lambda found, group: found[group], groups, values)
@@ -98,6 +101,66 @@ def test_eviction_is_a_setting_in_every_source(tmp_path: Path) -> None:
     assert load_config(None, {"KVSERVICE_EVICTION": "lru"}).eviction == "lru"
     assert load(None, {"eviction": "lru"}).eviction == "lru"
     assert parse_section({"settings": {"eviction": "lru"}}).service_config().eviction == "lru"
+
+
+TIERED = {
+    "disk_path": "/mnt/blocks",
+    "disk_bytes": "1TiB",
+    "disk_write": "reused",
+    "disk_codec": "planes+aesgcm",
+    "objects_url": "s3://bucket/prefix",
+    "objects_write": "stored",
+    "objects_namespace": "prod",
+}
+
+
+def test_tiers_are_settings_of_a_service_and_of_an_embedded_pool() -> None:
+    service, engine = load(None, TIERED), ConnectorOptions.parse({"mode": "embedded", "memory": "16MiB", **TIERED})
+    variables = {f"KVSERVICE_{name.upper()}": text for name, text in TIERED.items()}
+    assert load_config(None, variables) == service
+    wanted = (
+        TierSpec("disk", "/mnt/blocks/prod/n0", 1 << 40, "reused", "planes+aesgcm"),
+        TierSpec("objects", "s3://bucket/prefix", 0, "stored", "none", "prod"),
+    )
+    assert tier_specs(service, "prod/n0") == wanted == tier_specs(engine, "prod/n0")
+    assert tier_specs(ServiceConfig(), "prod/n0") == ()
+
+
+def test_a_disk_without_a_size_takes_most_of_what_is_free(tmp_path: Path) -> None:
+    held = tmp_path / "prod" / "n0" / "aa"
+    held.mkdir(parents=True)
+    (held / "block").write_bytes(bytes(1 << 20))
+    (spec,) = tier_specs(ServiceConfig(disk_path=str(tmp_path)), "prod/n0")
+    (other,) = tier_specs(ServiceConfig(disk_path=str(tmp_path / "not" / "there")), "prod/n0")
+    free = shutil.disk_usage(tmp_path).free
+    assert 0.5 * free < spec.budget_bytes < 0.95 * (free + (1 << 20)) and 0.5 * free < other.budget_bytes < free
+    assert _held_bytes(tmp_path / "prod" / "n0") == 1 << 20 and _held_bytes(tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"disk_bytes": "1TiB"}, "disk_path is empty: give disk_path too"),
+        ({"disk_codec": "planes"}, "disk_path is empty"),
+        ({"objects_namespace": "prod"}, "objects_url is empty: give objects_url too"),
+        ({"disk_path": "/d", "disk_bytes": "1MiB"}, "give at least 4.0 MiB, or 0"),
+        ({"disk_path": "blocks"}, "give an absolute path"),
+        ({"disk_path": "/d", "disk_write": "always"}, "give evicted, stored or reused"),
+        ({"objects_url": "bucket"}, "such as s3://bucket/prefix"),
+        ({"objects_url": "s3://name:secret@bucket"}, "it holds a password"),
+        ({"max_age_seconds": -1}, "at least 0 seconds"),
+    ],
+)
+def test_a_refused_tier_says_what_to_give(given: dict[str, Any], words: str) -> None:
+    for make in (lambda: ServiceConfig(**given), lambda: ConnectorOptions.parse({"mode": "embedded", **given})):
+        with pytest.raises(ConfigError, match=words) as refused:
+            make()
+        assert "secret" not in str(refused.value)
+
+
+def test_an_engine_of_a_service_is_told_where_its_disk_is_set() -> None:
+    with pytest.raises(ConfigError, match="kvservice up --disk-path"):
+        ConnectorOptions.parse({"mode": "service", "disk_path": "/mnt/blocks"})
 
 
 async def test_embedded_pool_evicts_as_its_option_says() -> None:

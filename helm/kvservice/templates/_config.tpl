@@ -7,6 +7,26 @@ mirror_bytes = {{ printf "%sB" .Values.cache.mirror | quote }}
 slab_bytes = {{ printf "%sB" . | quote }}
 {{- end }}
 eviction = {{ .Values.cache.eviction | quote }}
+{{- with .Values.tiers.disk }}
+{{- if .volume }}
+disk_path = {{ .path | quote }}
+{{- with .size }}
+disk_bytes = {{ printf "%sB" . | quote }}
+{{- end }}
+disk_write = {{ .write | quote }}
+disk_codec = {{ .codec | quote }}
+{{- end }}
+{{- end }}
+{{- with .Values.tiers.objects }}
+{{- if .url }}
+objects_url = {{ .url | quote }}
+objects_write = {{ .write | quote }}
+objects_codec = {{ .codec | quote }}
+objects_namespace = {{ .namespace | quote }}
+{{- end }}
+{{- end }}
+max_age_seconds = {{ .Values.tiers.maxAgeSeconds }}
+spill = {{ .Values.tiers.spill | quote }}
 transport = {{ .Values.cache.transport | quote }}
 lease_seconds = {{ .Values.cache.leaseSeconds }}
 heartbeat_seconds = {{ .Values.cache.heartbeatSeconds }}

@@ -20,6 +20,7 @@
 - {name: shm, mountPath: /dev/shm}
 - {name: scratch, mountPath: /tmp, subPath: tmp}
 - {name: scratch, mountPath: /home/kvservice, subPath: home}
+{{- with include "kvservice.diskMount" . }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tlsMount" . }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tenantsMount" . }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tokenMount" . }}{{ . | nindent 0 }}{{ end }}
@@ -36,6 +37,7 @@
   emptyDir: {medium: Memory, sizeLimit: {{ .shm }}}
 - name: scratch
   emptyDir: {sizeLimit: {{ .root.Values.security.scratch }}}
+{{- with include "kvservice.diskVolume" .root }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tlsVolume" .root }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tenantsVolume" .root }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tokenVolume" .root }}{{ . | nindent 0 }}{{ end }}
@@ -142,6 +144,7 @@ headGroupSpec:
           image: {{ include "kvservice.image" . }}
           imagePullPolicy: {{ .Values.image.pullPolicy }}
           env: {{- include "kvservice.rayEnv" . | nindent 12 }}
+          {{- with include "kvservice.objectsEnvFrom" . }}{{ . | nindent 10 }}{{ end }}
           ports:
             - {name: gcs-server, containerPort: 6379}
             - {name: dashboard, containerPort: 8265}
@@ -202,6 +205,7 @@ workerGroupSpecs:
             image: {{ include "kvservice.image" $ }}
             imagePullPolicy: {{ $.Values.image.pullPolicy }}
             env: {{- include "kvservice.rayEnv" $ | nindent 14 }}
+            {{- with include "kvservice.objectsEnvFrom" $ }}{{ . | nindent 12 }}{{ end }}
             ports:
               - {name: metrics, containerPort: 8080}
               - {name: serve, containerPort: 8000}

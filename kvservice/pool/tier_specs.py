@@ -1,0 +1,76 @@
+"""The tiers that a pool is configured with, as values. Nothing is opened here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+DISK, OBJECTS = "disk", "objects"  # what people and metrics call our tiers
+FREE_SHARE = 0.9  # of what is free: the index and the other users of the file system need room too
+
+
+class TierSettings(Protocol):
+    """kvservice.config.ServiceConfig and the options of an embedded pool have these settings."""
+
+    @property
+    def disk_path(self) -> str: ...
+    @property
+    def disk_bytes(self) -> int: ...
+    @property
+    def disk_write(self) -> Literal["evicted", "stored", "reused"]: ...
+    @property
+    def disk_codec(self) -> str: ...
+    @property
+    def objects_url(self) -> str: ...
+    @property
+    def objects_write(self) -> Literal["evicted", "stored", "reused"]: ...
+    @property
+    def objects_codec(self) -> str: ...
+    @property
+    def objects_namespace(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One tier of a pool."""
+
+    name: str  # DISK, OBJECTS
+    place: str  # the directory of this pool alone, or the URL of the store
+    budget_bytes: int  # most that its blocks may take; 0 = no bound
+    write: Literal["evicted", "stored", "reused"]  # when a block is written down
+    codec: str  # "none", or a name
+    namespace: str = ""  # of an object store
+
+
+def tier_specs(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]:
+    """The tiers that these settings name, nearest first. `owner` is the path of this pool below `disk_path`, where no
+    other pool writes. Blocks for a moment: it asks how much is free, and for seconds where many blocks lie."""
+    found: list[TierSpec] = []
+    if settings.disk_path:
+        place = Path(settings.disk_path) / owner
+        budget = settings.disk_bytes or free_bytes(place)
+        found.append(TierSpec(DISK, str(place), budget, settings.disk_write, settings.disk_codec))
+    if settings.objects_url:
+        write, codec = settings.objects_write, settings.objects_codec
+        found.append(TierSpec(OBJECTS, settings.objects_url, 0, write, codec, settings.objects_namespace))
+    return tuple(found)
+
+
+def free_bytes(place: Path) -> int:
+    """Nine tenths of what is free for this directory, which need not exist. Its own files count as free: they are the
+    blocks of an earlier start."""
+    there = next(each for each in (place, *place.parents) if each.exists())
+    return int((shutil.disk_usage(there).free + _held_bytes(place)) * FREE_SHARE)
+
+
+def _held_bytes(place: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(place):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # erased meanwhile
+                total += Path(folder, name).stat().st_size
+    return total
