@@ -10,7 +10,7 @@ import ast
 import re
 from pathlib import Path
 
-from tests.tidy.rules import parse, sources
+from tests.tidy.trees import parse, sources
 
 CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
 FOR_TOOLS = re.compile(r"#\s*(noqa|type:|fmt:|ruff:|pragma)")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.tidy.trees import called_name, imports_of, parse, sources
+
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
-GENERATED = "kvservice/wire/v1"
 SOURCE_FOLDERS = ("kvservice", "actors", "examples", "benchmarks", "scripts", "tests")
 
 # Everybody may import these.
@@ -204,76 +205,12 @@ CHECKING_CALLS = ("raises", "warns", "fail", "assert_", "check_", "expect_")
 CHECKING_BASES = ("Contract", "StateMachine")
 
 
-@dataclass(frozen=True, slots=True)
-class Import:
-    module: str  # dotted, absolute
-    line: int
-    top_level: bool  # runs when the module is imported
-
-
-def sources(root: Path, *folders: str) -> Iterator[Path]:
-    """Written (not generated) Python files. The link kvservice/actors is never followed: name actors as well."""
-    for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
-            relative = path.relative_to(root).as_posix()
-            if not relative.startswith((GENERATED + "/", "kvservice/actors/")):
-                yield path
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
 def package_of(root: Path, path: Path) -> str:
     """'core' for kvservice/core/block/keys.py, 'errors' for kvservice/errors.py, '' for kvservice/__init__.py."""
     parts = path.relative_to(root).with_suffix("").parts
     if parts[0] == "actors":
         return "actors"
     return "" if parts[1] == "__init__" else parts[1]
-
-
-def imports_of(root: Path, path: Path) -> list[Import]:
-    parts = path.relative_to(root).with_suffix("").parts
-    if parts[0] == "actors":
-        parts = ("kvservice", *parts)
-    found: list[Import] = []
-
-    def visit(node: ast.AST, top_level: bool) -> None:
-        for child in ast.iter_child_nodes(node):
-            line = getattr(child, "lineno", 0)
-            found.extend(Import(module, line, top_level) for module in imported_modules(child, parts))
-            visit(child, top_level and not runs_later_or_never(child))
-
-    visit(parse(path), True)
-    return found
-
-
-def runs_later_or_never(node: ast.AST) -> bool:
-    """Whether the import of a module does not run this: a function's body, or what is for type checkers only."""
-    if isinstance(node, ast.If):
-        return ast.unparse(node.test) == "TYPE_CHECKING"
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-
-
-def imported_modules(node: ast.AST, parts: tuple[str, ...]) -> list[str]:
-    """What this one node imports; also through `import_module("name")` and `__import__("name")`."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        base = list(parts[: -node.level]) if node.level else []
-        base += node.module.split(".") if node.module else []
-        return [".".join([*base, alias.name]) for alias in node.names]
-    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-        name, value = called_name(node), node.args[0].value
-        if name in ("import_module", "__import__") and isinstance(value, str):
-            return [value]
-    return []
-
-
-def called_name(node: ast.Call) -> str:
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr
-    return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
 def is_within(module: str, home: str) -> bool:
@@ -425,7 +362,7 @@ def no_pickle(root: Path) -> list[str]:
             if item.module.split(".")[0] in PICKLERS or item.module in ("torch.load", "torch.save"):
                 findings.append(f"{name}:{item.line}: {item.module} can run code from its input")
         for node in ast.walk(parse(path)):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save"):
+            if isinstance(node, ast.Attribute) and node.attr in ("load", "save") and ast.unparse(node.value) == "torch":
                 findings.append(f"{name}:{node.lineno}: torch.{node.attr} pickles")
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
                 findings.append(f"{name}:{node.value.lineno}: allow_pickle")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tidy.rules import sources
+from tests.tidy.trees import sources
 from tests.tidy.words import names_of
 
 ROOT = Path(__file__).resolve().parents[2]

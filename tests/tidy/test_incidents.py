@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tidy.rules import SOURCE_FOLDERS, imports_of, module_name, nearest, sources
+from tests.tidy.rules import SOURCE_FOLDERS, module_name, nearest
+from tests.tidy.trees import imports_of, sources
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "incidents.md"

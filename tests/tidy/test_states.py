@@ -10,7 +10,7 @@ import pytest
 
 from kvservice.core.transitions import InvalidTransition, step
 from scripts.reference.states import MACHINES, Machine, arrows
-from tests.tidy.rules import parse, sources
+from tests.tidy.trees import parse, sources
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIMPLE = [machine for machine in MACHINES if all(len(pair) == 2 for pair in machine.table)]

@@ -12,9 +12,11 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from tests.tidy.rules import SOURCE_FOLDERS, parse, sources
+from tests.tidy.rules import SOURCE_FOLDERS
+from tests.tidy.trees import parse, sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ def _texts(root: Path) -> Iterator[Path]:
 
 def names_of(path: Path, text: str) -> Iterator[tuple[int, str]]:
     """(line, parts of the name in lower case, with a blank before and behind each) of every name in the file."""
-    yield 1, f" {' '.join(PART.findall(path.stem)).lower()} "
+    yield 1, _split(path.stem)
     if path.suffix == ".py":
         found = _python_names(parse(path))
     elif path.suffix in COMMENT:
@@ -159,7 +161,12 @@ def names_of(path: Path, text: str) -> Iterator[tuple[int, str]]:
             if 1 < len(name.split("_")) < TEST_NAME_PARTS
         )
     for line, name in found:
-        yield line, f" {' '.join(PART.findall(name)).lower()} "
+        yield line, _split(name)
+
+
+@cache
+def _split(name: str) -> str:
+    return f" {' '.join(PART.findall(name)).lower()} "
 
 
 def _python_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
