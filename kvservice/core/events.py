@@ -20,6 +20,7 @@ from kvservice.core.messages import (
     Statement,
     TakeOverItem,
     TakeOverResult,
+    WarmRequest,
 )
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.refs import BlockRef
@@ -102,6 +103,22 @@ class Renew(Call):
     lease_ids: tuple[LeaseId, ...]
     reports: tuple[RequestReport, ...] = ()
     statement: Statement | None = None  # what the engine holds; None = it does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Warm(Call):
+    """Answered with a WarmResult. `account` is the tenant whose prompt it is."""
+
+    account: str
+    request: WarmRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin(Call):
+    """Answered with the Pin that has ended, or None if there is none of this name."""
+
+    account: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +322,8 @@ Event = (
     | Abort
     | Release
     | Renew
+    | Warm
+    | Unpin
     | Cancel
     | OpenHandoff
     | CloseHandoff

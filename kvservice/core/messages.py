@@ -120,6 +120,42 @@ class AcquireRequest:
     handoff: Handoff | None = None  # wait for the blocks that this writer seals, and only then ask the directory
     request_id: str = ""  # the engine's id, for `kvservice explain`; "" = nothing is recorded
     trace: str = ""  # W3C traceparent of the engine's request; on the wire it is gRPC metadata, and only spans read it
+    hold_seconds: float = 0.0  # > 0: nobody reads now. The blocks are held so long, and their reads let others pass
+
+
+@dataclass(frozen=True, slots=True)
+class WarmRequest:
+    """Make this prefix local, and hold it for a while without an engine that reads it (core.acquire.warming)."""
+
+    fingerprint: bytes  # digest of the engines that it is for, one of which is attached to the shard
+    keys: tuple[BlockKey, ...]  # the whole chain from its first block
+    timeout_seconds: float
+    hold_seconds: float
+    pin: str = ""  # hold it under this name until it is unpinned; `hold_seconds` then says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class WarmResult:
+    """What a Warm found, counted in blocks of the prompt."""
+
+    asked: int
+    local: int  # leading blocks that were here
+    fetched: tuple[tuple[NodeId, int], ...]  # by where they came from
+    held: int  # leading blocks that are held now; those behind them are here, and may be evicted
+    held_seconds: float  # 0 = until it is unpinned
+    miss: MissReason  # why it ended before `asked`
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A prompt that is held by name."""
+
+    name: str
+    account: str
+    model: str
+    blocks: int  # of all KV cache groups
+    bytes: int
+    age_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
+from kvservice.core.acquire.holds import Holds
 from kvservice.core.acquire.pulls import Pulls
+from kvservice.core.acquire.warming import Warming
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply
 from kvservice.core.block.fingerprint import Fingerprint
@@ -34,6 +36,7 @@ from kvservice.core.messages import (
     EngineStats,
     Handoff,
     PeerSpeed,
+    Pin,
     UsageRow,
 )
 from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls
@@ -131,11 +134,13 @@ class ShardState:
             self._model_of,
         )
         self._context = shard
-        self._answers = Answers(shard)
+        self._holds = Holds(shard)
+        self._answers = Answers(shard, lambda *held: self._warming.held(*held))
         self._pulls = Pulls(shard)
         self._acquisitions = Acquisitions(shard, self._pulls, self._answers)
         self._handoffs = Handoffs(shard, self._acquisitions.handoff_over)
         self._windowed = WindowedAcquisitions(shard, self._acquisitions, self._answers, self._watch)
+        self._warming = Warming(shard, self._acquisitions, self._windowed, self._holds, lambda: self._attached.values())
         self._takeovers = TakeOvers(shard, self._pulls, self._acquisitions.sealed)
         self._leaving = Leaving(shard)
         self._writes = Writes(shard, self._acquisitions)
@@ -157,6 +162,8 @@ class ShardState:
             ev.Abort: self._abort,
             ev.Release: self._release,
             ev.Renew: self._renew,
+            ev.Warm: self._warming.start,
+            ev.Unpin: lambda e, now: self._actions.append(Reply(e.op, self._holds.unpin(e.account, e.name, now))),
             ev.Cancel: self._cancel,
             ev.OpenHandoff: self._open_handoff,
             ev.CloseHandoff: self._close_handoff,
@@ -195,7 +202,8 @@ class ShardState:
 
     def next_deadline(self) -> float | None:
         """When the next Tick is due, on the clock of `now`; None when none is."""
-        parts = (self._leases, self._acquisitions, self._pulls, self._handoffs, self._takeovers, self._leaving)
+        first = (self._leases, self._acquisitions, self._warming, self._pulls)
+        parts = (*first, self._handoffs, self._takeovers, self._leaving)
         return min((t for t in (part.next_deadline() for part in parts) if t is not None), default=None)
 
     # -- what others may look at ----
@@ -275,6 +283,9 @@ class ShardState:
     @property
     def drain_phase(self) -> DrainPhase:
         return self._leaving.phase
+
+    def pins(self, now: float) -> tuple[Pin, ...]:
+        return self._holds.pins(now)
 
     def progress(self, now: float) -> DrainProgress:
         return self._leaving.progress(len(self._leases), now)
@@ -472,6 +483,7 @@ class ShardState:
         self._acquisitions.cancel(event.op)
         self._handoffs.cancel(event.op)
         self._takeovers.cancel(event.op)
+        self._warming.cancel(event.op, now)
         part = self._windowed.cancel(event.op)
         if part:
             self._handoffs.cancel(part)
@@ -537,6 +549,7 @@ class ShardState:
                 return  # too late: the directory has been told that this node leaves
             self._leaving.undo()
         elif event.timeout_seconds > 0:
+            self._holds.let_go()
             self._leaving.begin(event.timeout_seconds, event.handover, now)
         else:
             self._leaving.close()
@@ -546,6 +559,7 @@ class ShardState:
         for lease in self._leases.expire(now):
             self._context.unpin(lease)
         self._acquisitions.tick(now)
+        self._warming.tick(now)
         self._pulls.tick(now)
         self._handoffs.tick(now)
         self._takeovers.tick(now)
@@ -558,6 +572,8 @@ class ShardState:
         self._pulls.check_invariants()
         self._acquisitions.check_invariants()
         self._windowed.check_invariants()
+        self._warming.check_invariants()
+        self._holds.check_invariants()
         self._writes.check_invariants()
         self._handoffs.check_invariants()
         self._takeovers.check_invariants()

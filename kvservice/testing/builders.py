@@ -27,6 +27,7 @@ from kvservice.core.messages import (
     LocateResult,
     SealItem,
     SealStatus,
+    WarmRequest,
 )
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import Geometry, slab_of
@@ -321,6 +322,22 @@ class CoreHarness:
         if self.open(op) and self.resolves and self.resolves[-1].op == op:
             self.resolved(op)
         return self.result(op)
+
+    def warm(
+        self,
+        chain: Sequence[BlockKey],
+        *,
+        hold: float = 30.0,
+        timeout: float = 5.0,
+        pin: str = "",
+        tenant: str = NOBODY,
+        spec: EngineSpec | None = None,
+    ) -> int:
+        """Begin a Warm for engines with this spec."""
+        op = self.next_op()
+        digest = (spec or make_spec()).fingerprint.digest
+        self.send(ev.Warm(op, tenant, WarmRequest(digest, tuple(chain), timeout, 0.0 if pin else hold, pin)))
+        return op
 
     def release(self, attachment: AttachmentId, *lease_ids: LeaseId) -> None:
         op = self.next_op()

@@ -102,7 +102,8 @@ class Acquisitions:
             op, attachment, account, request, payload_bytes, deadline, now, count, base=base, on_answer=on_answer
         )
         self._open[op] = acquisition
-        self._store.policy.touch(request.keys[request.skip :] if base else request.keys, now)
+        if not request.hold_seconds:  # to hold a block for somebody is no use of it
+            self._store.policy.touch(request.keys[request.skip :] if base else request.keys, now)
         first_missing = self._take_local(acquisition, range(request.skip, count))
         if first_missing is None:
             self._move(acquisition, AcquisitionEvent.WAIT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvservice.core.acquire.acquisition import Acquisition
 from kvservice.core.actions import Reply
@@ -12,12 +12,17 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.core.usage import UsageTable
 from kvservice.units import LeaseId, SlotIndex
 
+# What becomes of blocks that are held instead of leased: (call, slots pinned for it, how many of them are of the chain,
+# why it ended there, now).
+OnHold = Callable[[int, list[SlotIndex], int, MissReason, float], None]
+
 
 class Answers:
-    """Leases what was promised, replies, counts and records."""
+    """Leases what was promised, replies, counts and records. `on_hold` takes over what is for nobody who reads."""
 
-    def __init__(self, shard: ShardContext) -> None:
+    def __init__(self, shard: ShardContext, on_hold: OnHold) -> None:
         self._shard = shard
+        self._on_hold = on_hold
         self.usage = UsageTable()
 
     def answer(
@@ -31,8 +36,11 @@ class Answers:
         windows: Sequence[Sequence[SlotIndex]] = (),
     ) -> None:
         """Lease the promised blocks, which are pinned, and answer the call. `main` is the acquisition of its chain."""
-        owner = ("engine", int(main.attachment))
-        lease = self._shard.lease(owner, [*promised, *(slot for window in windows for slot in window)], now)
+        slots = [*promised, *(slot for window in windows for slot in window)]
+        if main.request.hold_seconds:
+            self._on_hold(op, slots, len(promised), reason, now)
+            return
+        lease = self._shard.lease(("engine", int(main.attachment)), slots, now)
         self._count(main, len(promised), fetched, reason)
         table = self._shard.store.table
         in_windows = sum(table[slot].payload_bytes for window in windows for slot in window)

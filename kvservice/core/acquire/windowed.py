@@ -112,6 +112,11 @@ class WindowedAcquisitions:
         self._open[op] = hit
         self._begin(hit, request, spec.layout.payload_bytes, 0, partial(self._full_done, hit), now)
 
+    def next_part(self) -> int:
+        """A number for an acquisition that is a part of something and that nobody called for."""
+        self._last_part -= 1
+        return self._last_part
+
     def cancel(self, op: int) -> int:
         """Nobody waits for this hit any more. Returns the number of the part under way; 0 when there is none."""
         hit = self._open.get(op)
@@ -154,8 +159,7 @@ class WindowedAcquisitions:
         on_answer: OnAnswer,
         now: float,
     ) -> None:
-        self._last_part -= 1
-        part = hit.part = self._last_part
+        part = hit.part = self.next_part()
         self._acquisitions.start(
             part, hit.attachment, hit.account, request, payload_bytes, now, base=base, on_answer=on_answer
         )
@@ -201,7 +205,8 @@ class WindowedAcquisitions:
         keys = tuple(group_key(key, missing.group + 1) for key in hit.request.keys[base : missing.end])
         # The wait for the hand-off is over when the chain ended short.
         handoff = hit.request.handoff if hit.reason is MissReason.NONE else None
-        request = AcquireRequest(keys, missing.start - base, max(hit.deadline - now, 0.0), 0.0, handoff)
+        left, hold = max(hit.deadline - now, 0.0), hit.request.hold_seconds
+        request = AcquireRequest(keys, missing.start - base, left, 0.0, handoff, hold_seconds=hold)
         on_answer = partial(self._window_done, hit, missing)
         payload_bytes = hit.spec.window_groups[missing.group].layout.payload_bytes
         self._begin(hit, request, payload_bytes, WINDOW_BIT | base, on_answer, now)

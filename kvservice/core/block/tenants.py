@@ -76,6 +76,11 @@ class Accounts:
         for name in self.counters.keys() - limits.keys():
             del self.counters[name]
 
+    def quota_of(self, account: str) -> int:
+        """In bytes; 0 = none."""
+        limit = self._limits.get(account)
+        return 0 if limit is None else limit.quota_bytes
+
     def account_of(self, tag: int) -> str:
         """The account with this tag. NOBODY when the tag is unknown or stands for several tenants."""
         return self._by_tag.get(tag, NOBODY)

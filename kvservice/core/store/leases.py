@@ -9,13 +9,14 @@ PegaFlow's lease.rs). Pure.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvservice.units import LeaseId, SlotIndex
 
-# ("engine", attachment id) or ("peer", node id)
+# ("engine", attachment id), ("peer", node id), ("warm", tenant) or ("pin", tenant and name)
 LeaseOwner = tuple[str, int | str]
 
 
@@ -43,7 +44,8 @@ class LeaseTable:
         return len(self._leases)
 
     def grant(self, holder: LeaseOwner, slots: tuple[SlotIndex, ...], now: float, duration: float) -> Lease:
-        """A new lease over slots that the caller has pinned. The caller unpins them when the lease is returned."""
+        """A new lease over slots that the caller has pinned, until it is ended if `duration` is infinite. The caller
+        unpins them when the lease is returned."""
         assert slots
         lease = Lease(LeaseId(self._next_id), holder, slots, now + duration)
         self._next_id += 1
@@ -52,6 +54,14 @@ class LeaseTable:
         heapq.heappush(self._deadlines, (lease.expires_at, lease.lease_id))
         self.counters["leases_granted"] += 1
         return lease
+
+    def of_holder(self, holder: LeaseOwner) -> list[Lease]:
+        """The leases of one holder, the oldest first."""
+        return [self._leases[lease_id] for lease_id in sorted(self._by_holder.get(holder, set()))]
+
+    def holders(self) -> list[LeaseOwner]:
+        """Everybody who has a lease, in order."""
+        return sorted(self._by_holder, key=str)
 
     def is_of_another(self, lease_id: LeaseId, holder: LeaseOwner) -> bool:
         lease = self._leases.get(lease_id)
@@ -77,7 +87,7 @@ class LeaseTable:
 
     def end_holder(self, holder: LeaseOwner) -> list[Lease]:
         """End all leases of a holder that is gone, and return them."""
-        leases = [self._leases[lease_id] for lease_id in sorted(self._by_holder.get(holder, set()))]
+        leases = self.of_holder(holder)
         for lease in leases:
             self._drop(lease)
         self.counters["leases_fenced"] += len(leases)
@@ -101,7 +111,8 @@ class LeaseTable:
 
     def next_deadline(self) -> float | None:
         """A time not later than the first expiry. It may be too early after a renewal."""
-        return self._deadlines[0][0] if self._deadlines else None
+        first = self._deadlines[0][0] if self._deadlines else math.inf
+        return None if first == math.inf else first
 
     def slots(self) -> Counter[SlotIndex]:
         """How many leases cover each slot."""
