@@ -8,10 +8,12 @@ calling task's event loop, and none of them blocks it.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import Executor
-from typing import Any, TypeVar
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # A task that has not ended this long after its cancellation is cancelled again, because it may have lost the first one.
@@ -64,6 +66,32 @@ async def in_thread(work: Callable[[], T], threads: Executor | None = None) -> T
     except RuntimeError:
         return work()
     return await future
+
+
+class DaemonThreads(Executor):
+    """One thread for each piece of work that may hang for ever, for `in_thread`.
+
+    Neither the loop nor the interpreter waits for it at the end, unlike for threads of a ThreadPoolExecutor.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = work(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001  thread boundary: the caller's
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name=self._name, daemon=True).start()
+        return future
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -443,14 +443,18 @@ class PoolRuntime(PoolAnswers):
                     self._fence(f"fenced: {error}")
                     return
 
-    def _spawn(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         async def run() -> None:
             try:
                 await work
             except KVServiceError as error:
                 log.info("background_call_failed", extra={"error": error.message})
 
-        self._keep(self._loop.create_task(run()))
+        task = self._loop.create_task(run())
+        task.add_done_callback(
+            lambda _: work.close()
+        )  # it never began, if the task was cancelled before its first turn
+        self._keep(task)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks[task] = None

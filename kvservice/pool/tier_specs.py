@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
+from kvservice.aio import DaemonThreads, in_thread, within
+
+log = logging.getLogger("kvservice.pool")
+
 DISK, OBJECTS = "disk", "objects"  # what people and metrics call our tiers
+FREE_SECONDS = 10.0  # for a disk to say how much is free: a network mount that is gone says it never
 FREE_SHARE = 0.9  # of what is free: the index and the other users of the file system need room too
 
 
@@ -46,13 +55,24 @@ class TierSpec:
     namespace: str = ""  # of an object store
 
 
-def tier_specs(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]:
+async def find_tiers(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]:
+    """`tier_specs`, without the disk when that does not say in time how much is free: a pool starts without it."""
+    threads = DaemonThreads("kvservice-find-tiers")
+    try:
+        return await within(FREE_SECONDS, in_thread(partial(tier_specs, settings, owner), threads))
+    except (asyncio.TimeoutError, OSError) as error:
+        reason = str(error) or f"it did not answer within {FREE_SECONDS:.0f} s"
+        log.error("disk_unusable", extra={"path": settings.disk_path, "reason": reason})
+        return tuple(spec for spec in tier_specs(settings, owner, lambda place: 0) if spec.name != DISK)
+
+
+def tier_specs(settings: TierSettings, owner: str, free: Callable[[Path], int] | None = None) -> tuple[TierSpec, ...]:
     """The tiers that these settings name, nearest first. `owner` is the path of this pool below `disk_path`, where no
     other pool writes. Blocks for a moment: it asks how much is free, and for seconds where many blocks lie."""
     found: list[TierSpec] = []
     if settings.disk_path:
         place = Path(settings.disk_path) / owner
-        budget = settings.disk_bytes or free_bytes(place)
+        budget = settings.disk_bytes or (free or free_bytes)(place)
         found.append(TierSpec(DISK, str(place), budget, settings.disk_write, settings.disk_codec))
     if settings.objects_url:
         write, codec = settings.objects_write, settings.objects_codec

@@ -14,13 +14,12 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from kvservice.aio import in_thread
+from kvservice.aio import DaemonThreads, in_thread
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.tier.tier_block import TierBlock
@@ -38,8 +37,6 @@ CLOSE_SECONDS = 5.0
 FOUND_BLOCKS = 256  # of one event: the core takes some milliseconds for them, and a tier may have found a million
 PROBE_SLACK_SECONDS = 0.02  # for an answer that comes at the deadline to arrive
 
-P = ParamSpec("P")
-T = TypeVar("T")
 # Gives an event to the core, from any thread, in the context of the request that it is about. Without one it is about
 # nobody's.
 Report = Callable[[ev.Event, contextvars.Context | None], None]
@@ -93,7 +90,7 @@ class PoolTiers:
     async def _start(self, name: str) -> None:
         began = self._clock()
         try:
-            found = await in_thread(partial(self._started, name), _DaemonThreads(f"kvservice-start-{name}"))
+            found = await in_thread(partial(self._started, name), DaemonThreads(f"kvservice-start-{name}"))
         except Exception as error:  # noqa: BLE001  a tier is code of others too, and the pool serves without it
             reason = error.message if isinstance(error, KVServiceError) else f"{type(error).__name__}: {error}"
             self._fail(name, reason)
@@ -129,7 +126,7 @@ class PoolTiers:
             self._is_closing = True
             closing, self._open = self._open, {}
         work = {
-            asyncio.ensure_future(in_thread(tier.close, _DaemonThreads(f"kvservice-close-{name}"))): name
+            asyncio.ensure_future(in_thread(tier.close, DaemonThreads(f"kvservice-close-{name}"))): name
             for name, tier in closing.items()
         }
         for name in self._states:
@@ -266,27 +263,3 @@ def _let_go(items: _Items) -> None:
             payload.release()
         except BufferError:  # the tier looks at it through another object, which keeps the memory mapped
             continue
-
-
-class _DaemonThreads(Executor):
-    """One thread for each piece of work. Neither the loop nor the interpreter waits for it at the end, unlike threads
-    of a ThreadPoolExecutor: a tier may hang for ever."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = work(*args, **kwargs)
-            except BaseException as error:  # noqa: BLE001  thread boundary: the caller's
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        threading.Thread(target=run, name=self._name, daemon=True).start()
-        return future

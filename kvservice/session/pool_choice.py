@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -18,7 +17,7 @@ from kvservice.pool.eviction import find_policy
 from kvservice.pool.port import PoolPort
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
-from kvservice.pool.tier_specs import tier_specs
+from kvservice.pool.tier_specs import find_tiers
 from kvservice.private_files import is_listening
 from kvservice.session.embedded_metrics import watched
 from kvservice.session.options import Mode, PoolOptions
@@ -90,7 +89,7 @@ def embedded(options: PoolOptions, geometry: Geometry, node_id: NodeId) -> Calla
 
     async def open_pool() -> PoolRuntime:
         # The segment has no name, so nothing is left behind however this process ends.
-        tiers = await asyncio.to_thread(tier_specs, options, EMBEDDED)
+        tiers = await find_tiers(options, EMBEDDED)
         config = PoolConfig(
             node_id, None, geometry, eviction=eviction, tiers=tiers, max_age_seconds=options.max_age_seconds
         )

@@ -47,7 +47,7 @@ from kvservice.observe.timings import Timings
 from kvservice.pool.eviction import find_policy
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
-from kvservice.pool.tier_specs import tier_specs
+from kvservice.pool.tier_specs import find_tiers
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer
@@ -172,9 +172,7 @@ class ShardServer:
                 epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock())),
                 tenants={} if tenants is None else tenants.current.limits(room_of(geometry)),
                 eviction=eviction,
-                tiers=await asyncio.to_thread(
-                    tier_specs, config.settings, f"{config.settings.service}/{config.node_id}"
-                ),
+                tiers=await find_tiers(config.settings, f"{config.settings.service}/{config.node_id}"),
                 accept_spill=config.settings.accept_spill,
                 spill=config.settings.spill == "evicted",
                 max_age_seconds=config.settings.max_age_seconds,

@@ -1,0 +1,39 @@
+"""Tiers are found without waiting for a disk that does not answer."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvservice.config import ServiceConfig
+from kvservice.pool import tier_specs
+from kvservice.pool.tier_specs import find_tiers
+
+
+async def test_a_disk_that_does_not_answer_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    def free_bytes(place: Path) -> int:
+        answers.wait()
+        return 1
+
+    monkeypatch.setattr(tier_specs, "free_bytes", free_bytes)
+    monkeypatch.setattr(tier_specs, "FREE_SECONDS", 0.05)
+    settings = ServiceConfig(disk_path=str(tmp_path), objects_url="memory:///")
+    assert [spec.name for spec in await find_tiers(settings, "s/n")] == ["objects"]
+    answers.set()
+
+
+async def test_a_disk_that_cannot_be_asked_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def free_bytes(place: Path) -> int:
+        raise PermissionError(13, "Permission denied", str(place))
+
+    monkeypatch.setattr(tier_specs, "free_bytes", free_bytes)
+    assert await find_tiers(ServiceConfig(disk_path="/root/secret"), "s/n") == ()
+
+
+async def test_a_disk_with_a_size_is_not_asked(tmp_path: Path) -> None:
+    (spec,) = await find_tiers(ServiceConfig(disk_path=str(tmp_path / "none"), disk_bytes=1 << 30), "s/n")
+    assert (spec.budget_bytes, spec.place) == (1 << 30, str(tmp_path / "none" / "s/n"))
