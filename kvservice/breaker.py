@@ -21,6 +21,15 @@ class Breaker:
     def allows(self, now: float) -> bool:
         return now >= self.open_until
 
+    def admits(self, now: float, trial_seconds: float) -> bool:
+        """Like `allows`, for callers who ask many things at once: after an opening only one of them tries it, every
+        `trial_seconds`, until one has succeeded."""
+        if not self.allows(now):
+            return False
+        if self.failures >= FAILURES_TO_OPEN:
+            self.open_until = now + trial_seconds
+        return True
+
     def succeeded(self) -> None:
         self.failures = 0
         self.open_until = 0.0

@@ -1,0 +1,171 @@
+"""Blocks of one namespace as objects of one store: asked for by name, with time limits, and with a memory of what is
+there. Runs on one event loop, but for `open`, which blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from kvservice.aio import within
+from kvservice.breaker import FAILURES_TO_OPEN, Breaker
+from kvservice.core.bounded_table import BoundedTable
+from kvservice.core.events import PullResult
+from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
+from kvservice.errors import TierError
+from kvservice.tier.object_store import open_store, store_errors, why_unusable
+from kvservice.units import BlockKey
+
+log = logging.getLogger("kvservice.tier")
+
+FIRST_BYTE_SECONDS = 5.0  # until a read is answered at all, retries included; longer counts as a failure of the store
+BODY_SECONDS = 30.0  # for the rest; a client that keeps its promise has given up before
+LOOK_SECONDS = 2.0  # for one look; longer counts as a failure of the store
+LOOKS_AT_ONCE_MAX = 64  # of all probes
+PROOF_SECONDS = 30.0  # for the requests of a proof
+KNOWN_MAX = 131_072  # keys, about 20 MB
+THERE_SECONDS = 600.0  # an object that was seen is believed to be there so long, though life-cycle rules may remove it
+ABSENT_SECONDS = 5.0  # an object that was not there is not asked for again so long, though another node may write it
+
+
+class BlockObjects:
+    """The store of `url`; names begin with `folder`. Nothing raises but `open` and `prove`."""
+
+    def __init__(self, url: str, folder: str) -> None:
+        self.counters: Counter[str] = Counter()
+        self._url = url
+        self._folder = folder
+        self._library: Any = None  # obstore, an extra that is imported when a store is opened
+        self._store: Any = None
+        self._failures: tuple[type[Exception], ...] = ()
+        self._breaker = Breaker()
+        self._looking = asyncio.Semaphore(LOOKS_AT_ONCE_MAX)
+        self._believed: BoundedTable[BlockKey, tuple[bool, float]] = BoundedTable(KNOWN_MAX)  # is it there, until when
+
+    def open(self) -> None:
+        """Asks nobody yet. Raises TierError when the URL or the environment make no store."""
+        self._store = open_store(self._url)
+        import obstore
+
+        self._library, self._failures = obstore, store_errors()
+
+    async def prove(self) -> None:
+        """One write, read, compare and delete. Raises TierError when that fails."""
+        try:
+            is_kept = await within(PROOF_SECONDS, self._write_and_read())
+        except self._failures as error:
+            raise why_unusable(self._url, error) from error
+        if not is_kept:
+            raise TierError(f"the object store {self._url} gave back other bytes than were written", url=self._url)
+
+    async def _write_and_read(self) -> bool:
+        name, content = f"{self._folder}/proof-{os.urandom(8).hex()}", os.urandom(FILE_HEADER_BYTES)
+        await self._library.put_async(self._store, name, content, use_multipart=False)
+        found = bytes(await (await self._library.get_async(self._store, name)).bytes_async())
+        await self._library.delete_async(self._store, name)
+        return found == content
+
+    def is_left_alone(self, now: float) -> bool:
+        return not self._breaker.allows(now)
+
+    def may_ask(self, now: float) -> bool:
+        """Whether to ask the store for anything. One that failed a few times is left alone, and then tried once."""
+        return self._breaker.admits(now, FIRST_BYTE_SECONDS)
+
+    async def get(self, key: BlockKey, bytes_max: int) -> memoryview | PullResult:
+        """The bytes of the object. STALE when it is not there, has no header, or has more than `bytes_max` bytes."""
+        data: memoryview | None = None
+        try:
+            answer = await within(FIRST_BYTE_SECONDS, self._library.get_async(self._store, self._name(key)))
+            if FILE_HEADER_BYTES < answer.meta["size"] <= bytes_max:
+                data = memoryview(await within(BODY_SECONDS, answer.bytes_async()))
+        except FileNotFoundError:
+            pass
+        except self._failures as error:
+            self._failed("read", error)
+            return PullResult.FAILED
+        self._answered()
+        self._believe(key, data is not None)
+        return PullResult.STALE if data is None else data
+
+    async def put(self, key: BlockKey, content: Sequence[bytes | bytearray | memoryview]) -> bool:
+        """Given up by the client only, never here: once this has returned, nothing reads the content any more."""
+        try:
+            await self._library.put_async(self._store, self._name(key), content, use_multipart=False)
+        except self._failures as error:
+            self._failed("write", error)
+            return False
+        self._answered()
+        self._believe(key, True)
+        return True
+
+    async def delete(self, keys: Sequence[BlockKey]) -> bool:
+        """Remove objects, if they are there."""
+        names = [self._name(key) for key in keys]
+        try:
+            try:
+                await self._library.delete_async(self._store, names)
+            except FileNotFoundError:  # some stores stop at the first that is not there
+                for name in names:
+                    with contextlib.suppress(FileNotFoundError):
+                        await self._library.delete_async(self._store, name)
+        except self._failures as error:
+            self._failed("erase", error)
+            return False
+        self._answered()
+        for key in keys:
+            self._believe(key, False)
+        return True
+
+    async def look(self, key: BlockKey) -> bool | None:
+        """Whether the object is there; None when the store does not say."""
+        async with self._looking:
+            self.counters["looks"] += 1
+            is_there = True
+            try:
+                await within(LOOK_SECONDS, self._library.head_async(self._store, self._name(key)))
+            except FileNotFoundError:
+                is_there = False
+            except self._failures as error:
+                self._failed("probe", error)
+                return None
+        self._answered()
+        self._believe(key, is_there)
+        return is_there
+
+    # -- what is believed ----
+
+    def believed(self, key: BlockKey, now: float) -> bool | None:
+        """Whether the object is there, by what was seen not long ago; None when it is not known."""
+        is_there, until = self._believed.get(key) or (False, 0.0)
+        return is_there if now < until else None
+
+    def believe_absent(self, key: BlockKey) -> None:
+        """What is there is not the block: the next write replaces it."""
+        self._believe(key, False)
+
+    def _believe(self, key: BlockKey, is_there: bool) -> None:
+        self._believed.put(key, (is_there, time.monotonic() + (THERE_SECONDS if is_there else ABSENT_SECONDS)))
+
+    def _name(self, key: BlockKey) -> str:
+        text = key.hex()
+        return f"{self._folder}/{text[:2]}/{text}.safetensors"
+
+    # -- whether it answers ----
+
+    def _answered(self) -> None:
+        if self._breaker.failures >= FAILURES_TO_OPEN:
+            log.info("object_store_answers_again", extra={"url": self._url})
+        self._breaker.succeeded()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self._breaker.failed(time.monotonic())
+        self.counters["store_failed"] += 1
+        if self._breaker.failures == FAILURES_TO_OPEN:
+            self.counters["store_left_alone"] += 1
+            log.warning("object_store_left_alone", extra={"after": what, "error": str(why_unusable(self._url, error))})
