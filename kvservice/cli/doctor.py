@@ -181,6 +181,7 @@ def runtime_directory() -> Iterator[Check]:
     from kvservice.discovery import default_runtime_root
     from kvservice.errors import ConfigError
     from kvservice.private_files import check_directory
+    from kvservice.tier.mounts import file_system_of, mounts_here
 
     try:
         root = default_runtime_root()
@@ -188,24 +189,12 @@ def runtime_directory() -> Iterator[Check]:
     except ConfigError as error:
         yield Check("runtime_directory", PROBLEM, error.message)
         return
-    kind = file_system_of(root)
+    kind = file_system_of(root, mounts_here())
     if kind.rpartition(".")[2] in NETWORK_FILE_SYSTEMS or kind.startswith("nfs"):
         advice = "set KVSERVICE_RUNTIME_DIR to a directory of this machine; machines that share one mix up their shards"
         yield Check("runtime_directory", WARNING, f"{root} is on {kind}, which other machines may share", advice)
     else:
         yield Check("runtime_directory", OK, f"{root} on {kind}, which only this user and root can change")
-
-
-def file_system_of(path: Path, mounts: str | None = None) -> str:
-    """The kind of file system that holds this path, or would hold it; 'unknown' if /proc does not say."""
-    text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
-    found, deepest = "unknown", -1
-    for line in text.splitlines():
-        _, place, kind, *_ = line.split()
-        at = Path(place.replace("\\040", " "))
-        if (path == at or at in path.parents) and len(at.parts) >= deepest:
-            found, deepest = kind, len(at.parts)
-    return found
 
 
 def tls() -> Iterator[Check]:

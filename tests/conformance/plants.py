@@ -92,6 +92,13 @@ PLANTS = (
         "if header.codec and digest_payload",
     ),
     Plant(
+        f"{INTERFACE}::file_system_decides",
+        "the first mount point that fits counts, and not the longest",
+        "kvservice/tier/mounts.py",
+        "len(mount.path.parts) >= len(found.path.parts)",
+        "found.kind == UNKNOWN",
+    ),
+    Plant(
         f"{CALLS}::copies_are_where_the_step_has_them",
         "stores start before the forward",
         "kvservice/connector/vllm/connector.py",
@@ -125,6 +132,13 @@ PLANTS = (
         "kvservice/connector/layerwise/lanes.py",
         "LAYERS_AHEAD = 2",
         "LAYERS_AHEAD = 3",
+    ),
+    Plant(
+        f"{CHUNKS}::prefetch_before_delete_before_put",
+        "the least urgent work is done first",
+        "kvservice/tier/worker.py",
+        "(one for one in self._waiting if one)",
+        "(one for one in reversed(self._waiting) if one)",
     ),
     Plant(
         f"{PAGED}::block_table_and_slots",

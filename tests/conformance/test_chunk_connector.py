@@ -6,7 +6,6 @@ source disagree, the test names both and asserts what this project does.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.segment import Segment
 from kvservice.testing.eventually import eventually
+from kvservice.tier.worker import TierWorker, Urgency
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, SpanRoute
 from tests.conformance.walk import BLOCK, HEADS, LAYOUT, WIDTH, Walk
 
@@ -198,23 +198,28 @@ def test_prefetch_two(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         layers.close()
 
 
-@pytest.mark.xfail(strict=True, raises=ImportError, reason="there is no tier below the pool's memory yet")
 def test_prefetch_before_delete_before_put() -> None:
     """A disk's work waits in three classes. While the disk is busy, two puts, a delete and a prefetch are submitted in
     this order: the prefetch is done first, because a request waits for it, then the delete, which makes room, then the
     puts. A full queue refuses puts and nothing else."""
-    tier = importlib.import_module("kvservice.tier.worker")
-    gate, done = threading.Event(), list[str]()
-    worker = tier.TierWorker(queue_max=2)
+    began, gate, done = threading.Event(), threading.Event(), list[str]()
+    worker = TierWorker("disk", threads=1, writes_max=2)
+
+    def submit(urgency: Urgency, name: str) -> bool:
+        return worker.submit(urgency, lambda: done.append(name), lambda: None)
+
     try:
-        worker.put(gate.wait)
-        worker.put(lambda: done.append("put 1"))
-        worker.put(lambda: done.append("put 2"))
-        worker.delete(lambda: done.append("delete"))
-        worker.prefetch(lambda: done.append("prefetch"))
-        assert not worker.put(lambda: done.append("put 3")), "the queue is full"
+        assert worker.submit(Urgency.WRITE, lambda: (began.set(), gate.wait()), lambda: None)  # type: ignore[arg-type, return-value]
+        assert began.wait(10)
+        assert submit(Urgency.WRITE, "put 1")
+        assert submit(Urgency.WRITE, "put 2")
+        assert submit(Urgency.ERASE, "delete")
+        assert submit(Urgency.URGENT_READ, "prefetch")
+        assert not submit(Urgency.WRITE, "put 3"), "the queue is full"
+        assert submit(Urgency.ERASE, "delete 2") and submit(Urgency.READ, "warm up")
         gate.set()
-        eventually(lambda: len(done) == 4, "everything that was accepted")
-        assert done == ["prefetch", "delete", "put 1", "put 2"]
+        eventually(lambda: len(done) == 6, "everything that was accepted")
+        assert done == ["prefetch", "warm up", "delete", "delete 2", "put 1", "put 2"]
     finally:
+        gate.set()
         worker.close()

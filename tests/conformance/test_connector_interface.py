@@ -7,7 +7,6 @@ order of calls in a step, is in tests/unit/connector/vllm/test_engine_calls.py.
 
 from __future__ import annotations
 
-import importlib
 import json
 import struct
 from pathlib import Path
@@ -22,7 +21,9 @@ from kvservice.connector.scheduler.ports import Promise
 from kvservice.core.segment.blockfile import BlockFileHeader, pack_file_header, unpack_file
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.tier.tier_block import TierBlock
+from kvservice.errors import TierError
 from kvservice.testing.eventually import eventually
+from kvservice.tier.mounts import decide_access, parse_mounts
 from kvservice.units import BlockKey, SpanRoute
 from tests.conformance.walk import Walk
 
@@ -93,19 +94,17 @@ def test_gds_file_format(tmp_path: Path) -> None:
         assert unpack_file(bytes(damaged)) is None, bit
 
 
-@pytest.mark.xfail(strict=True, raises=ImportError, reason="blocks are not written to files yet: tiers come next")
 def test_file_system_decides() -> None:
     """ext4 is read directly into device memory; tmpfs and overlayfs are not unless that is forced; wekafs is, with a
     pool of threads, and cannot be switched off. The file system is that of the longest mount point that the path lies
     in, by whole names: the source compares beginnings of strings, and takes /mnt/ab for a folder of /mnt/a."""
-    mounts = importlib.import_module("kvservice.tier.mounts")
-    table = mounts.parse(MOUNTS)
-    assert mounts.decide(table, Path("/mnt/a/blocks")).direct
-    assert not mounts.decide(table, Path("/dev/shm/blocks")).direct
-    assert not mounts.decide(table, Path("/srv")).direct
-    assert mounts.decide(table, Path("/srv"), force=True).direct
-    weka = mounts.decide(table, Path("/mnt/weka/blocks"))
+    table = parse_mounts(MOUNTS)
+    assert decide_access(Path("/mnt/a/blocks"), table).direct
+    assert not decide_access(Path("/dev/shm/blocks"), table).direct
+    assert not decide_access(Path("/srv"), table).direct
+    assert decide_access(Path("/srv"), table, direct=True).direct
+    weka = decide_access(Path("/mnt/weka/blocks"), table)
     assert weka.direct and weka.threads > 1
-    with pytest.raises(ValueError, match="wekafs"):
-        mounts.decide(table, Path("/mnt/weka/blocks"), force=False)
-    assert not mounts.decide(table, Path("/mnt/ab/blocks")).direct, "it lies in /, an overlay"
+    with pytest.raises(TierError, match="wekafs"):
+        decide_access(Path("/mnt/weka/blocks"), table, direct=False)
+    assert not decide_access(Path("/mnt/ab/blocks"), table).direct, "it lies in /, an overlay"

@@ -17,6 +17,7 @@ from kvservice.cli.doctor import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.cli.output import Format
 from kvservice.discovery import ShardRecord, write_record
 from kvservice.testing.cluster import LocalCluster
+from kvservice.tier.mounts import MountPoint
 from kvservice.units import BootEpoch, GiB, MiB, NodeId
 
 
@@ -288,21 +289,9 @@ def test_a_runtime_directory_that_others_write_or_share_is_told(
     monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(tmp_path / "run"))
     (check,) = doctor.runtime_directory()
     assert (check.status, check.detail.startswith(str(tmp_path / "run"))) == (OK, True)
-    monkeypatch.setattr(doctor, "file_system_of", lambda path: "nfs4")
+    monkeypatch.setattr("kvservice.tier.mounts.mounts_here", lambda: [MountPoint(Path("/"), "nfs4")])
     (check,) = doctor.runtime_directory()
     assert check.status == WARNING and "KVSERVICE_RUNTIME_DIR" in check.advice
     tmp_path.chmod(0o777)
     (check,) = doctor.runtime_directory()
     assert check.status == PROBLEM and "other users can write" in check.detail
-
-
-def test_the_deepest_mount_says_the_kind_of_file_system() -> None:
-    mounts = "x / ext4 rw 0 0\nserver:/h /home nfs4 rw 0 0\nt /home/a/my\\040own tmpfs rw 0 0\n"
-    for path, kind in (
-        ("/etc", "ext4"),
-        ("/home/a/.local", "nfs4"),
-        ("/home/a/my own/x", "tmpfs"),
-        ("/homely", "ext4"),
-    ):
-        assert doctor.file_system_of(Path(path), mounts) == kind
-    assert doctor.file_system_of(Path("/a"), "") == "unknown"
