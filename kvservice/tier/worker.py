@@ -46,7 +46,7 @@ class TierWorker:
             thread.start()
 
     def submit(self, urgency: Urgency, work: Work, drop: Work) -> bool:
-        """Do `work` on one of the threads, or `drop` in `close` if it still waits then. Neither may raise.
+        """Do `work` on one of the threads; or `drop`, if `work` raises or still waits in `close`.
 
         False: nothing is done, because too many writes wait or the worker was closed.
         """
@@ -91,5 +91,9 @@ class TierWorker:
                 waiting = next((one for one in self._waiting if one), None)
                 if waiting is None:
                     return
-                work, _ = waiting.popleft()
-            work()
+                work, drop = waiting.popleft()
+            try:
+                work()
+            except Exception:  # a mistake in one piece of work must not end the thread of all others
+                log.exception("tier_work_failed", extra={"tier": self._name})
+                drop()

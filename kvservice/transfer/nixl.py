@@ -115,6 +115,16 @@ def make_agent(api: ModuleType, name: str) -> Any:
         bindings.nixlAgent = construct
 
 
+def make_storage_agent(api: ModuleType, name: str, plugin: str) -> Any:
+    """An agent for files alone, with this plug-in: "POSIX", "GDS". It has no thread: whoever waits polls.
+
+    Raises NIXL's own errors where the plug-in cannot be loaded.
+    """
+    agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    agent.create_backend(plugin)
+    return agent
+
+
 @dataclass(slots=True)
 class _NixlPeer:
     name: str

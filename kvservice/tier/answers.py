@@ -1,0 +1,38 @@
+"""Collects the results of a job's blocks, and answers the job once, when it has all of them. Any thread; never blocks
+but for a moment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class ItemAnswers(Generic[T]):
+    """The results of `count` blocks. A job without blocks is answered at once."""
+
+    def __init__(self, count: int, dropped: T, on_done: Callable[[list[T]], None]) -> None:
+        """`dropped` is the result of a block that nothing was done for."""
+        self._results: list[T | None] = [None] * count
+        self._missing = count
+        self._dropped = dropped
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        if not count:
+            on_done([])
+
+    def put(self, place: int, result: T) -> None:
+        """The result of one block. Only the first one counts. `on_done` is called here when none is missing."""
+        with self._lock:
+            if self._results[place] is not None:
+                return
+            self._results[place] = result
+            self._missing -= 1
+            if self._missing:
+                return
+        self._on_done([self._dropped if result is None else result for result in self._results])
+
+    def drop(self, place: int) -> None:
+        self.put(place, self._dropped)

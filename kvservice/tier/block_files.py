@@ -1,0 +1,274 @@
+"""One folder of block files: write, read and remove one block, and find those that are there.
+
+    FOLDER/ab/abcd….safetensors     a block (core.segment.blockfile) under its key, in one of 256 folders
+    FOLDER/new/…                    a block while it is written; then it is renamed, so no file is ever half a block
+    FOLDER/index, FOLDER/lock       tier.index, and the lock of the process that owns the folder
+
+All of it belongs to one user and nobody else can read it. Everything goes through a descriptor of the folder, so that
+whoever renames a folder above it changes nothing. Nothing is synced: after a loss of power files may be torn, which
+their headers and digests show. Any thread may call; every method blocks for the file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvservice.codec.base import EXTRA_BYTES_MAX
+from kvservice.codec.coder import Coder
+from kvservice.core.events import PullResult
+from kvservice.core.segment.blockfile import (
+    FILE_HEADER_BYTES,
+    BlockFileHeader,
+    is_file_of,
+    pack_file_header,
+    unpack_file_header,
+)
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.geometry import PAGE_BYTES
+from kvservice.core.tier.tier_block import TierBlock
+from kvservice.errors import TierError
+from kvservice.private_files import user_name
+from kvservice.tier.base import WriteResult
+from kvservice.tier.file_io import FileIO, aligned_memory
+from kvservice.units import BlockKey
+
+ENDING = ".safetensors"
+LOCK_NAME, DRAFTS = "lock", "new"
+FOLDERS = tuple(f"{number:02x}" for number in range(256))  # by the first byte of the key: some thousand files in each
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def name_of(key: BlockKey) -> str:
+    """Of a block's file, in the tier's folder."""
+    text = key.hex()
+    return f"{text[:2]}/{text}{ENDING}"
+
+
+class TierFolder:
+    """The folder of a disk tier, owned by this process from `__init__` to `close`."""
+
+    def __init__(self, path: Path) -> None:
+        """Make it where it is missing, and lock it. Raises TierError, and says what to do."""
+        self.path = path
+        self.descriptor = _open_folder(path)
+        try:
+            self._lock = _lock(self.descriptor, path)
+            for name in (*FOLDERS, DRAFTS):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=self.descriptor)
+            for name in self.names(DRAFTS):  # of a process that was killed while it wrote
+                os.unlink(f"{DRAFTS}/{name}", dir_fd=self.descriptor)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise TierError(f"the disk tier cannot use {path}: {error.strerror}: {_WHAT_TO_DO}", path=path) from error
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        os.close(self._lock)
+
+    def names(self, folder: str) -> list[str]:
+        """The names in one of the folders below."""
+        descriptor = os.open(folder, _READ | os.O_DIRECTORY, dir_fd=self.descriptor)
+        try:
+            return os.listdir(descriptor)  # noqa: PTH208  a descriptor is no path
+        finally:
+            os.close(descriptor)
+
+    def listed(self) -> Iterator[BlockKey]:
+        """The keys of all block files, by their names."""
+        for folder in FOLDERS:
+            for name in self.names(folder):
+                if _NAME.fullmatch(name) and name.startswith(folder):
+                    yield BlockKey(bytes.fromhex(name.removesuffix(ENDING)))
+
+    def header_bytes(self, key: BlockKey) -> tuple[bytes, int]:
+        """The first 4,096 bytes of a block's file, and its size. Raises OSError."""
+        descriptor = os.open(name_of(key), _READ, dir_fd=self.descriptor)
+        try:
+            return os.pread(descriptor, FILE_HEADER_BYTES, 0), os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether there is a file of this name, whatever is in it."""
+        return os.access(name_of(key), os.F_OK, dir_fd=self.descriptor, follow_symlinks=False)
+
+    def remove(self, key: BlockKey) -> bool:
+        """Whether there was a file to remove. Raises OSError."""
+        try:
+            os.unlink(name_of(key), dir_fd=self.descriptor)
+        except FileNotFoundError:
+            return False
+        return True
+
+
+_WHAT_TO_DO = "set disk_path to a folder of this user on a disk with room, or to nothing to go without this tier"
+
+
+def _open_folder(path: Path) -> int:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TierError(f"the disk tier cannot use {path}: {error.strerror}: {_WHAT_TO_DO}", path=path) from error
+    owner = os.fstat(descriptor).st_uid
+    try:
+        if owner != os.geteuid():
+            raise TierError(f"{path} belongs to {user_name(owner)}: {_WHAT_TO_DO}", path=path)
+        os.fchmod(descriptor, 0o700)
+    except OSError as error:
+        os.close(descriptor)
+        raise TierError(f"the disk tier cannot use {path}: {error.strerror}: {_WHAT_TO_DO}", path=path) from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _lock(folder: int, path: Path) -> int:
+    descriptor = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    except BlockingIOError as error:
+        owner = os.pread(descriptor, 20, 0).decode(errors="replace")
+        os.close(descriptor)
+        raise TierError(
+            f"another process ({owner if owner.isdigit() else 'unknown'}) uses the blocks in {path}: stop it, or give "
+            "each node a disk_path of its own",
+            path=path,
+        ) from error
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class BlockFiles:
+    """Writes and reads the files of a folder, for one thread: it has memory for headers, and a FileIO."""
+
+    def __init__(self, folder: TierFolder, io: FileIO, coder: Coder, *, direct: bool) -> None:
+        self._folder = folder
+        self._io = io
+        self._coder = coder
+        self._flags = os.O_DIRECT if direct else 0
+        self._scratch = aligned_memory(2 * PAGE_BYTES)
+        self._header, self._tail = self._scratch[:PAGE_BYTES], self._scratch[PAGE_BYTES:]
+        self.problem = ""  # why the last write or read failed, for people
+
+    def close(self) -> None:
+        self._io.close()
+
+    def write(self, block: TierBlock, payload: memoryview) -> tuple[WriteResult, BlockFileHeader | None]:
+        """The result, and the header of what was written. An older file of the block is replaced."""
+        encoded = self._coder.encode(block, payload)
+        if encoded is None:
+            return WriteResult.FAILED, None
+        parts = self._parts(encoded.header, memoryview(encoded.data).cast("B"), is_aligned=encoded.data is payload)
+        draft = f"{DRAFTS}/{block.key.hex()}.{threading.get_native_id()}"
+        place = self._folder.descriptor
+        try:
+            descriptor = os.open(draft, _WRITE | self._flags, 0o600, dir_fd=place)
+            try:
+                self._io.write(descriptor, parts)
+                if sum(map(len, parts)) != encoded.header.file_bytes:
+                    os.ftruncate(descriptor, encoded.header.file_bytes)
+            finally:
+                os.close(descriptor)
+            os.rename(draft, name_of(block.key), src_dir_fd=place, dst_dir_fd=place)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(draft, dir_fd=place)
+            self.problem = error.strerror or str(error)
+            return (WriteResult.FULL if error.errno in _NO_ROOM else WriteResult.FAILED), None
+        return WriteResult.OK, encoded.header
+
+    def _parts(self, header: BlockFileHeader, data: memoryview, *, is_aligned: bool) -> list[memoryview]:
+        """The file's bytes in pieces that direct access takes; the last may be longer than the file is."""
+        packed = pack_file_header(header)
+        if not is_aligned:  # a codec's result lies anywhere
+            room = aligned_memory(FILE_HEADER_BYTES + len(data))
+            room[:FILE_HEADER_BYTES] = packed
+            room[FILE_HEADER_BYTES : FILE_HEADER_BYTES + len(data)] = data
+            return [room]
+        self._header[:] = packed
+        pages = len(data) - len(data) % PAGE_BYTES
+        parts = [self._header, data[:pages]] if pages else [self._header]
+        if pages < len(data):
+            self._tail[: len(data) - pages] = data[pages:]
+            parts.append(self._tail)
+        return parts
+
+    def read(self, block: TierBlock, target: memoryview) -> tuple[PullResult, int]:
+        """Read the block into `target`. Returns the result, and the digest of what is in `target` when it is OK.
+
+        A file that is not this block's, or is damaged, is removed: it will never be right again.
+        """
+        place = self._folder.descriptor
+        try:
+            descriptor = os.open(name_of(block.key), _READ | self._flags, dir_fd=place)
+        except FileNotFoundError:
+            return PullResult.STALE, 0
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # a link is not of ours
+                self.problem = error.strerror or str(error)
+                return PullResult.FAILED, 0
+            result, digest = PullResult.STALE, 0
+        else:
+            try:
+                result, digest = self._read(descriptor, block, target)
+            except OSError as error:
+                self.problem = error.strerror or str(error)
+                return PullResult.FAILED, 0
+            finally:
+                os.close(descriptor)
+        if result in (PullResult.STALE, PullResult.CORRUPT):
+            with contextlib.suppress(OSError):
+                self._folder.remove(block.key)
+        return result, digest
+
+    def _read(self, descriptor: int, block: TierBlock, target: memoryview) -> tuple[PullResult, int]:
+        size = os.fstat(descriptor).st_size
+        if size == FILE_HEADER_BYTES + len(target):
+            pages = len(target) - len(target) % PAGE_BYTES
+            parts = [self._header, *([target[:pages]] if pages else []), *([self._tail] if pages < len(target) else [])]
+            if self._io.read(descriptor, parts) != size:
+                return PullResult.FAILED, 0  # it is as long as it should be, and yet not all of it came
+            header = unpack_file_header(self._header)
+            if header is None or not is_file_of(header, block):
+                return (PullResult.CORRUPT if header is None else PullResult.STALE), 0
+            if not header.codec:
+                target[pages:] = self._tail[: len(target) - pages]
+                if digest_payload(target, block.key) != header.block.digest:
+                    return PullResult.CORRUPT, 0
+                return PullResult.OK, header.block.digest
+        return self._read_encoded(descriptor, size, block, target)
+
+    def _read_encoded(self, descriptor: int, size: int, block: TierBlock, target: memoryview) -> tuple[PullResult, int]:
+        """A file of any size up to what a codec may make of the block."""
+        if not FILE_HEADER_BYTES < size <= FILE_HEADER_BYTES + len(target) + EXTRA_BYTES_MAX:
+            return PullResult.STALE, 0
+        room = aligned_memory(size)
+        if self._io.read(descriptor, [room]) != size:
+            return PullResult.FAILED, 0
+        header = unpack_file_header(room[:FILE_HEADER_BYTES])
+        if header is None:
+            return PullResult.CORRUPT, 0
+        if not is_file_of(header, block) or header.file_bytes != size:
+            return PullResult.STALE, 0
+        result = self._coder.decode(header, room[FILE_HEADER_BYTES:size], target)
+        return result, header.block.digest if result is PullResult.OK else 0

@@ -1,0 +1,183 @@
+"""The disk of a node as a tier: one file a block, read and written by a few threads straight from and into slots.
+
+How files are accessed is chosen by the file system (tier.mounts) or by the setting `disk_io`, and proven at the start
+by one write, read and compare. What cannot be proven is not used: NIXL's engines and direct access fall back to what is
+next, which is logged and counted; a folder that does not keep bytes at all is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from kvservice.codec.coder import Coder
+from kvservice.core.events import PullResult
+from kvservice.core.tier.tier_block import TierBlock
+from kvservice.errors import TierError, TransferError
+from kvservice.tier.answers import ItemAnswers
+from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
+from kvservice.tier.block_files import BlockFiles, TierFolder
+from kvservice.tier.disk_io import DiskIO, choose_way
+from kvservice.tier.found_blocks import find_blocks
+from kvservice.tier.index import IndexLog, pack_erased, pack_row
+from kvservice.tier.worker import TierWorker, Urgency
+from kvservice.units import BlockKey
+
+log = logging.getLogger("kvservice.tier")
+
+WRITES_WAITING_MAX = 1024  # blocks; the core bounds the bytes in flight, so this is reached only when it errs
+
+
+class DiskTier:
+    """Satisfies tier.base.Tier."""
+
+    name = "disk"
+
+    def __init__(
+        self, folder: Path, coder: Coder | None = None, io: DiskIO = DiskIO.AUTO, threads: int | None = None
+    ) -> None:
+        """`threads`: by default as many as the file system can use. Nothing is touched before `start`."""
+        self._path = folder
+        self._coder = coder or Coder()
+        self._wanted = io
+        self._threads_wanted = threads
+        self._counters: Counter[str] = Counter()
+        self._books = threading.Lock()  # of the counters and the index
+        self._of_thread = threading.local()
+        self._opened: list[BlockFiles] = []  # one for each thread that had work
+        self._is_closed = False
+
+    # -- life ----
+
+    def start(self) -> list[TierBlock]:
+        self._folder = TierFolder(self._path)
+        try:
+            self._way = choose_way(self._folder, self._wanted)
+            found = find_blocks(self._folder)
+        except OSError as error:
+            self._folder.close()
+            raise TierError(f"the disk tier cannot read {self._path}: {error.strerror}", path=self._path) from error
+        except BaseException:
+            self._folder.close()
+            raise
+        self._index = IndexLog(self._folder.descriptor, found.blocks)
+        self._count(io_refused=len(self._way.refused), found_scanned=found.scanned, found_removed=found.removed)
+        self._worker = TierWorker(self.name, self._threads_wanted or self._way.access.threads, WRITES_WAITING_MAX)
+        log.info("disk_tier_open", extra={"path": str(self._path), "blocks": len(found.blocks), **self.describe()})
+        return found.blocks
+
+    def describe(self) -> dict[str, object]:
+        """How files are accessed, for logs and people. After `start`."""
+        access = self._way.access
+        return {"file_system": access.kind, "direct": access.direct, "disk_io": self._way.name.value}
+
+    def close(self) -> None:
+        if self._is_closed or not self._worker.close():
+            return  # or a thread hangs in the file system, and still uses the folder's descriptors
+        self._is_closed = True
+        with self._books:
+            self._index.close()
+        for files in self._opened:
+            files.close()
+        self._folder.close()
+
+    # -- work ----
+
+    def write(self, job: TierWrite, on_done: WriteCallback) -> None:
+        answers = ItemAnswers(len(job.items), WriteResult.FAILED, lambda results: on_done(job.job_id, tuple(results)))
+        for place, (block, payload) in enumerate(job.items):
+            work = partial(self._write_one, block, payload, partial(answers.put, place))
+            if not self._worker.submit(Urgency.WRITE, work, partial(answers.drop, place)):
+                self._count(write_refused=1)
+                answers.drop(place)
+
+    def read(self, job: TierRead, on_done: ReadCallback) -> None:
+        def done(found: list[tuple[PullResult, int]]) -> None:
+            on_done(job.job_id, tuple(result for result, _ in found), tuple(digest for _, digest in found))
+
+        answers = ItemAnswers(len(job.items), (PullResult.FAILED, 0), done)
+        urgency = Urgency.URGENT_READ if job.urgent else Urgency.READ
+        for place, (block, target) in enumerate(job.items):
+            work = partial(self._read_one, block, target, job.deadline, partial(answers.put, place))
+            if not self._worker.submit(urgency, work, partial(answers.drop, place)):
+                answers.drop(place)
+
+    def erase(self, keys: Sequence[BlockKey]) -> None:
+        self._worker.submit(Urgency.ERASE, partial(self._erase, tuple(keys)), lambda: None)
+
+    def probe(self, keys: Sequence[BlockKey], deadline: float, on_done: ProbeCallback) -> None:
+        def look() -> None:
+            found = 0
+            for key in keys:
+                if time.monotonic() > deadline or not self._folder.has(key):
+                    break
+                found += 1
+            on_done(found)
+
+        if not self._worker.submit(Urgency.READ, look, lambda: on_done(0)):
+            on_done(0)
+
+    def counters(self) -> Mapping[str, int]:
+        with self._books:
+            return {**self._counters, "index_failed": self._index.failed, **self._coder.counters()}
+
+    # -- on the tier's threads ----
+
+    def _write_one(self, block: TierBlock, payload: memoryview, answer: Callable[[WriteResult], None]) -> None:
+        result, header = self._files().write(block, payload)
+        with self._books:
+            self._counters[f"write_{result.value}"] += 1
+            if header is not None:
+                self._counters["written_bytes"] += header.file_bytes
+                self._index.append([pack_row(header.block)], 1)
+        answer(result)
+
+    def _read_one(
+        self, block: TierBlock, target: memoryview, deadline: float, answer: Callable[[tuple[PullResult, int]], None]
+    ) -> None:
+        if time.monotonic() > deadline:
+            self._count(read_late=1)
+            answer((PullResult.FAILED, 0))
+            return
+        result, digest = self._files().read(block, target)
+        with self._books:
+            self._counters[f"read_{result.value}"] += 1
+            if result is PullResult.OK:
+                self._counters["read_bytes"] += len(target)
+            elif result is not PullResult.FAILED:
+                self._index.append([pack_erased(block.key)], -1)
+        answer((result, digest))
+
+    def _erase(self, keys: tuple[BlockKey, ...]) -> None:
+        removed = []
+        for key in keys:
+            try:
+                removed += [key] if self._folder.remove(key) else []
+            except OSError:
+                self._count(erase_failed=1)
+        with self._books:
+            self._counters["erased"] += len(removed)
+            if removed:
+                self._index.append([pack_erased(key) for key in removed], -len(removed))
+
+    def _files(self) -> BlockFiles:
+        """Those of the calling thread."""
+        found: BlockFiles | None = getattr(self._of_thread, "files", None)
+        if found is None:
+            way = self._way
+            try:
+                io = way.make()
+            except TransferError as error:  # it was loaded at the start: no thread may do without
+                raise TierError(error.message) from error
+            found = self._of_thread.files = BlockFiles(self._folder, io, self._coder, direct=way.access.direct)
+            self._opened.append(found)
+        return found
+
+    def _count(self, **by: int) -> None:
+        with self._books:
+            self._counters.update(by)
