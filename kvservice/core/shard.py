@@ -8,8 +8,8 @@ error. An AssertionError is a bug; the performer fences the shard when it sees o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
@@ -19,7 +19,8 @@ from kvservice.core.acquire.holds import Holds
 from kvservice.core.acquire.pulls import Pulls
 from kvservice.core.acquire.warming import Warming
 from kvservice.core.acquire.windowed import WindowedAcquisitions
-from kvservice.core.actions import Action, Announce, Refuse, Reply
+from kvservice.core.actions import Action, Announce, Refuse, Reply, Retract
+from kvservice.core.attached import EngineAttachment, count_models, kinds_of, list_engines
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
@@ -31,7 +32,6 @@ from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
 from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecords, find_history, name_engine
 from kvservice.core.messages import (
     AttachedEngine,
-    EngineKind,
     EngineSpec,
     EngineStats,
     Handoff,
@@ -40,7 +40,6 @@ from kvservice.core.messages import (
     UsageRow,
 )
 from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls
-from kvservice.core.reconcile import Grants
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import NO_KEY, Block, BlockStore
@@ -48,6 +47,8 @@ from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
 from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.listing import SlotFilter, SlotPage, list_slots
 from kvservice.core.store.slots import RESERVED, SHOWN_STATES, SlotState
+from kvservice.core.tier.rules import TierRules, TierUsage
+from kvservice.core.tier.tiers import Tiers
 from kvservice.core.writes import Writes
 from kvservice.errors import (
     Exhausted,
@@ -58,7 +59,7 @@ from kvservice.errors import (
     Unavailable,
     UnsupportedLayout,
 )
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, NodeId, SlotIndex, format_bytes
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, NodeId, SlotIndex, SpanRoute, format_bytes
 
 ENGINE_ID_BYTES = 16  # as long as a key, because the header of a slot being written has the engine's id in its place
 ATTACHMENTS_MAX = 256  # engines of one node: far more than it has GPUs. Another one is refused with Exhausted.
@@ -80,17 +81,6 @@ class AttachReply:
     replaced: tuple[AttachmentId, ...] = ()  # earlier attachments of the same engine, which have ended now
 
 
-@dataclass(slots=True)
-class _Attached:
-    attachment: AttachmentId
-    spec: EngineSpec
-    account: str  # the tenant that it belongs to
-    attached_at: float
-    fingerprint: str  # the beginning of its digest, in hex
-    seconds_per_block: float = 0.0  # of prefill, as the engine reported it last
-    grants: Grants = field(default_factory=Grants)
-
-
 class ShardState:
     """The state of one shard. Without `has_directory` it is an embedded pool: no peers and no announcements."""
 
@@ -104,6 +94,7 @@ class ShardState:
         has_directory: bool = True,
         policy: EvictionPolicy | None = None,
         tenants: Mapping[str, TenantLimits] | None = None,
+        tiers: Sequence[TierRules] = (),
     ) -> None:
         self.node_id = node_id
         self.epoch = epoch
@@ -113,8 +104,8 @@ class ShardState:
         self.draining = False
         self.counters: Counter[str] = Counter()
         self._actions: list[Action] = []
-        self._store = BlockStore(geometry, epoch, policy or LeafFirstReuse(), self._actions.append)
-        self._store.accounts.set_limits(tenants or {})
+        self._readable: list[BlockKey] = []  # blocks that became readable in memory by the event being handled
+        self._store = BlockStore(geometry, epoch, policy or LeafFirstReuse(), self._emit_of_store)
         self._leases = LeaseTable()
         self._admission = Admission(lambda: self._store.table.capacity, self.counters)
         self.records = RequestRecords()
@@ -134,6 +125,8 @@ class ShardState:
             self._model_of,
         )
         self._context = shard
+        self._tiers = Tiers(tiers, shard)
+        self._set_tenants(tenants or {})
         self._holds = Holds(shard)
         self._answers = Answers(shard, lambda *held: self._warming.held(*held))
         self._pulls = Pulls(shard)
@@ -144,7 +137,7 @@ class ShardState:
         self._takeovers = TakeOvers(shard, self._pulls, self._acquisitions.sealed)
         self._leaving = Leaving(shard)
         self._writes = Writes(shard, self._acquisitions)
-        self._attached: dict[AttachmentId, _Attached] = {}
+        self._attached: dict[AttachmentId, EngineAttachment] = {}
         # The last attempt of each engine that was answered.
         self._attempts: BoundedTable[bytes, int] = BoundedTable(ENGINES_REMEMBERED)
         self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # no id of an earlier boot is valid
@@ -178,7 +171,9 @@ class ShardState:
             ev.Offered: lambda e, now: self._leaving.offered(e.offer, e.result, now),
             ev.Adopt: self._adopt,
             ev.Drain: self._drain,
-            ev.SetTenants: lambda e, now: self._store.accounts.set_limits(e.limits),
+            ev.SetTenants: lambda e, now: self._set_tenants(e.limits),
+            ev.WrittenDown: self._tiers.written,
+            ev.TierFound: self._tiers.found,
             ev.Tick: self._tick,
         }
 
@@ -192,24 +187,44 @@ class ShardState:
         except KVServiceError as error:
             assert isinstance(event, ev.Call), f"{event} was refused but nobody waits for it"
             self._actions.append(Refuse(event.op, error))
-        for action in self._actions[:]:
-            if isinstance(action, Announce):  # exactly the blocks that have become readable
-                self._handoffs.sealed(action.key, now)
+        readable, self._readable = self._readable, []
+        for key in readable:
+            self._handoffs.sealed(key, now)
+            self._tiers.sealed(key, now)
         self._leaving.look(len(self._leases), now)
+        self._tiers.work(now)
         actions = list(self._actions)
         self._actions.clear()
         return actions
 
+    def _emit_of_store(self, action: Action) -> None:
+        match action:
+            case Announce(key):
+                self._readable.append(key)
+            case Retract(key):
+                self._tiers.left_memory(key)
+        if self._tiers.pass_on(action):
+            self._actions.append(action)
+
     def next_deadline(self) -> float | None:
         """When the next Tick is due, on the clock of `now`; None when none is."""
         first = (self._leases, self._acquisitions, self._warming, self._pulls)
-        parts = (*first, self._handoffs, self._takeovers, self._leaving)
+        parts = (*first, self._handoffs, self._takeovers, self._leaving, self._tiers)
         return min((t for t in (part.next_deadline() for part in parts) if t is not None), default=None)
 
     # -- what others may look at ----
 
     def blocks(self) -> list[Block]:
         return self._store.blocks()
+
+    def inventory(self) -> list[tuple[BlockKey, SpanRoute]]:
+        """Every block in memory or in a tier of this node, with its route, for a full announcement."""
+        found = {block.key: block.route for block in self._tiers.blocks()}
+        found.update((block.key, block.route) for block in self._store.blocks())
+        return list(found.items())
+
+    def tier_usage(self) -> tuple[TierUsage, ...]:
+        return self._tiers.usage()
 
     def slot_counts(self) -> dict[str, int]:
         return self._store.table.counts()
@@ -233,19 +248,7 @@ class ShardState:
 
     def attached_engines(self, now: float) -> list[AttachedEngine]:
         """Every attached engine, the first attached first."""
-        return [
-            AttachedEngine(
-                name_engine(attached.spec.engine_id),
-                attached.spec.model,
-                attached.spec.namespace,
-                attached.fingerprint,
-                attached.account,
-                attached.spec.layout.block_tokens,
-                now - attached.attached_at,
-                attached.seconds_per_block,
-            )
-            for attached in self._attached.values()
-        ]
+        return list_engines(self._attached.values(), now)
 
     def reserved_slots(self) -> set[SlotIndex]:
         """Slots that an engine may write. Slow: only for checks."""
@@ -274,11 +277,7 @@ class ShardState:
 
     def models(self, account: str | None = None) -> list[tuple[str, str, Fingerprint, int]]:
         """(namespace, model, fingerprint, attached engines), sorted; with an account, only of its engines."""
-        rows: Counter[tuple[str, str, Fingerprint]] = Counter(
-            (a.spec.namespace, a.spec.model, a.spec.fingerprint) for a in self._engines_of(account)
-        )
-        named = sorted(rows.items(), key=lambda row: (*row[0][:2], row[0][2].fields))
-        return [(namespace, model, fingerprint, count) for (namespace, model, fingerprint), count in named]
+        return count_models(self._engines_of(account))
 
     @property
     def drain_phase(self) -> DrainPhase:
@@ -303,20 +302,12 @@ class ShardState:
         sealing = {key: name_engine(engine_id) for key, engine_id in self._writes.sealing().items()}
         return find_history(keys, held, sealing, self._store.evictions.find(keys, now, as_of), now)
 
-    def _engines_of(self, account: str | None) -> list[_Attached]:
+    def _engines_of(self, account: str | None) -> list[EngineAttachment]:
         return [attached for attached in self._attached.values() if account is None or attached.account == account]
 
     def engine_stats(self, account: str | None = None) -> EngineStats:
         """What a router needs to know, sorted; with an account, only of its engines."""
-        kinds: dict[tuple[str, str, Fingerprint], list[_Attached]] = {}
-        for attached in self._engines_of(account):
-            spec = attached.spec
-            kinds.setdefault((spec.namespace, spec.model, spec.fingerprint), []).append(attached)
-        engines = [
-            EngineKind(*name, members[0].spec.layout, len(members), max(m.seconds_per_block for m in members))
-            for name, members in sorted(kinds.items(), key=lambda item: (*item[0][:2], item[0][2].fields))
-        ]
-        return EngineStats(tuple(engines), self._acquisitions.peer_speeds(), self.draining)
+        return EngineStats(kinds_of(self._engines_of(account)), self._acquisitions.peer_speeds(), self.draining)
 
     def peer_speeds(self) -> tuple[PeerSpeed, ...]:
         return self._acquisitions.peer_speeds()
@@ -381,7 +372,7 @@ class ShardState:
         self._writes.free(spec.engine_id)
         attachment = AttachmentId(self._next_attachment)
         self._next_attachment += 1
-        self._attached[attachment] = _Attached(attachment, spec, event.account, now, spec.fingerprint.short)
+        self._attached[attachment] = EngineAttachment(attachment, spec, event.account, now, spec.fingerprint.short)
         if spec.hears_removals:
             self._store.removals.listen(attachment, event.account)
         self.counters["attaches"] += 1
@@ -427,7 +418,7 @@ class ShardState:
         if all(attached.spec.engine_id != event.engine_id for attached in self._attached.values()):
             self._writes.free(event.engine_id)
 
-    def _end_attachment(self, attached: _Attached, now: float) -> None:
+    def _end_attachment(self, attached: EngineAttachment, now: float) -> None:
         del self._attached[attached.attachment]
         self._store.removals.end(attached.attachment)
         self._handoffs.end_attachment(attached.attachment, now)
@@ -436,7 +427,7 @@ class ShardState:
         for lease in self._leases.end_holder(("engine", int(attached.attachment))):
             self._context.unpin(lease)
 
-    def _require(self, attachment: AttachmentId) -> _Attached:
+    def _require(self, attachment: AttachmentId) -> EngineAttachment:
         attached = self._attached.get(attachment)
         if attached is None:
             raise NotAttached(f"attachment {attachment} is not known to shard {self.node_id}: attach again")
@@ -458,6 +449,7 @@ class ShardState:
         handoff = request.handoff
         if handoff is not None:
             check_handoff_id(handoff.handoff_id)
+        self._tiers.used(request.keys, now)
         self.records.asked(event.op, attached.spec, request, now, attached.account)
         if self._leaving.promises_nothing:
             self._answers.refuse(event.op, now)
@@ -534,6 +526,7 @@ class ShardState:
 
     def _adopt(self, event: ev.Adopt, now: float) -> None:
         self._store.adopt(event.slot, event.payload_bytes, event.header, now, verified=event.verified)
+        self._readable.clear()  # nobody follows it, and it was written into a tier when it was stored
 
     def watch_list(self) -> set[bytes]:
         """Engines of an earlier boot that may still write quarantined slots."""
@@ -565,6 +558,10 @@ class ShardState:
         self._takeovers.tick(now)
         self._leaving.tick(len(self._leases), now)
 
+    def _set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
+        self._store.accounts.set_limits(limits)
+        self._tiers.set_limits(limits)
+
     def check_invariants(self) -> None:
         """Check everything that must always hold. O(slots). Raises AssertionError that names what does not hold."""
         self._store.check_invariants()
@@ -575,6 +572,7 @@ class ShardState:
         self._warming.check_invariants()
         self._holds.check_invariants()
         self._writes.check_invariants()
+        self._tiers.check_invariants()
         self._handoffs.check_invariants()
         self._takeovers.check_invariants()
         self._leaving.check_invariants()
@@ -583,5 +581,6 @@ class ShardState:
         reserved = self.reserved_slots() - {slot.index for slot in self._writes.sealing_slots()}
         assert len(reserved) == self.slot_usage()[RESERVED][0], "reserved slots are miscounted"
         pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned()
+        pins += self._tiers.pinned()
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"

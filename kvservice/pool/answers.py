@@ -91,8 +91,8 @@ class PoolAnswers:
         return self._tiers.states()
 
     def inventory(self) -> list[tuple[BlockKey, SpanRoute]]:
-        """Every sealed block with its route, for a full announcement."""
-        return [(block.key, block.route) for block in self._state.blocks()]
+        """Every block with its route, for a full announcement."""
+        return self._state.inventory()
 
     def stats(self) -> PoolStats:
         counters = self._state.all_counters()

@@ -59,6 +59,9 @@ class _Flat:
     def uses(self, key: BlockKey) -> int:
         return 0
 
+    def coldest(self, count: int) -> list[BlockKey]:
+        return [key for key in self._used_at if key not in self._pinned][:count]
+
     def make_primary(self, key: BlockKey) -> None:
         pass
 

@@ -35,6 +35,7 @@ from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.core.shard import AttachReply, ShardState
+from kvservice.core.tier.rules import TierRules
 from kvservice.units import (
     AttachmentId,
     BlockKey,
@@ -111,11 +112,13 @@ class CoreHarness:
         lease_seconds: float = 10.0,
         has_directory: bool = True,
         tenants: Mapping[str, TenantLimits] | None = None,
+        tiers: Sequence[TierRules] = (),
     ) -> None:
         self.geometry = Geometry(slab_bytes=slab_bytes, slab_count=slab_count)
         self.lease_seconds = lease_seconds
         self.has_directory = has_directory
         self.tenants = dict(tenants or {})
+        self.tiers = tuple(tiers)
         self.now = 100.0
         self.headers: dict[SlotIndex, SlotHeader] = {}
         self.contents: dict[SlotIndex, bytes] = {}
@@ -123,6 +126,8 @@ class CoreHarness:
         self._next_op = 1
         self._epoch = 0
         self._boot()
+        for tier in self.tiers:  # they are open, and empty; after a restart the test says what is found
+            self.send(ev.TierFound(tier.name, ()))
 
     def _boot(self) -> None:
         self._epoch += 1
@@ -133,6 +138,7 @@ class CoreHarness:
             lease_seconds=self.lease_seconds,
             has_directory=self.has_directory,
             tenants=self.tenants,
+            tiers=self.tiers,
         )
         self.answers: dict[int, act.Reply | act.Refuse] = {}
         self.announced: Counter[BlockKey] = Counter()
@@ -373,6 +379,31 @@ class CoreHarness:
         locate = self.locates[-1]
         self.located(locate, make_located(locate.keys, length=length))
         self.pulled(self.pulls[-1], ev.PullResult.OK)
+
+    # -- answers of tiers ----
+
+    def writes(self, tier: str = "disk") -> list[act.WriteDown]:
+        """Writes into a tier that were not answered with `written`."""
+        return [work for work in self.tier_work if isinstance(work, act.WriteDown) and work.tier == tier]
+
+    def erased(self, tier: str = "disk") -> list[BlockKey]:
+        return [
+            key for work in self.tier_work if isinstance(work, act.Erase) and work.tier == tier for key in work.keys
+        ]
+
+    def written(self, write: act.WriteDown, *results: bool) -> list[act.Action]:
+        """Answer a write. One result stands for all."""
+        self.tier_work.remove(write)
+        each = results * len(write.items) if len(results) == 1 else results
+        return self.send(ev.WrittenDown(write.job, each))
+
+    def write_all(self, tier: str = "disk") -> list[BlockKey]:
+        """Let every write into a tier succeed, also those that begin then. Returns what was written, in its order."""
+        found: list[BlockKey] = []
+        while writes := self.writes(tier):
+            found += [block.key for block, _ in writes[0].items]
+            self.written(writes[0], True)
+        return found
 
     # -- state ----
 

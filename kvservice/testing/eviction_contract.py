@@ -68,6 +68,18 @@ class EvictionContract:
             policy.unpin(block)
         assert sorted(drain(policy)) == sorted(chain)
 
+    def test_the_coldest_blocks_can_go_and_asking_changes_nothing(self, policy: EvictionPolicy) -> None:
+        chain, pinned = add_chain(policy, 1, 4), add_chain(policy, 50, 1)[0]
+        policy.pin(pinned)
+        before = policy.victim(None)
+        for count in (0, 1, 3, 100):
+            found = policy.coldest(count)
+            assert len(found) == len(set(found)) <= count
+            assert set(found) <= set(chain), "blocks that are held and not pinned"
+            assert bool(found) == (count > 0)
+        assert policy.victim(None) == before
+        assert sorted(policy.by_heat()) == sorted([*chain, pinned])
+
     def test_a_removed_block_may_come_again(self, policy: EvictionPolicy) -> None:
         """Many times: what a policy remembers of evicted blocks must not count as held."""
         for _ in range(5):
@@ -134,6 +146,27 @@ class EvictionContract:
 
 
 class ChainEvictionContract(EvictionContract):
+    @pytest.mark.parametrize("seed", range(20))
+    def test_the_coldest_blocks_are_the_next_victims(self, policy: EvictionPolicy, seed: int) -> None:
+        """In their order, also where a prefix can go only after what hangs on it."""
+        draw = random.Random(seed)
+        for number in range(12):
+            shared = add_chain(
+                policy, 100 * number, draw.randrange(1, 4), float(number), size_class=draw.choice((1, 2))
+            )
+            for fork in range(draw.randrange(3)):
+                block = key(100 * number + 50 + fork)
+                policy.add(
+                    block, shared[-1], len(shared), float(number), is_secondary=draw.random() < 0.3, size_class=1
+                )
+            if draw.random() < 0.5:
+                policy.touch(shared[: draw.randrange(1, 4)], float(number))
+            if draw.random() < 0.2:
+                policy.pin(shared[0])
+        found = policy.coldest(1000)
+        assert policy.coldest(5) == found[:5] and policy.coldest(1000) == found
+        assert found == drain(policy)
+
     def test_a_suffix_goes_before_the_prefix_it_hangs_on(self, policy: EvictionPolicy) -> None:
         chain = add_chain(policy, 1, 6)
         assert drain(policy) == chain[::-1]

@@ -102,7 +102,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("explain",),
         ("events",),
         ("store",),
-        ("context",),
+        ("context", "attached"),
         ("directory",),
         ("tier",),
         ("acquire",),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NOBODY = ""
 TAG_MAX = (1 << 15) - 1  # the slot header has 15 bits for it (segment.header). tag_of says what happens at a collision.
@@ -24,6 +24,7 @@ class TenantLimits:
 
     quota_bytes: int = 0  # of payloads in slots that are reserved, being fetched, sealed or quarantined
     in_flight: int = 0  # slots reserved or being fetched at once
+    tier_bytes: Mapping[str, int] = field(default_factory=dict)  # of files in each tier of a node, by the tier's name
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,13 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def coldest(self, count: int) -> list[BlockKey]:
+        """Up to `count` blocks, each as `victim(None)` would name it if those before it were gone. Changes nothing.
+
+        A cleaner asks it several times a second what to write down ahead of need, so it must be cheap.
+        """
+        ...
+
     def last_touch(self, key: BlockKey) -> int: ...
 
     def used_at(self, key: BlockKey) -> float:
@@ -194,6 +201,45 @@ class LeafFirst:
                 found = ((is_primary, tick + credits[kind], order), key)
                 best = found if best is None or found < best else best
         return None if best is None else best[1]
+
+    def coldest(self, count: int) -> list[BlockKey]:
+        credits = _NO_CREDITS if self._memory is None else self._memory.credits()
+        sources = list(self._heaps_of(None, None))
+        found: dict[BlockKey, None] = {}
+        left: dict[BlockKey, int] = {}  # for parents of blocks in `found`: children that are not in it
+        popped: list[tuple[_Heap, tuple[_Rank, BlockKey]]] = []
+        queue: list[tuple[_Rank, BlockKey, int]] = []  # (rank with credit, key, source; -1 = its last child was found)
+
+        def put(rank: _Rank, key: BlockKey, kind: int, source: int) -> None:
+            is_primary, tick, order = rank
+            heapq.heappush(queue, ((is_primary, tick + credits[kind], order), key, source))
+
+        def put_top_of(source: int) -> None:
+            kind, heap = sources[source]
+            while heap and not self._is_true(*heap[0], kind):
+                heapq.heappop(heap)
+            if heap:
+                popped.append((heap, heapq.heappop(heap)))
+                put(*popped[-1][1], kind, source)
+
+        for source in range(len(sources)):
+            put_top_of(source)
+        while queue and len(found) < count:
+            _, key, source = heapq.heappop(queue)
+            if source >= 0:
+                put_top_of(source)
+            if key in found:
+                continue
+            found[key] = None
+            entry = self._entries[key]
+            above = None if entry.parent is None else self._entries.get(entry.parent)
+            if entry.parent is not None and above is not None and above.position == entry.position - 1:
+                left[entry.parent] = left.get(entry.parent, above.children) - 1
+                if not left[entry.parent] and not above.pinned:
+                    put(above.rank, entry.parent, kind_of(above.uses), -1)
+        for heap, item in popped:
+            heapq.heappush(heap, item)
+        return list(found)
 
     def _heaps_of(self, size_class: int | None, may_go: Callable[[str], bool] | None) -> Iterator[tuple[int, _Heap]]:
         """(kind of use, heap) for each heap of this size, or of any, whose account may lose blocks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from kvservice.units import BlockKey
@@ -59,10 +59,22 @@ class FirstIn:
         self._blocks[key].is_pinned = False
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
-        parents = {block.parent for block in self._blocks.values()}
+        return self._next(set(), size_class, may_go)
+
+    def coldest(self, count: int) -> list[BlockKey]:
+        found: dict[BlockKey, None] = {}
+        while len(found) < count and (key := self._next(found.keys(), None, None)) is not None:
+            found[key] = None
+        return list(found)
+
+    def _next(
+        self, gone: Set[BlockKey], size_class: int | None, may_go: Callable[[str], bool] | None
+    ) -> BlockKey | None:
+        """The victim, if the blocks in `gone` were evicted already."""
+        parents = {block.parent for key, block in self._blocks.items() if key not in gone}
 
         def can_go(key: BlockKey, block: _Stored) -> bool:
-            fits = size_class is None or block.size_class == size_class
+            fits = key not in gone and (size_class is None or block.size_class == size_class)
             return fits and not block.is_pinned and key not in parents and (may_go is None or may_go(block.account))
 
         candidates = [key for key, block in self._blocks.items() if can_go(key, block)]

@@ -1,0 +1,69 @@
+"""Engines that are attached to a shard, and how they are listed for routers and people. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.explain.records import name_engine
+from kvservice.core.messages import AttachedEngine, EngineKind, EngineSpec
+from kvservice.core.reconcile import Grants
+from kvservice.units import AttachmentId
+
+_Name = tuple[str, str, Fingerprint]
+
+
+@dataclass(slots=True)
+class EngineAttachment:
+    """One attached engine. Mutable: it is the shard's own record."""
+
+    attachment: AttachmentId
+    spec: EngineSpec
+    account: str  # the tenant that it belongs to
+    attached_at: float
+    fingerprint: str  # the beginning of its digest, in hex
+    seconds_per_block: float = 0.0  # of prefill, as the engine reported it last
+    grants: Grants = field(default_factory=Grants)
+
+    @property
+    def name(self) -> _Name:
+        return self.spec.namespace, self.spec.model, self.spec.fingerprint
+
+
+def list_engines(engines: Iterable[EngineAttachment], now: float) -> list[AttachedEngine]:
+    return [
+        AttachedEngine(
+            name_engine(attached.spec.engine_id),
+            attached.spec.model,
+            attached.spec.namespace,
+            attached.fingerprint,
+            attached.account,
+            attached.spec.layout.block_tokens,
+            now - attached.attached_at,
+            attached.seconds_per_block,
+        )
+        for attached in engines
+    ]
+
+
+def count_models(engines: Iterable[EngineAttachment]) -> list[tuple[str, str, Fingerprint, int]]:
+    """(namespace, model, fingerprint, engines), sorted."""
+    rows = Counter(attached.name for attached in engines)
+    return [(*name, rows[name]) for name in sorted(rows, key=_order)]
+
+
+def kinds_of(engines: Iterable[EngineAttachment]) -> tuple[EngineKind, ...]:
+    """One for each model and fingerprint, sorted."""
+    kinds: dict[_Name, list[EngineAttachment]] = {}
+    for attached in engines:
+        kinds.setdefault(attached.name, []).append(attached)
+    return tuple(
+        EngineKind(*name, members[0].spec.layout, len(members), max(m.seconds_per_block for m in members))
+        for name, members in sorted(kinds.items(), key=lambda item: _order(item[0]))
+    )
+
+
+def _order(name: _Name) -> tuple[str, str, object]:
+    return name[0], name[1], name[2].fields

@@ -1,0 +1,52 @@
+"""What the core knows of each tier: its name, its budget, and when blocks are written into it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvservice.core.messages import Holder
+from kvservice.units import BootEpoch, NodeId
+
+TIER_MARK = "~"  # a tier is a holder whose node id begins with it; no node's name does
+
+
+class WriteMoment(Enum):
+    """When a block is written into a tier. The values are those of the settings."""
+
+    EVICTED = "evicted"  # ahead of its eviction from memory: a cleaner writes the coldest blocks
+    STORED = "stored"  # when an engine has sealed it, or a leaving node handed it over
+    REUSED = "reused"  # when it is used for the first time after that
+
+
+@dataclass(frozen=True, slots=True)
+class TierRules:
+    """One tier of this node, or one that all nodes share."""
+
+    name: str
+    is_shared: bool = False  # it is probed, and what it has is not this node's: no books, and nothing is evicted
+    budget_bytes: int = 0  # of files, with their headers; without a meaning for a shared tier
+    write: WriteMoment = WriteMoment.EVICTED
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """One tier's figures at one moment."""
+
+    name: str
+    is_shared: bool
+    blocks: int  # of a shared tier: those that this node knows to be in it
+    used_bytes: int
+    budget_bytes: int
+    waiting: int  # blocks that wait to be written
+    writing_bytes: int
+    reading_bytes: int
+
+
+def tier_holder(name: str) -> Holder:
+    """The tier as a source of blocks, beside other nodes."""
+    return Holder(NodeId(TIER_MARK + name), "", BootEpoch(0))
+
+
+def is_tier(node: str) -> bool:
+    return node.startswith(TIER_MARK)

@@ -1,0 +1,379 @@
+"""The tiers of one node: which blocks go into which tier and when, and what each tier has. Pure; part of ShardState.
+
+A tier is a holder of blocks like another node (core.acquire brings blocks back), and its books are a second store.
+Eviction from memory never waits for a tier: what is not written yet is lost, and a cleaner keeps the cold end of the
+memory written ahead of need. Tiers do not know of each other: each has its own queue, drops and rests.
+
+A block is announced while the memory or a tier of this node has it. What a shared tier has is not announced: it is
+asked itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvservice.core.actions import Action, Announce, Erase, Retract, WriteDown
+from kvservice.core.block.tenants import TenantLimits, tag_of
+from kvservice.core.bounded_table import BoundedTable
+from kvservice.core.context import ShardContext
+from kvservice.core.events import PullResult, TierFound, WrittenDown
+from kvservice.core.messages import Holder
+from kvservice.core.store.blocks import Block
+from kvservice.core.store.eviction import LeafFirstReuse
+from kvservice.core.tier.books import TierBooks
+from kvservice.core.tier.rules import TierRules, TierUsage, WriteMoment, tier_holder
+from kvservice.core.tier.tier_block import TierBlock
+from kvservice.core.tier.write_queue import READING_SHARE, Item, WriteQueue
+from kvservice.units import BlockKey, NodeId, SlotIndex
+
+CLEAN_FREE_SHARE = 1 / 8  # of the memory: while less is free, the cleaner writes down the coldest blocks ahead of need
+CLEAN_BLOCKS = 256  # that the cleaner looks at: it costs a millisecond
+CLEAN_SECONDS = 0.1  # between two looks: with CLEAN_BLOCKS, more than any disk writes
+KNOWN_MAX = 262_144  # blocks that are known to be in a shared tier, about 40 MB; a forgotten one is written again
+CHECK_BLOCKS_MAX = 20_000  # larger books are not checked: a check would block the loop for too long
+
+
+@dataclass(slots=True)
+class _Read:
+    blocks: tuple[TierBlock, ...]
+    deadline: float
+
+    @property
+    def byte_count(self) -> int:
+        return sum(block.payload_bytes for block in self.blocks)
+
+
+@dataclass(slots=True)
+class _Tier:
+    rules: TierRules
+    holder: Holder
+    queue: WriteQueue
+    books: TierBooks | None  # None: it is shared
+    known: BoundedTable[BlockKey, bool] = field(default_factory=lambda: BoundedTable(KNOWN_MAX))  # if it is shared
+    reads: dict[int, _Read] = field(default_factory=dict)  # by the number of the pull
+    reading_bytes: int = 0
+    is_open: bool = False  # nothing is asked of it before: it says what it found, maybe nothing, when it is open
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether the block is in the tier, or on its way there, as far as this node knows."""
+        held = self.known.get(key) is not None if self.books is None else self.books.knows(key)
+        return held or key in self.queue
+
+    def takes(self, now: float) -> bool:
+        return self.is_open and not self.queue.is_resting(now)
+
+
+class Tiers:
+    """`emit` of the context goes to the performer; the actions of the memory's store pass through `pass_on`."""
+
+    def __init__(self, rules: Sequence[TierRules], shard: ShardContext) -> None:
+        self._shard = shard
+        self._store = shard.store
+        self._counters = shard.counters
+        memory_bytes = shard.geometry.slab_count * shard.geometry.slab_bytes
+        self._reading_max = int(memory_bytes * READING_SHARE)
+        self._clean_below = int(memory_bytes * CLEAN_FREE_SHARE)
+        self._tiers: dict[str, _Tier] = {}
+        for each in rules:
+            assert each.name not in self._tiers, "two tiers have one name"
+            books = None if each.is_shared else TierBooks(each.budget_bytes, LeafFirstReuse(), self._gone_from(each))
+            self._tiers[each.name] = _Tier(each, tier_holder(each.name), WriteQueue(memory_bytes), books)
+        self._of_holder = {tier.holder.node_id: tier for tier in self._tiers.values()}
+        self._moments = {tier.rules.write for tier in self._tiers.values()}
+        self._own = [tier.books for tier in self._tiers.values() if tier.books is not None]
+        self.shared = tuple(tier.rules.name for tier in self._tiers.values() if tier.rules.is_shared)
+        self._next_job = 1
+        self._now = 0.0  # of the last event
+        self._cleaned_at = -CLEAN_SECONDS
+        self._clean_at: float | None = None
+
+    # -- what is announced ----
+
+    def holds(self, key: BlockKey) -> bool:
+        """Whether a tier of this node has the block and can give it."""
+        return any(key in books for books in self._own)
+
+    def pass_on(self, action: Action) -> bool:
+        """Whether an action of the memory's store goes to the performer: what a tier has is announced already, and
+        stays announced."""
+        return not (isinstance(action, Announce | Retract) and self._own and self.holds(action.key))
+
+    def found(self, event: TierFound, now: float) -> None:
+        """A tier is open, and has kept these blocks over a restart."""
+        tier = self._tiers.get(event.tier)
+        if tier is None:
+            return
+        tier.is_open = True
+        if tier.books is None:
+            return
+        for block in event.blocks:
+            is_new = block.key not in self._store and not self.holds(block.key)
+            account = self._store.accounts.account_of(block.account_tag)
+            if tier.books.adopt(block, account, now):
+                self._count(tier, "found")
+                if is_new:
+                    self._shard.emit(Announce(block.key, block.route))
+            elif not tier.books.knows(block.key):
+                self._count(tier, "found_no_room")
+                self._shard.emit(Erase(tier.rules.name, (block.key,)))
+
+    def blocks(self) -> Iterable[TierBlock]:
+        """Everything in the tiers of this node; a block in two of them twice."""
+        for books in self._own:
+            yield from books.blocks()
+
+    # -- which blocks are written ----
+
+    def sealed(self, key: BlockKey, now: float) -> None:
+        """A block has become readable in memory."""
+        if WriteMoment.STORED in self._moments:
+            block = self._store.get(key)
+            if block is not None and not block.is_secondary:
+                self._offer(block, WriteMoment.STORED, now)
+
+    def used(self, keys: Iterable[BlockKey], now: float) -> None:
+        """Blocks are used, some of them in memory."""
+        if WriteMoment.REUSED in self._moments:
+            for key in keys:
+                block = self._store.get(key)
+                if block is not None:
+                    self._offer(block, WriteMoment.REUSED, now)
+
+    def _offer(self, block: Block, moment: WriteMoment, now: float) -> None:
+        """Queue the block for each tier that takes blocks at this moment and lacks it."""
+        for tier in self._tiers.values():
+            if tier.rules.write is not moment or tier.has(block.key) or not tier.takes(now):
+                continue
+            if not self._shard.admission.admits(self._store.account_of(block)):
+                continue
+            if not tier.queue.put(block.key):
+                self._count(tier, "dropped_full")
+
+    def work(self, now: float) -> None:
+        """Clean, and begin what may begin. Called after every event; cheap when there is nothing to do."""
+        self._now = now
+        if WriteMoment.EVICTED in self._moments:
+            self._clean(now)
+        for tier in self._tiers.values():
+            while tier.queue and (items := tier.queue.next_items(partial(self._prepare, tier))):
+                number = self._next_job
+                self._next_job += 1
+                tier.queue.begin(number, items)
+                self._shard.emit(WriteDown(number, tier.rules.name, items))
+
+    def _clean(self, now: float) -> None:
+        """Queue the coldest blocks that a tier lacks, while little memory is free."""
+        if now < self._cleaned_at + CLEAN_SECONDS:
+            self._clean_at = self._cleaned_at + CLEAN_SECONDS
+            return
+        self._clean_at = None
+        table = self._store.table
+        free = table.byte_counts()["free"] + table.free_slab_count * self._shard.geometry.slab_bytes
+        if free >= self._clean_below:
+            return
+        self._cleaned_at = now
+        for key in self._store.policy.coldest(CLEAN_BLOCKS):
+            block = self._store.get(key)
+            if block is not None and not block.is_secondary:
+                self._offer(block, WriteMoment.EVICTED, now)
+
+    def _prepare(self, tier: _Tier, key: BlockKey) -> Item | None:
+        """Make room in the tier and pin the block in memory. None: it is not written."""
+        block = self._store.get(key)
+        if block is None:
+            self._count(tier, "dropped_evicted")
+            return None
+        if tier.books is not None and tier.books.knows(key):
+            return None  # it was found in the tier since it was queued
+        account = self._store.account_of(block)
+        written = TierBlock(
+            key, block.payload_bytes, block.digest, block.position, block.route, account_tag=tag_of(account)
+        )
+        if tier.books is not None and not tier.books.reserve(written, self._store.parent_of(block), account):
+            self._count(tier, "dropped_no_room")
+            return None
+        self._store.pin(block)
+        return written, block.slot
+
+    def written(self, event: WrittenDown, now: float) -> None:
+        for tier in self._tiers.values():
+            items = tier.queue.end(event.job)
+            if items is None:
+                continue
+            results = (*event.written, *[False] * len(items))
+            good = 0
+            for (block, slot), is_written in zip(items, results, strict=False):
+                self._store.unpin(slot)
+                if is_written:
+                    good += 1
+                    self._count(tier, "written_bytes", block.payload_bytes)
+                self._settle(tier, block, now, is_written=is_written)
+            self._count(tier, "written_blocks", good)
+            self._count(tier, "write_failed", len(items) - good)
+            tier.queue.report(good, now)
+
+    def _settle(self, tier: _Tier, block: TierBlock, now: float, *, is_written: bool) -> None:
+        if tier.books is None:
+            if is_written:
+                tier.known.put(block.key, True)
+        elif is_written:
+            tier.books.seal(block.key, now)
+        else:
+            tier.books.abort(block.key)
+
+    # -- what is brought back ----
+
+    def holders(
+        self, keys: Sequence[BlockKey], indices: Iterable[int], payload_bytes: int, now: float
+    ) -> dict[int, tuple[Holder, ...]]:
+        """The tiers of this node that can give each of these blocks now. Blocks that none has are left out."""
+        found: dict[int, tuple[Holder, ...]] = {}
+        open_tiers = [tier for tier in self._tiers.values() if tier.books is not None and self._may_read(tier, now)]
+        for index in indices if open_tiers else ():
+            having = tuple(tier.holder for tier in open_tiers if self._gives(tier, keys[index], payload_bytes))
+            if having:
+                found[index] = having
+        return found
+
+    @staticmethod
+    def _gives(tier: _Tier, key: BlockKey, payload_bytes: int) -> bool:
+        block = None if tier.books is None else tier.books.get(key)
+        return block is not None and block.payload_bytes == payload_bytes
+
+    def _may_read(self, tier: _Tier, now: float) -> bool:
+        """Whether the tier is asked at all: not while it owes an answer, and not for more than a share of the memory.
+        Its answer ends that, so a tier that hangs costs one request its time, and the others nothing."""
+        if not tier.is_open:
+            return False
+        late = any(read.deadline < now for read in tier.reads.values())
+        if late or tier.reading_bytes >= self._reading_max:
+            self._count(tier, "busy")
+            return False
+        return True
+
+    def may_probe(self, name: str, now: float) -> bool:
+        return self._may_read(self._tiers[name], now)
+
+    def sizes(self, keys: Sequence[BlockKey], now: float) -> dict[BlockKey, int]:
+        """Payload bytes of those of these blocks that a tier of this node can give now."""
+        found: dict[BlockKey, int] = {}
+        for tier in self._tiers.values():
+            if tier.books is not None and self._may_read(tier, now):
+                blocks = (tier.books.get(key) for key in keys)
+                found.update((block.key, block.payload_bytes) for block in blocks if block is not None)
+        return found
+
+    def begin_read(
+        self, number: int, holder: NodeId, wanted: Sequence[TierBlock], deadline: float, now: float
+    ) -> tuple[TierBlock, ...]:
+        """The leading blocks of `wanted` that the tier can give, pinned in its books until `end_read`. A shared tier
+        is believed to have them all. Of a tier of this node, its books say what a block is."""
+        tier = self._of_holder[holder]
+        given: list[TierBlock] = []
+        for block in wanted if self._may_read(tier, now) else ():
+            known = block if tier.books is None else tier.books.get(block.key)
+            if known is None or known.payload_bytes != block.payload_bytes:
+                break
+            given.append(known)
+        if tier.books is not None:
+            for block in given:
+                tier.books.pin(block.key)
+            tier.books.touch([block.key for block in given], now)
+        read = tier.reads[number] = _Read(tuple(given), deadline)
+        tier.reading_bytes += read.byte_count
+        return read.blocks
+
+    def end_read(self, number: int, holder: NodeId, results: Sequence[PullResult], now: float) -> None:
+        """A read is over, or did not begin (no results). Wrong blocks leave the tier."""
+        tier = self._of_holder[holder]
+        read = tier.reads.pop(number)
+        tier.reading_bytes -= read.byte_count
+        wrong: list[BlockKey] = []
+        for block, result in zip(read.blocks, results, strict=False):
+            self._count(tier, f"read_{result.value}")
+            if result is PullResult.OK:
+                self._count(tier, "read_bytes", block.payload_bytes)
+                if tier.books is None:
+                    tier.known.put(block.key, True)
+            elif result in (PullResult.STALE, PullResult.CORRUPT):
+                tier.known.pop(block.key)
+                if tier.books is not None:
+                    tier.books.discard(block.key)
+                elif result is PullResult.CORRUPT:
+                    wrong.append(block.key)
+        if tier.books is not None:
+            for block in read.blocks:
+                tier.books.unpin(block.key)
+        elif wrong:
+            self._shard.emit(Erase(tier.rules.name, tuple(wrong)))
+
+    def left_memory(self, key: BlockKey) -> None:
+        """A block was evicted from memory: in the books it counts as used until now. Uses in memory are not told to
+        them, which would cost an acquire of what is in memory as much as it costs by itself."""
+        for books in self._own:
+            if key in books:
+                books.touch((key,), self._now)
+
+    # -- limits, time and figures ----
+
+    def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
+        """Replace the tenants' limits in the books."""
+        for tier in self._tiers.values():
+            if tier.books is not None:
+                quotas = {name: limit.tier_bytes.get(tier.rules.name, 0) for name, limit in limits.items()}
+                tier.books.accounts.set_limits({name: TenantLimits(quota) for name, quota in quotas.items()})
+
+    def next_deadline(self) -> float | None:
+        return self._clean_at
+
+    def usage(self) -> tuple[TierUsage, ...]:
+        return tuple(
+            TierUsage(
+                tier.rules.name,
+                tier.rules.is_shared,
+                len(tier.known) if tier.books is None else len(tier.books),
+                0 if tier.books is None else tier.books.used_bytes,
+                0 if tier.books is None else tier.books.budget_bytes,
+                len(tier.queue),
+                tier.queue.writing_bytes,
+                tier.reading_bytes,
+            )
+            for tier in self._tiers.values()
+        )
+
+    def pinned(self) -> Counter[SlotIndex]:
+        """Slots pinned for writes, for the shard's check of pin counts."""
+        found: Counter[SlotIndex] = Counter()
+        for tier in self._tiers.values():
+            found.update(tier.queue.pinned())
+        return found
+
+    def reading(self) -> set[int]:
+        """Numbers of the pulls that read from tiers, for checks."""
+        return {number for tier in self._tiers.values() for number in tier.reads}
+
+    def _gone_from(self, rules: TierRules) -> Callable[[TierBlock], None]:
+        def gone(block: TierBlock) -> None:
+            self._shard.emit(Erase(rules.name, (block.key,)))
+            self._counters[f"tier_{rules.name}_erased"] += 1
+            if block.key not in self._store and not self.holds(block.key):
+                self._shard.emit(Retract(block.key, block.route))
+
+        return gone
+
+    def _count(self, tier: _Tier, name: str, by: int = 1) -> None:
+        self._counters[f"tier_{tier.rules.name}_{name}"] += by
+
+    def check_invariants(self) -> None:
+        for tier in self._tiers.values():
+            tier.queue.check_invariants()
+            assert tier.reading_bytes == sum(read.byte_count for read in tier.reads.values()), "bytes read are off"
+            books = tier.books
+            if books is not None and len(books) <= CHECK_BLOCKS_MAX:
+                books.check_invariants()
+                assert books.writing() == tier.queue.writing(), "books and writes of a tier differ"
+                reads = Counter(block.key for read in tier.reads.values() for block in read.blocks)
+                assert books.pinned() == reads, "books and reads of a tier differ"

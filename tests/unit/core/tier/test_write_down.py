@@ -1,0 +1,289 @@
+"""Which blocks are written into which tier and when, what is dropped, and what is announced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvservice.core import actions as act
+from kvservice.core import events as ev
+from kvservice.core.block.tenants import TenantLimits
+from kvservice.core.messages import AcquireRequest
+from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
+from kvservice.core.tier.rules import TierRules, WriteMoment
+from kvservice.core.tier.tier_block import TierBlock
+from kvservice.core.tier.tiers import CLEAN_SECONDS
+from kvservice.testing.builders import SMALL, CoreHarness, make_chain
+from kvservice.units import BlockKey, MiB, SpanRoute
+
+FILE = SMALL + FILE_HEADER_BYTES
+STORED, REUSED, EVICTED = WriteMoment.STORED, WriteMoment.REUSED, WriteMoment.EVICTED
+
+
+def disk(write: WriteMoment = STORED, room: int = 100) -> TierRules:
+    return TierRules("disk", budget_bytes=room * FILE, write=write)
+
+
+def objects(write: WriteMoment = STORED) -> TierRules:
+    return TierRules("objects", is_shared=True, write=write)
+
+
+def harness_with(*tiers: TierRules, **options: Any) -> CoreHarness:
+    return CoreHarness(tiers=tiers, **options)
+
+
+def found_block(key: BlockKey, position: int = 0) -> TierBlock:
+    return TierBlock(key, SMALL, 5, position, SpanRoute(3))
+
+
+def test_a_stored_block_is_written_and_pinned_meanwhile() -> None:
+    harness, chain = harness_with(disk()), make_chain(3)
+    harness.store(harness.attach(), chain)
+    (write,) = harness.writes()
+    ((block, slot),) = write.items
+    assert (block.key, block.payload_bytes, block.position) == (chain[0], SMALL, 0)
+    held = {one.key: one for one in harness.state.blocks()}[block.key]
+    assert (slot, block.digest, block.route) == (held.slot, held.digest, held.route)
+    assert harness.slots("leased") == 1, "what is being written stays in memory"
+    assert harness.write_all() == list(chain) and harness.slots("leased") == 0
+    (usage,) = harness.state.tier_usage()
+    assert (usage.blocks, usage.used_bytes, usage.waiting, usage.writing_bytes) == (3, 3 * FILE, 0, 0)
+    assert (harness.count("tier_disk_written_blocks"), harness.count("tier_disk_written_bytes")) == (3, 3 * SMALL)
+
+
+def test_a_block_is_written_once() -> None:
+    harness, chain = harness_with(disk(REUSED)), make_chain(2)
+    engine = harness.attach()
+    harness.store(engine, chain)
+    assert not harness.writes(), "nobody has used it yet"
+    for _ in range(3):
+        harness.hit(engine, chain)
+    assert harness.write_all() == list(chain)
+    harness.hit(engine, chain)
+    assert not harness.writes()
+
+
+def test_nothing_is_written_while_nothing_comes_back() -> None:
+    harness, chain = harness_with(disk()), make_chain(2)
+    engine = harness.attach()
+    harness.state._admission.admits = lambda account: False  # type: ignore[method-assign]
+    harness.store(engine, chain)
+    assert not harness.tier_work
+
+
+def test_copies_of_other_nodes_blocks_are_not_written() -> None:
+    harness, chain = harness_with(disk()), make_chain(2)
+    engine = harness.attach()
+    harness.fetch_all(harness.acquire(engine, chain), chain)
+    assert len(harness.keys_held()) == 2 and not harness.tier_work
+
+
+def test_the_cleaner_writes_ahead_of_need() -> None:
+    harness = harness_with(disk(EVICTED))
+    engine = harness.attach()
+    first, second = make_chain(7, "first"), make_chain(8, "second")
+    harness.store(engine, first[:4])
+    harness.advance(1.0)
+    assert not harness.writes(), "half of the memory is free"
+    harness.store(engine, first, 4)
+    harness.store(engine, second[:1])
+    harness.advance(CLEAN_SECONDS)
+    written = harness.write_all()
+    assert set(written[:7]) == set(first) and written[:4] == list(first[3::-1]), "a prefix after what hangs on it"
+    harness.store(engine, second, 1)
+    assert harness.keys_held() == set(second)
+    assert all(harness.announced[key] == 1 for key in first), "the disk has them"
+
+
+def test_the_cleaner_looks_again_after_a_moment() -> None:
+    harness, chain = harness_with(disk(EVICTED)), make_chain(8)
+    engine = harness.attach()
+    harness.store(engine, chain[:7])
+    harness.store(engine, chain, 7)
+    assert harness.state.next_deadline() == pytest.approx(harness.now + CLEAN_SECONDS)
+    harness.write_all()
+    harness.advance(CLEAN_SECONDS)
+    assert len(harness.write_all()) + 7 >= 8
+    assert harness.state.tier_usage()[0].blocks == 8
+    harness.advance(CLEAN_SECONDS)
+    harness.advance(CLEAN_SECONDS)
+    assert not harness.writes()
+
+
+def test_a_block_evicted_while_it_waits_is_dropped() -> None:
+    """Eviction does not wait for the tier, which does not answer here."""
+    harness, first, second = harness_with(disk()), make_chain(8, "first"), make_chain(7, "second")
+    engine = harness.attach()
+    harness.store(engine, first)
+    (write,) = harness.writes()
+    harness.store(engine, second)
+    assert len(harness.keys_held()) == 8 and write.items[0][0].key in harness.keys_held()
+    assert set(harness.write_all()) == {first[0], *second}
+    assert harness.count("tier_disk_dropped_evicted") == 7
+
+
+def test_a_full_queue_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvservice.core.tier.write_queue.QUEUE_MAX", 3)
+    harness, chain = harness_with(disk()), make_chain(6)
+    harness.store(harness.attach(), chain)
+    assert harness.write_all() == list(chain[:4]), "one is being written and three wait"
+    assert harness.count("tier_disk_dropped_full") == 2
+
+
+def test_a_tier_without_room_drops_what_is_larger() -> None:
+    harness, chain = harness_with(TierRules("disk", budget_bytes=FILE - 1, write=STORED)), make_chain(2)
+    harness.store(harness.attach(), chain)
+    assert not harness.tier_work and harness.count("tier_disk_dropped_no_room") == 2
+
+
+def test_a_job_has_as_many_blocks_as_its_bytes_allow() -> None:
+    harness = harness_with(disk(), slab_count=64)
+    chain = make_chain(30)
+    harness.store(harness.attach(), chain)
+    assert [len(write.items) for write in harness.writes()] == [1, 1, 1] + [1] * 13 + [1], "4 MiB are in flight"
+    assert harness.write_all() == list(chain)
+
+
+def test_a_failed_write_leaves_no_trace_and_the_tier_rests() -> None:
+    harness, chain = harness_with(disk()), make_chain(8)
+    engine = harness.attach()
+    harness.store(engine, chain[:1])
+    harness.written(harness.writes()[0], False)
+    assert harness.state.tier_usage()[0].used_bytes == 0 and harness.slots("leased") == 0
+    harness.store(engine, chain[:2], 1)
+    assert not harness.writes(), "it rests for a second"
+    harness.advance(1.1)
+    harness.store(engine, chain[:3], 2)
+    harness.written(harness.writes()[0])
+    harness.advance(1.1)
+    harness.store(engine, chain[:4], 3)
+    assert not harness.writes(), "then for two"
+    harness.advance(1.1)
+    harness.store(engine, chain[:5], 4)
+    assert harness.write_all() == [chain[4]]
+    harness.store(engine, chain[:6], 5)
+    assert harness.write_all() == [chain[5]]
+    assert harness.count("tier_disk_write_failed") == 2
+
+
+def test_the_end_of_an_unknown_write_is_ignored() -> None:
+    harness = harness_with(disk(), objects())
+    assert harness.send(ev.WrittenDown(99, (True,))) == []
+
+
+def test_a_tier_that_never_answers_delays_no_other() -> None:
+    harness, chain = harness_with(disk(), objects()), make_chain(8)
+    engine = harness.attach()
+    harness.store(engine, chain)
+    assert harness.write_all("objects") == list(chain)
+    assert len(harness.writes("disk")) == 1
+    harness.advance(60.0)
+    harness.store(engine, make_chain(7, "second"))
+    assert len(harness.keys_held()) == 8, "all but the pinned block went"
+    usage = {usage.name: usage for usage in harness.state.tier_usage()}
+    assert usage["objects"].blocks == 8 and usage["disk"].blocks == 0
+    assert usage["objects"].is_shared and usage["objects"].used_bytes == usage["objects"].budget_bytes == 0
+
+
+def test_each_tier_has_its_own_moment() -> None:
+    harness, chain = harness_with(disk(STORED), objects(REUSED)), make_chain(2)
+    engine = harness.attach()
+    harness.store(engine, chain)
+    assert harness.write_all("disk") == list(chain) and not harness.writes("objects")
+    harness.hit(engine, chain)
+    assert harness.write_all("objects") == list(chain) and not harness.writes("disk")
+
+
+def test_what_a_shared_tier_has_is_not_announced() -> None:
+    harness, chain = harness_with(objects()), make_chain(8)
+    engine = harness.attach()
+    harness.store(engine, chain)
+    harness.write_all("objects")
+    harness.store(engine, make_chain(8, "second"))
+    assert all(harness.announced[key] == 0 for key in chain)
+    assert {key for key, _ in harness.state.inventory()} == harness.keys_held()
+
+
+def test_a_block_is_announced_while_memory_or_disk_has_it() -> None:
+    harness, first, second = harness_with(disk(REUSED, 4)), make_chain(4, "first"), make_chain(8, "second")
+    engine = harness.attach()
+    harness.store(engine, first)
+    harness.release(engine, harness.hit(engine, first).lease_id)
+    harness.write_all()
+    harness.store(engine, second)
+    assert not harness.keys_held() & set(first) and not harness.retracted
+    assert {key for key, _ in harness.state.inventory()} == {*first, *second}
+    harness.hit(engine, second)
+    harness.write_all()
+    assert set(harness.erased()) >= set(first), "the second prompt needed the disk's room"
+    assert set(harness.retracted) == set(first)
+    assert {key for key, _ in harness.state.inventory()} == set(second)
+
+
+def test_found_blocks_are_announced_once() -> None:
+    harness, chain = harness_with(disk(room=3)), make_chain(4)
+    engine = harness.attach()
+    harness.store(engine, chain[:1])
+    harness.written(harness.writes()[0], False)
+    actions = harness.send(ev.TierFound("disk", tuple(found_block(key, place) for place, key in enumerate(chain))))
+    assert [action.key for action in actions if isinstance(action, act.Announce)] == list(chain[1:3])
+    assert harness.erased() == [chain[3]], "there is room for three"
+    again = harness.send(ev.TierFound("disk", (found_block(chain[0]),)))
+    assert again == [], "it is known already"
+    assert harness.count("tier_disk_found") == 3 and harness.count("tier_disk_found_no_room") == 1
+
+
+def test_only_a_tier_of_this_node_finds_blocks() -> None:
+    harness, chain = harness_with(objects()), make_chain(1)
+    for tier in ("objects", "nothing"):
+        assert harness.send(ev.TierFound(tier, (found_block(chain[0]),))) == []
+
+
+def test_a_block_found_while_it_waits_is_not_written_again() -> None:
+    harness, chain = harness_with(disk()), make_chain(2)
+    harness.store(harness.attach(), chain)
+    harness.send(ev.TierFound("disk", (found_block(chain[1], 1),)))
+    assert harness.write_all() == [chain[0]]
+
+
+def test_a_tenant_keeps_its_quota_of_a_tier() -> None:
+    limits = {"a": TenantLimits(tier_bytes={"disk": 2 * FILE})}
+    harness, chain = harness_with(disk(), objects(), tenants=limits), make_chain(4)
+    harness.store(harness.attach(tenant="a"), chain)
+    assert harness.write_all() == list(chain) and len(harness.erased()) == 2
+    assert harness.write_all("objects") == list(chain), "a quota is of one tier"
+    assert harness.state.tier_usage()[0].used_bytes == 2 * FILE
+
+
+def test_a_drain_and_a_restart_keep_what_the_disk_has() -> None:
+    harness, chain = harness_with(disk()), make_chain(2)
+    harness.store(harness.attach(), chain)
+    harness.write_all()
+    blocks = tuple(found_block(key, place) for place, key in enumerate(chain))
+    harness.restart()
+    harness.send(ev.TierFound("disk", blocks))
+    assert all(harness.announced[key] == 1 for key in chain) and not harness.writes()
+    harness.send(ev.Drain(timeout_seconds=1.0, handover=False))
+    assert harness.farewells == 1
+
+
+def test_memory_that_is_asked_for_again_is_not_counted_as_read() -> None:
+    harness, chain = harness_with(disk(), slab_count=1, slab_bytes=2 * MiB), make_chain(2)
+    engine = harness.attach()
+    harness.store(engine, chain)
+    harness.write_all()
+    op = harness.next_op()
+    harness.send(ev.Acquire(op, engine, AcquireRequest(chain, 0, 1.0)))
+    assert len(harness.result(op).blocks) == 2 and not harness.tier_work
+
+
+def test_nothing_is_asked_of_a_tier_before_it_is_open() -> None:
+    harness, chain = harness_with(disk()), make_chain(3)
+    harness.restart()
+    engine = harness.attach()
+    harness.store(engine, chain[:2])
+    assert not harness.tier_work
+    harness.send(ev.TierFound("disk", ()))
+    harness.store(engine, chain, 2)
+    assert harness.write_all() == [chain[2]]
