@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from examples.demo.network import why_not
+from kvservice.lookup.mirror_file import MIRROR_SUFFIX
 from kvservice.testing.eventually import NotInTime, eventually
 
 pytestmark = pytest.mark.ray
@@ -41,8 +42,13 @@ class Demo:
     log: Path
 
     @property
-    def segments(self) -> list[Path]:
+    def shared(self) -> list[Path]:
+        """Segments, and mirrors of the directory."""
         return sorted(SHARED_MEMORY.glob(f"kvservice-demo-{self.process.pid}-*"))
+
+    @property
+    def segments(self) -> list[Path]:
+        return [path for path in self.shared if not path.name.endswith(MIRROR_SUFFIX)]
 
     def processes(self, name: str = "") -> dict[int, str]:
         found: dict[int, str] = {}
@@ -73,7 +79,7 @@ class Demo:
         """What is still there when it had time to go."""
 
         def found() -> list[str]:
-            files = [*self.segments, *(path for path in self.runtime.rglob("*") if not path.is_dir())]
+            files = [*self.shared, *(path for path in self.runtime.rglob("*") if not path.is_dir())]
             return [*map(str, files), *self.processes().values()]
 
         with contextlib.suppress(NotInTime):
@@ -108,8 +114,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             for pid in [*demo.processes()]:  # only when the test has failed already
                 os.kill(pid, signal.SIGKILL)
             demo.process.wait()
-            for segment in demo.segments:
-                segment.unlink()
+            for path in demo.shared:
+                path.unlink()
 
 
 @pytest.mark.usefixtures("model_path")
