@@ -29,6 +29,7 @@ from kvservice.core.messages import (
     RequestReport,
     SealItem,
     SealStatus,
+    WarmRequest,
 )
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header import unpack_header
@@ -172,19 +173,22 @@ class AttachedModel:
         task.add_done_callback(self._puts.discard)
         return await asyncio.shield(task)
 
-    async def warm(self, tokens: Tokens, salt: str, timeout: float) -> int:
-        """Make the prefix local without reading it. Returns how many tokens of it are."""
+    async def warm(self, tokens: Tokens, salt: str, timeout: float, hold: float) -> int:
+        """Make the prefix local without reading it, and hold it. Returns how many tokens of it are here."""
         keys_of, total = self._chain(tokens, salt)
         _check_timeout(timeout)
         attachment = self._session.attachment
         if attachment is None or not total:
             return 0
-        result = await self._ask(attachment, AcquireRequest(tuple(keys_of(attachment)), 0, timeout))
-        if result is None:
+        request = WarmRequest(self._fingerprint.digest, tuple(keys_of(attachment)), timeout, hold)
+        try:
+            result = await self._session.pool_of(attachment).warm(request)
+        except InvalidRequest:
+            raise
+        except KVServiceError:
             return 0
-        if result.lease_id:
-            self._session.release(attachment.attachment_id, result.lease_id)
-        return len(result.blocks) * self.layout.block_tokens
+        here = result.local + sum(count for _, count in result.fetched)
+        return here * self.layout.block_tokens
 
     # -- reading ----
 

@@ -16,6 +16,7 @@ from kvservice.session.options import Mode, PoolOptions
 NAMESPACE = "python"  # apart from engines: a program that attaches first must not keep an engine out
 # For blocks of other nodes. Far more than they take on a network that is worth fetching over; then what is here counts.
 TIMEOUT_SECONDS = 5.0
+HOLD_SECONDS = 30.0  # that warmed blocks are held: as long as a request may wait in a queue
 
 
 class ConnectOptions(PoolOptions):
@@ -245,10 +246,13 @@ class Cache:
         """
         return self._thread.loop.wait(self._attached.put(tokens, arrays, start, salt))
 
-    def warm(self, tokens: Tokens, *, salt: str = "", timeout: float = TIMEOUT_SECONDS) -> int:
-        """Bring the prefix to this node, so that a later `get` need not fetch it. Returns how many tokens are here.
+    def warm(
+        self, tokens: Tokens, *, salt: str = "", timeout: float = TIMEOUT_SECONDS, hold: float = HOLD_SECONDS
+    ) -> int:
+        """Bring the prefix to this node and hold it there for `hold` seconds, so that a later `get` need not fetch it.
 
-        They are not held: they may be evicted like any block.
+        Returns how many tokens are here. What is held is not evicted; together it is at most a quarter of the pool, and
+        what was warmed longest ago is let go first. Blocks for at most `timeout` seconds. Raises InvalidRequest.
 
         >>> import kvservice, numpy
         >>> with kvservice.connect(mode="embedded", memory="8MiB") as pool:
@@ -257,7 +261,7 @@ class Cache:
         ...     cache.warm(range(100))
         8
         """
-        return self._thread.loop.wait(self._attached.warm(tokens, salt, timeout))
+        return self._thread.loop.wait(self._attached.warm(tokens, salt, timeout, hold))
 
     def close(self) -> None:
         """Detach. Idempotent. The blocks stay in the pool."""
@@ -375,9 +379,11 @@ class AsyncCache:
         until the cache is closed."""
         return await self._thread.loop.wait_async(self._attached.put(tokens, arrays, start, salt))
 
-    async def warm(self, tokens: Tokens, *, salt: str = "", timeout: float = TIMEOUT_SECONDS) -> int:
+    async def warm(
+        self, tokens: Tokens, *, salt: str = "", timeout: float = TIMEOUT_SECONDS, hold: float = HOLD_SECONDS
+    ) -> int:
         """See Cache.warm."""
-        return await self._thread.loop.wait_async(self._attached.warm(tokens, salt, timeout))
+        return await self._thread.loop.wait_async(self._attached.warm(tokens, salt, timeout, hold))
 
     async def close(self) -> None:
         """See Cache.close."""

@@ -33,6 +33,7 @@ CLIENT_MAY = frozenset(
         f"{_PACKAGE}.AdminService.{name}"
         for name in ("Stats", "Accounting", "Explain", "BlockHistory", "ListBlocks", "EngineStats")
     }
+    | {f"{_PACKAGE}.OperatorService.{name}" for name in ("Warm", "ListPins")}
 )
 
 Proofs = Callable[[str], tuple[tuple[str, bytes], ...]]  # from a receiver's audience to call metadata

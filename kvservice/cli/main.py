@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvservice.cli.commands import develop, look, operate, run, secure
+from kvservice.cli.commands import develop, hold, look, operate, run, secure
 from kvservice.cli.tree import HELP, Tree
 from kvservice.version import __version__
 
@@ -38,7 +38,7 @@ app = typer.Typer(
     epilog="kvservice demo\nkvservice up --no-ray\nkvservice status --watch\nkvservice explain REQUEST_ID",
 )
 app.callback()(start)
-for group in (run, look, operate, secure, develop):
+for group in (run, look, operate, hold, secure, develop):
     group.add(app)
 
 

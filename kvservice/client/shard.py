@@ -28,6 +28,8 @@ from kvservice.core.messages import (
     SealItem,
     SealStatus,
     Statement,
+    WarmRequest,
+    WarmResult,
 )
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Unavailable
@@ -44,6 +46,7 @@ from kvservice.wire.codec import (
     encode_statement,
 )
 from kvservice.wire.explain import encode_report
+from kvservice.wire.holding import decode_warmed, encode_warm
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
@@ -165,6 +168,14 @@ class ShardClient:
         message = shard_pb2.CloseHandoffRequest(attachment_id=attachment, epoch=epoch, handoff=handoff)
         await self._unary("CloseHandoff", message, CALL_SECONDS)
 
+    async def warm(self, request: WarmRequest) -> WarmResult:
+        stub, seconds = self._operator_stub(), request.timeout_seconds + ACQUIRE_SLACK_SECONDS
+        try:
+            metadata = (*self._token.metadata(), *tracing.metadata())
+            return decode_warmed(await stub.Warm(encode_warm(request), timeout=seconds, metadata=metadata))
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, f"Warm at {self._socket_path}") from error
+
     async def close(self) -> None:
         for attachment in list(self._readers):
             try:
@@ -197,9 +208,15 @@ class ShardClient:
         return self._epochs.get(attachment, BootEpoch(0))
 
     def _stub(self) -> shard_pb2_grpc.EngineServiceStub:
+        return shard_pb2_grpc.EngineServiceStub(self._open_channel())
+
+    def _operator_stub(self) -> shard_pb2_grpc.OperatorServiceStub:
+        return shard_pb2_grpc.OperatorServiceStub(self._open_channel())
+
+    def _open_channel(self) -> grpc.aio.Channel:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(f"unix:{self._socket_path}", options=CHANNEL_OPTIONS)
-        return shard_pb2_grpc.EngineServiceStub(self._channel)
+        return self._channel
 
     async def _unary(self, method: str, request: Any, timeout: float) -> Any:
         try:

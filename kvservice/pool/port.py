@@ -19,6 +19,8 @@ from kvservice.core.messages import (
     SealItem,
     SealStatus,
     Statement,
+    WarmRequest,
+    WarmResult,
 )
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import AttachmentId, HandoffId, LeaseId
@@ -92,6 +94,13 @@ class PoolPort(Protocol):
         requests that ended; the shard keeps them for a while. `statement` says what else the engine holds;
         core.reconcile says what happens to the rest. Returns the blocks that left the pool since the last call, for an
         engine whose spec asks for them.
+        """
+        ...
+
+    async def warm(self, request: WarmRequest) -> WarmResult:
+        """Make a prefix local and hold it for a while: see WarmRequest. Answers within the request's timeout.
+
+        Raises NotAttached when no engine with its fingerprint is attached, Exhausted when many wait to be warmed.
         """
         ...
 

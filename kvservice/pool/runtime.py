@@ -30,6 +30,7 @@ from kvservice.core.messages import (
     FollowResult,
     Holder,
     LocateResult,
+    Pin,
     Removed,
     RequestReport,
     SealItem,
@@ -37,6 +38,8 @@ from kvservice.core.messages import (
     Statement,
     TakeOverItem,
     TakeOverResult,
+    WarmRequest,
+    WarmResult,
 )
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.shard import AttachReply, ShardState
@@ -233,7 +236,16 @@ class PoolRuntime(PoolAnswers):
         await self._remote.close()
         self._segment.close()
 
+    async def warm(self, request: WarmRequest, account: str = NOBODY) -> WarmResult:
+        result: WarmResult = await self._call(lambda op: ev.Warm(op, account, request), None)
+        return result
+
     # -- what only the shard service uses ----
+
+    async def unpin(self, name: str, account: str = NOBODY) -> Pin | None:
+        """End a pin. Returns what it was; None if there is none of this name."""
+        ended: Pin | None = await self._call(lambda op: ev.Unpin(op, account, name), None)
+        return ended
 
     def attachment_lost(self, attachment: AttachmentId) -> None:
         """The engine's stream ended without Detach. Unknown attachments are ignored."""

@@ -27,6 +27,7 @@ from kvservice.discovery import find_shards
 from kvservice.errors import KVServiceError
 from kvservice.lookup.client import LookupAnswer, LookupClient
 from kvservice.lookup.mirror_reader import find_mirror
+from kvservice.serve.warmer import Warmer
 from kvservice.units import BlockKey, NodeId
 
 log = logging.getLogger("kvservice.serve")
@@ -93,6 +94,7 @@ class Holdings:
         *,
         refresh_seconds: float,
         answer_seconds: float,
+        warm_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._find = find
@@ -103,6 +105,8 @@ class Holdings:
         self._clock = clock
         self._lookup: LookupClient | None = None
         self._engine_stats = EngineStatsReader()
+        self._warm_seconds = warm_seconds
+        self._warmer: Warmer | None = None
         self._answers: BoundedTable[tuple[int, BlockKey], tuple[float, LookupAnswer]] = BoundedTable(ANSWERS_MAX)
         self._calls: set[asyncio.Task[LookupAnswer]] = set()
         self._addresses: tuple[str, ...] = ()
@@ -159,6 +163,12 @@ class Holdings:
         call.add_done_callback(self._calls.discard)
         return await asyncio.shield(call)
 
+    def warm(self, node: NodeId, fingerprint: bytes, keys: Sequence[BlockKey]) -> None:
+        """Let this node fetch these blocks before an engine asks for them. Returns at once."""
+        known = self.known.nodes.get(node)
+        if known is not None and self._warmer is not None:
+            self._warmer.warm(known.node.peer_address, fingerprint, keys)
+
     async def _ask(
         self, lookup: LookupClient, name: tuple[int, BlockKey], keys: Sequence[BlockKey], timeout: float
     ) -> LookupAnswer:
@@ -172,6 +182,8 @@ class Holdings:
             await end_tasks([self._refreshing])
         await asyncio.gather(*self._calls, return_exceptions=True)  # takes no longer than their deadlines
         await self._engine_stats.close()
+        if self._warmer is not None:
+            await self._warmer.close()
         if self._lookup is not None:
             await self._lookup.close()
 
@@ -189,6 +201,7 @@ class Holdings:
         if self._lookup is None:
             tls = await asyncio.to_thread(self._find_tls)
             self._lookup, self._engine_stats = LookupClient(addresses, tls=tls), EngineStatsReader(tls, self._token)
+            self._warmer = Warmer(self._warm_seconds, tls, self._token)
         else:
             self._lookup.set_addresses(addresses)
         mirrored = self._lookup.mirrored

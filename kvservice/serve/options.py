@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvservice.core.acquire.warming import HOLD_SECONDS_MAX
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.errors import ConfigError
 
@@ -37,6 +38,7 @@ class RouterOptions:
     load_bytes_per_second: float = 5e9  # from the node's pool into the engine
     fetch_bytes_per_second: float = 1e9  # from another node; used until a shard has measured it
     fetch_overhead_ms: float = 5.0  # for each other node; used until a shard has measured it
+    warm_seconds: float = 30.0  # how long blocks are held that were fetched ahead; 0 = none are fetched ahead
     traces: str = "off"  # where spans of decisions go: off, otlp, or file:/path
     decoding_share: float = 0.02  # share of an average prefill by which a decoding request delays a new one
 
@@ -69,6 +71,10 @@ class RouterOptions:
             raise ConfigError(f"traces is {self.traces!r}; choose off, otlp or file:/path", key="traces")
         if not 1 <= self.budget_ms <= 10_000:
             raise ConfigError(f"budget_ms is {self.budget_ms}; give 1 to 10000", key="budget_ms")
+        if not 0 <= self.warm_seconds <= HOLD_SECONDS_MAX:
+            raise ConfigError(
+                f"warm_seconds is {self.warm_seconds}; give 0 to {HOLD_SECONDS_MAX:.0f}", key="warm_seconds"
+            )
         if not 0.1 <= self.refresh_seconds <= 3600:
             raise ConfigError(f"refresh_seconds is {self.refresh_seconds}; give 0.1 to 3600", key="refresh_seconds")
         if not 16 <= self.tokens_max <= KEYS_PER_REQUEST_MAX * 16:

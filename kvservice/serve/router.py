@@ -40,8 +40,8 @@ from kvservice.serve.meters import Meters
 from kvservice.serve.options import RouterOptions
 from kvservice.serve.prompt import Question, Unknown, question_of, transfer_parameters
 from kvservice.serve.reader import PromptReader
-from kvservice.serve.routing import Candidate, Decision, PeerLink, Prompt, Speeds, blocks_of, decide
-from kvservice.units import BlockHash, NodeId
+from kvservice.serve.routing import Candidate, Decision, Estimate, PeerLink, Prompt, Speeds, blocks_of, decide
+from kvservice.units import BlockHash, BlockKey, NodeId
 
 log = logging.getLogger("kvservice.serve")
 
@@ -76,6 +76,7 @@ class _Plan:
     model: str = ""
     hashes: dict[bytes, list[BlockHash]] = field(default_factory=dict)  # by fingerprint digest
     runs: dict[bytes, tuple[HolderRun, ...]] = field(default_factory=dict)  # by fingerprint digest
+    keys: dict[bytes, list[BlockKey]] = field(default_factory=dict)  # by fingerprint digest: those that were looked up
     made_at: float = 0.0
 
     def hashes_for(self, place: Place) -> list[BlockHash]:
@@ -101,6 +102,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
             Token.of_environment(options.token_file),
             refresh_seconds=options.refresh_seconds,
             answer_seconds=options.answer_seconds,
+            warm_seconds=options.warm_seconds,
         )
         self._reader = PromptReader.shared(options)
         self._book = LoadBook()
@@ -185,12 +187,19 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         candidates = [self._by_load(r) if by_load else self._by_cost(plan, r, now) for r in replicas]
         decision = decide(plan.prompt, candidates, [self._random.random() for _ in candidates])
         self._book.decided(pending.metadata.internal_request_id, decision.best.replica, decision.best.work_seconds, now)
+        by_name = {name_of(replica): replica for replica in replicas}
         if self._first_time(pending):
             self._meters.decided(decision, plan.prompt)
+            self._fetch_ahead(plan, decision.best, by_name[decision.best.replica])
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %s: %s", pending.metadata.request_id, explain(decision, plan.prompt))
-        by_name = {name_of(replica): replica for replica in replicas}
         return [[by_name[name] for name in group] for group in decision.groups]
+
+    def _fetch_ahead(self, plan: _Plan, best: Estimate, replica: RunningReplica) -> None:
+        """Let the chosen node fetch now what it lacks, while the request is on its way and waits for its turn."""
+        place = self._place(self._holdings.known, replica, plan.model)
+        if best.fetched_blocks and place.node is not None:
+            self._holdings.warm(place.node, place.digest, plan.keys.get(place.digest, [])[: best.hit_blocks])
 
     def _allowed(self, pending: PendingRequest) -> list[RunningReplica]:
         """The replicas to choose from. Serve's own preference comes first: those that have a multiplexed model, else
@@ -274,6 +283,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         answers = await asyncio.gather(*[self._holdings.resolve(keys, left) for keys in asked.values()])
         if not any(answer.complete or answer.runs for answer in answers):
             raise Unknown("lookup_failed")
+        plan.keys = asked
         plan.runs = {digest: answer.runs for digest, answer in zip(asked, answers, strict=True)}
         return plan
 

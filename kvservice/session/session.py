@@ -504,9 +504,7 @@ class Session:
 
     async def ask(self, attachment: Attachment, request: AcquireRequest) -> AcquireResult:
         """Acquire a prefix. Its lease is renewed until `release`. Raises KVServiceError."""
-        if self._pool is None or not self._is_current(attachment.attachment_id):
-            raise Unavailable("the pool is gone")
-        result = await self._pool.acquire(attachment.attachment_id, request)
+        result = await self.pool_of(attachment).acquire(attachment.attachment_id, request)
         with self._lock:
             if result.lease_id and self._attachment is attachment:
                 self._leases.add(result.lease_id)
@@ -517,12 +515,11 @@ class Session:
 
         Slots that arrive too late are not used, because a heartbeat has already denied them.
         """
-        if self._pool is None or not self._is_current(attachment.attachment_id):
-            raise Unavailable("the pool is gone")
+        pool = self.pool_of(attachment)
         with self._lock:
             call = self._ledger.begin_call()
         try:
-            refs = await self._pool.reserve(attachment.attachment_id, count, group, call)
+            refs = await pool.reserve(attachment.attachment_id, count, group, call)
             with self._lock:
                 return refs if self._attachment is attachment and self._ledger.take(call, refs) else []
         finally:
@@ -532,13 +529,17 @@ class Session:
     async def store(self, attachment: Attachment, items: Sequence[SealItem]) -> list[SealStatus]:
         """Seal written slots. Raises KVServiceError; then it is not known which of them are sealed."""
         try:
-            if self._pool is None or not self._is_current(attachment.attachment_id):
-                raise Unavailable("the pool is gone")
-            return await self._pool.seal(attachment.attachment_id, items)
+            return await self.pool_of(attachment).seal(attachment.attachment_id, items)
         finally:
             with self._lock:
                 if self._is_current(attachment.attachment_id):
                     self._ledger.give_back(item.ref for item in items)
+
+    def pool_of(self, attachment: Attachment) -> PoolPort:
+        """The pool of the current attachment. Raises Unavailable."""
+        if self._pool is None or not self._is_current(attachment.attachment_id):
+            raise Unavailable("the pool is gone")
+        return self._pool
 
     # -- between the threads ----
 

@@ -49,6 +49,7 @@ from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_specs import find_tiers
 from kvservice.private_files import is_listening, make_directory
+from kvservice.shard.operator import OperatorServicer
 from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer
 from kvservice.transfer.base import Transport
@@ -376,6 +377,7 @@ class ShardServer:
         parts: list[tuple[str, object]] = [
             ("PeerService", PeerServicer(self.pool, self.holder)),
             ("AdminService", AdminServicer(self.pool, self.holder, self.leave, self._authenticator, self.stats)),
+            ("OperatorService", OperatorServicer(self.pool, self._authenticator)),
         ]
         if with_engines:
             parts.append(("EngineService", EngineServicer(self.pool, self._authenticator)))
@@ -384,7 +386,7 @@ class ShardServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [services[name].full_name for name, _ in parts]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        self._health_names |= {name for name in names if not name.endswith(".AdminService")}
+        self._health_names |= {name for name in names if not name.endswith((".AdminService", ".OperatorService"))}
         for name in ["", LIVE, *names]:
             leaves = self._leaver is not None and name in self._health_names
             status = health_pb2.HealthCheckResponse.NOT_SERVING if leaves else health_pb2.HealthCheckResponse.SERVING

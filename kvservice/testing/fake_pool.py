@@ -23,6 +23,8 @@ from kvservice.core.messages import (
     SealItem,
     SealStatus,
     Statement,
+    WarmRequest,
+    WarmResult,
 )
 from kvservice.core.reconcile import Grants, is_settled
 from kvservice.core.segment.digest import digest_payload
@@ -188,6 +190,13 @@ class FakePool:
         for handoff in self.handoffs.keys() - set(statement.handoffs):
             if is_settled(self._handoff_calls.get(handoff, 0), statement):
                 self.handoffs[handoff] = False
+
+    async def warm(self, request: WarmRequest) -> WarmResult:
+        """Nothing is evicted by itself here, so there is nothing to hold."""
+        await self._enter("warm")
+        here = len(list(takewhile(self.sealed.__contains__, request.keys)))
+        miss = MissReason.NONE if here == len(request.keys) else MissReason.NEVER_STORED
+        return WarmResult(len(request.keys), here, (), here, request.hold_seconds, miss)
 
     async def close(self) -> None:
         self.closed = True

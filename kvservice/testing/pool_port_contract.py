@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from kvservice.core.block.keys import span_route
-from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, SealItem, SealStatus, Statement
+from kvservice.core.messages import (
+    AcquireRequest,
+    AcquireResult,
+    Attachment,
+    MissReason,
+    SealItem,
+    SealStatus,
+    Statement,
+    WarmRequest,
+)
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved
 from kvservice.core.segment.refs import BlockRef
@@ -204,6 +213,17 @@ class PoolPortContract:
         assert [reader.holds(ref, key) for ref, key in zip(result.blocks, CHAIN, strict=True)] == [True] * len(CHAIN)
         reader.segment.close()
         assert writer.lost == [], "it left by itself"
+
+    async def test_a_prompt_that_is_here_is_warm(self, engine: PortEngine) -> None:
+        await engine.store(CHAIN)
+        request = WarmRequest(make_spec().fingerprint.digest, (*CHAIN, BlockKey(bytes(16))), 1.0, 5.0)
+        result = await engine.pool.warm(request)
+        assert (result.asked, result.local, result.fetched, result.miss) == (
+            len(CHAIN) + 1,
+            len(CHAIN),
+            (),
+            MissReason.NEVER_STORED,
+        )
 
     async def test_an_attachment_that_ended_is_refused(self, engine: PortEngine) -> None:
         refs = await engine.reserve(1)

@@ -59,7 +59,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 assert LISTS_BYTES_MAX <= MESSAGE_BYTES_MAX <= REPLY_BYTES_MAX
 
 # Calls that are answered when something has happened, or after seconds.
-LONG_CALLS = frozenset({"Acquire", "Follow", "TakeOver"})
+LONG_CALLS = frozenset({"Acquire", "Follow", "TakeOver", "Warm", "Pin"})
 # Calls under way at one server. Short ones take milliseconds; of the long ones an engine has one per waiting request.
 # Further calls are refused with Exhausted.
 SHORT_CALLS_MAX, LONG_CALLS_MAX = 1024, 8192

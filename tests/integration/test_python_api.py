@@ -44,11 +44,12 @@ def attached(cluster: LocalCluster, node: str) -> tuple[kvservice.Pool, kvservic
 def test_blocks_cross_nodes_and_stay(cluster: LocalCluster) -> None:
     (here, writer), (there, reader) = attached(cluster, "n0"), attached(cluster, "n1")
     assert writer.put(TOKENS, BLOCKS).stored == 8
-    eventually(lambda: reader.warm(TOKENS) == 32, "all blocks at the other node")
+    eventually(lambda: reader.warm(TOKENS, hold=0.1) == 32, "all blocks at the other node")
     with reader.get(TOKENS) as hit:
         assert (len(hit), hit.fetched, hit.miss) == (8, 0, "") and np.array_equal(hit.view, BLOCKS)
     here.close()
     there.close()
+    eventually(lambda: cluster.accounting("n1").slots["leased"] == 0, "the end of what was held")
     for node in cluster.nodes:
         slots = cluster.accounting(node).slots
         assert slots["leased"] == slots["writing"] == slots["quarantined"] == 0

@@ -29,6 +29,8 @@ from kvservice.core.messages import (
     SealItem,
     SealStatus,
     Statement,
+    WarmRequest,
+    WarmResult,
 )
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import StaleEpoch
@@ -130,6 +132,10 @@ class Line:
 
     async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
         await self._ask(attachment, CALL_SECONDS, lambda runtime: runtime.close_handoff(attachment, handoff))
+
+    async def warm(self, request: WarmRequest) -> WarmResult:
+        seconds, tenant = request.timeout_seconds + ACQUIRE_SLACK_SECONDS, self._engine.tenant
+        return await self._caller.call(self._node, seconds, lambda runtime: runtime.warm(request, tenant))
 
     async def close(self) -> None:
         for attachment in list(self._streams):

@@ -928,3 +928,89 @@ class EngineStatsReply(_message.Message):
     tenant_key: bytes
     public_key: bytes
     def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineKind, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., draining: bool = ..., tenant_key: _Optional[bytes] = ..., public_key: _Optional[bytes] = ...) -> None: ...
+
+class WarmRequest(_message.Message):
+    __slots__ = ("fingerprint", "keys", "timeout_seconds", "hold_seconds")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HOLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    keys: bytes
+    timeout_seconds: float
+    hold_seconds: float
+    def __init__(self, fingerprint: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., timeout_seconds: _Optional[float] = ..., hold_seconds: _Optional[float] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("fingerprint", "keys", "timeout_seconds", "name")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    keys: bytes
+    timeout_seconds: float
+    name: str
+    def __init__(self, fingerprint: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., timeout_seconds: _Optional[float] = ..., name: _Optional[str] = ...) -> None: ...
+
+class WarmSource(_message.Message):
+    __slots__ = ("node_id", "blocks")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    blocks: int
+    def __init__(self, node_id: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class WarmReply(_message.Message):
+    __slots__ = ("asked", "local", "fetched", "held", "held_seconds", "miss")
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    asked: int
+    local: int
+    fetched: _containers.RepeatedCompositeFieldContainer[WarmSource]
+    held: int
+    held_seconds: float
+    miss: str
+    def __init__(self, asked: _Optional[int] = ..., local: _Optional[int] = ..., fetched: _Optional[_Iterable[_Union[WarmSource, _Mapping]]] = ..., held: _Optional[int] = ..., held_seconds: _Optional[float] = ..., miss: _Optional[str] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnpinReply(_message.Message):
+    __slots__ = ("pin",)
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    pin: Pinned
+    def __init__(self, pin: _Optional[_Union[Pinned, _Mapping]] = ...) -> None: ...
+
+class Pinned(_message.Message):
+    __slots__ = ("name", "tenant", "model", "blocks", "bytes", "age_seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tenant: str
+    model: str
+    blocks: int
+    bytes: int
+    age_seconds: float
+    def __init__(self, name: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., age_seconds: _Optional[float] = ...) -> None: ...
+
+class ListPinsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPinsReply(_message.Message):
+    __slots__ = ("pins",)
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    pins: _containers.RepeatedCompositeFieldContainer[Pinned]
+    def __init__(self, pins: _Optional[_Iterable[_Union[Pinned, _Mapping]]] = ...) -> None: ...

@@ -1068,3 +1068,209 @@ class AdminService(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class OperatorServiceStub(object):
+    """What routers ask of a shard ahead of a request, and what operators ask of it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Warm = channel.unary_unary(
+                '/kvservice.wire.v1.OperatorService/Warm',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.WarmRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.WarmReply.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvservice.wire.v1.OperatorService/Pin',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.WarmReply.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/kvservice.wire.v1.OperatorService/Unpin',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.UnpinReply.FromString,
+                _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/kvservice.wire.v1.OperatorService/ListPins',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsReply.FromString,
+                _registered_method=True)
+
+
+class OperatorServiceServicer(object):
+    """What routers ask of a shard ahead of a request, and what operators ask of it.
+    """
+
+    def Warm(self, request, context):
+        """Makes a prompt local and holds it for a while. Answers when that is done. Routers may ask it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """The same, under a name and until it is unpinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPins(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_OperatorServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.WarmRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.WarmReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.PinRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.WarmReply.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.UnpinRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.UnpinReply.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvservice.wire.v1.OperatorService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvservice.wire.v1.OperatorService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class OperatorService(object):
+    """What routers ask of a shard ahead of a request, and what operators ask of it.
+    """
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.OperatorService/Warm',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.WarmRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.WarmReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.OperatorService/Pin',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.PinRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.WarmReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.OperatorService/Unpin',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.UnpinRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.UnpinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.OperatorService/ListPins',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

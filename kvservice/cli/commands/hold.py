@@ -1,0 +1,131 @@
+"""Commands that bring prompts to nodes, and keep them there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvservice.cli.exits import ExitCode
+from kvservice.cli.output import Format
+from kvservice.cli.tree import Lookup, Output, Service, command, offer_nodes
+
+GROUP = "Operate"
+File = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help='Prompts, one JSON value a line: a list of token ids, {"prompt": ...} or {"messages": [...]}.',
+    ),
+]
+Model = Annotated[
+    str, typer.Option(metavar="MODEL", help="Name of the engines' model, as `kvservice status` shows it.")
+]
+Namespace = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Namespace of the engines, if the model is attached in several.")
+]
+Tokenizer = Annotated[
+    str, typer.Option(metavar="PATH", help="The engines' tokenizer, for prompts that are text: a folder or hub name.")
+]
+Nodes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--node",
+        metavar="NODE",
+        autocompletion=offer_nodes,
+        help="Only at this node; the beginning of its name is enough. Repeat for more.",
+    ),
+]
+Timeout = Annotated[
+    float, typer.Option(metavar="SECONDS", min=0.1, max=600, help="Seconds that one prompt may take at one node.")
+]
+
+
+def add(tree: typer.Typer) -> None:
+    """Add this module's commands to the tree, in the order of the help."""
+    command(
+        tree,
+        GROUP,
+        "kvservice warm prompts.jsonl --model Qwen/Qwen3-8B",
+        "kvservice warm system.json --model Qwen/Qwen3-8B --tokenizer ./qwen --node n0 --hold 300",
+    )(warm)
+    command(tree, GROUP, "kvservice pin system-prompt system.json --model Qwen/Qwen3-8B")(pin)
+    command(tree, GROUP, "kvservice unpin system-prompt")(unpin)
+    command(tree, GROUP, "kvservice pins", "kvservice pins -o json")(pins)
+
+
+def warm(
+    file: File,
+    model: Model,
+    namespace: Namespace = None,
+    tokenizer: Tokenizer = "",
+    node: Nodes = None,
+    hold: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, max=600, help="Seconds that the blocks are not evicted.")
+    ] = 60.0,
+    timeout: Timeout = 60.0,
+    service: Service = None,
+    lookup: Lookup = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Bring prompts to nodes before they are asked for.
+
+    Each node fetches what other nodes have of them and holds it for a while. Nothing is computed. Requests of engines
+    pass it. Exits with 1 if a node failed."""
+    from kvservice.cli import hold as run
+
+    wanted = run.Wanted(file, model, namespace, tokenizer, tuple(node or ()), hold, timeout)
+    if not run.warm(service, lookup, wanted, output):
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def pin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What you call the prompt; you unpin it by this name.")],
+    file: File,
+    model: Model,
+    namespace: Namespace = None,
+    tokenizer: Tokenizer = "",
+    node: Nodes = None,
+    timeout: Timeout = 60.0,
+    service: Service = None,
+    lookup: Lookup = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Hold a prompt by name, so that it is never evicted.
+
+    Like `warm`, until `unpin` or the end of the shard. Pins may take a quarter of the pool and of a tenant's quota; one
+    that does not fit is refused. It stays when engines end. Needs a certificate for a node. Exits with 1 if a node
+    failed."""
+    from kvservice.cli import hold as run
+
+    wanted = run.Wanted(file, model, namespace, tokenizer, tuple(node or ()), 0.0, timeout, name)
+    if not run.warm(service, lookup, wanted, output):
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def unpin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name that it was pinned under.")],
+    node: Nodes = None,
+    service: Service = None,
+    lookup: Lookup = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Let a pinned prompt go.
+
+    Its blocks stay until their room is needed. Exits with 1 if no node has the pin, or one does not answer."""
+    from kvservice.cli import hold as run
+
+    if not run.unpin(service, lookup, name, tuple(node or ()), output):
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def pins(service: Service = None, lookup: Lookup = None, output: Output = Format.TABLE) -> None:
+    """List the prompts that are pinned.
+
+    In a service with tenants you see those of the tenant whose token you have. Exits with 1 if a node does not
+    answer."""
+    from kvservice.cli import hold as run
+
+    if not run.pins(service, lookup, output):
+        raise typer.Exit(ExitCode.PROBLEM)

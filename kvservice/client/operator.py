@@ -1,0 +1,75 @@
+"""The calls of operators to the shards of a service: warm, pin, unpin.
+
+Runs on the caller's loop. A node that does not answer is a KVServiceError of its call; it stops no other call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Protocol, TypeVar
+
+import grpc
+
+from kvservice.auth.tls import TlsFiles
+from kvservice.auth.token import CallMetadata, Token
+from kvservice.client.channels import Channels
+from kvservice.core.messages import EngineKind, Pin, WarmRequest, WarmResult
+from kvservice.wire.codec import decode_engine_stats
+from kvservice.wire.holding import decode_pins, decode_warmed, encode_pin, encode_warm
+from kvservice.wire.status import error_from_rpc
+from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
+
+CALL_SECONDS = 5.0  # of a call that a shard answers from memory; then it counts as silent
+SLACK_SECONDS = 1.0  # for the network, after the time that the shard was given
+T = TypeVar("T", covariant=True)
+
+
+class _Rpc(Protocol[T]):
+    def __call__(self, request: object, *, timeout: float, metadata: CallMetadata) -> Awaitable[T]: ...
+
+
+class OperatorClient:
+    """Channels stay open until `close`."""
+
+    def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
+        """`token` is of the tenant whose prompts are meant."""
+        self._channels = Channels(tls)
+        self._encrypted = tls is not None
+        self._token = token or Token()
+
+    async def engines(self, address: str) -> tuple[EngineKind, ...]:
+        """The engines at a shard; with a tenant's token only its own. Raises KVServiceError, as all calls here do."""
+        stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(address))
+        reply = await self._ask(address, stub.EngineStats, shard_pb2.EngineStatsRequest(), CALL_SECONDS)
+        return decode_engine_stats(reply).engines
+
+    async def warm(self, address: str, request: WarmRequest) -> WarmResult:
+        """Warm a prompt, or pin it if the request names a pin."""
+        stub, seconds = self._stub(address), request.timeout_seconds + SLACK_SECONDS
+        if request.pin:
+            return decode_warmed(await self._ask(address, stub.Pin, encode_pin(request), seconds))
+        return decode_warmed(await self._ask(address, stub.Warm, encode_warm(request), seconds))
+
+    async def unpin(self, address: str, name: str) -> Pin | None:
+        """Returns the pin that has ended; None if there was none of this name."""
+        request = shard_pb2.UnpinRequest(name=name)
+        reply = await self._ask(address, self._stub(address).Unpin, request, CALL_SECONDS)
+        return decode_pins([reply.pin])[0] if reply.HasField("pin") else None
+
+    async def pins(self, address: str) -> tuple[Pin, ...]:
+        request = shard_pb2.ListPinsRequest()
+        reply = await self._ask(address, self._stub(address).ListPins, request, CALL_SECONDS)
+        return decode_pins(reply.pins)
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+    def _stub(self, address: str) -> shard_pb2_grpc.OperatorServiceStub:
+        return shard_pb2_grpc.OperatorServiceStub(self._channels.get(address))
+
+    async def _ask(self, address: str, rpc: _Rpc[T], request: object, seconds: float) -> T:
+        metadata = self._token.metadata_for(address, encrypted=self._encrypted)
+        try:
+            return await rpc(request, timeout=seconds, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, f"the shard at {address}") from error

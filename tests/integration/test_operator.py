@@ -1,0 +1,131 @@
+"""Warm, pin and unpin against real shards: by the commands, by a program, and by a router's warmer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import kvservice
+from kvservice.cli.main import app
+from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.keys import block_keys, chain_hashes
+from kvservice.serve.warmer import Warmer
+from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
+from kvservice.units import MiB
+
+MODEL = "test-model"
+LAYOUT = kvservice.Layout(block_tokens=4, shape=(1024,), dtype="float32")
+TOKENS = list(range(32))
+MODEL_FIELDS = {"api": 1, "model": MODEL, "block_tokens": 4, "shape": (1024,), "dtype": "float32"}  # kvservice.api's
+
+pytestmark = pytest.mark.processes
+
+
+class Service:
+    """Two nodes with a program at each. The one at n0 has stored the prompt."""
+
+    def __init__(self, cluster: LocalCluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.prompt = folder / "prompt.json"
+        self.prompt.write_text(json.dumps(TOKENS))
+        self.pools = [kvservice.connect("service", socket=cluster.socket(node)) for node in cluster.nodes]
+        self.writer, self.reader = (pool.attach(MODEL, LAYOUT) for pool in self.pools)
+        self.writer.put(TOKENS, np.zeros((8, 1024), "float32"))
+
+    def run(self, *words: str) -> tuple[int, Any]:
+        """(exit code, what the command printed as JSON)."""
+        lookup = [word for address in self.cluster.lookup_addresses for word in ("--lookup", address)]
+        done = CliRunner().invoke(app, [*words, *lookup, "-o", "json"])
+        return done.exit_code, json.loads(done.stdout) if done.exit_code in (0, 1) and done.stdout else done.output
+
+    def leased(self, node: str) -> int:
+        return self.cluster.accounting(node).slots["leased"]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with LocalCluster(2, 1, pool_bytes=16 * MiB) as cluster:
+        made = Service(cluster, tmp_path_factory.mktemp("prompts"))
+        try:
+            yield made
+        finally:
+            for pool in made.pools:
+                pool.close()
+
+
+def test_a_prompt_is_warmed_where_its_model_is(service: Service) -> None:
+    """Then the one who asks for it fetches nothing."""
+
+    def all_there() -> bool:
+        code, report = service.run("warm", str(service.prompt), "--model", MODEL, "--hold", "600")
+        assert (code, report["held_seconds"]) == (0, 600.0)
+        rows = {row["node"]: row for row in report["nodes"]}
+        assert (rows["n0"]["local"], rows["n0"]["fetched"], rows["n0"]["held"]) == (8, {}, 8)
+        n1 = rows["n1"]
+        assert n1["local"] + sum(n1["fetched"].values()) == n1["held"] == 8 - n1["missing"]
+        return bool(n1["held"] == 8)
+
+    eventually(all_there, "the prompt at n1")
+    assert service.leased("n1") == 8
+    with service.reader.get(TOKENS) as hit:
+        assert (len(hit), hit.fetched) == (8, 0)
+
+
+def test_a_pin_is_made_shown_and_ended_by_commands(service: Service) -> None:
+    code, report = service.run("pin", "system", str(service.prompt), "--model", MODEL, "--node", "n0")
+    assert (code, report["held_seconds"], report["nodes"][0]["held"]) == (0, 0.0, 8)
+    code, found = service.run("pins")
+    (pin,) = found["pins"]
+    assert (code, pin["name"], pin["node"], pin["model"], pin["blocks"]) == (0, "system", "n0", MODEL, 8)
+    assert service.run("unpin", "system")[0] == 0
+    assert service.run("pins")[1]["pins"] == []
+    assert service.run("unpin", "system")[0] == 1
+
+
+def test_a_router_lets_the_chosen_node_fetch_ahead(service: Service) -> None:
+    other = list(range(100, 132))
+    service.writer.put(other, np.ones((8, 1024), "float32"))
+    digest = Fingerprint.of(MODEL_FIELDS).digest
+    keys = block_keys(digest, chain_hashes(other, 4))
+    service.cluster.wait_until_known(keys)
+
+    async def ahead() -> dict[str, int]:
+        warmer = Warmer(hold_seconds=1.0)
+        warmer.warm(service.cluster.record("n1").peer_address, digest, keys)
+        warmer.warm(service.cluster.record("n1").peer_address, bytes(32), keys)
+        Warmer(hold_seconds=0.0).warm("nowhere", digest, keys)
+        while sum(warmer.counters.values()) < 10:
+            await asyncio.sleep(0.01)
+        await warmer.close()
+        return dict(warmer.counters)
+
+    assert asyncio.run(ahead()) == {"warms": 1, "warmed_blocks": 8, "warms_failed_not_attached": 1}
+    with service.reader.get(other) as hit:
+        assert (len(hit), hit.fetched) == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--model", "none"), "no engine of model 'none'"),
+        (("--model", MODEL, "--node", "n9"), "no node's id begins with 'n9'"),
+    ],
+)
+def test_a_warm_of_nothing_that_is_there_says_so(service: Service, words: tuple[str, ...], says: str) -> None:
+    code, said = service.run("warm", str(service.prompt), *words)
+    assert code == 2 and says in said
+
+
+def test_a_pin_is_of_one_prompt(service: Service) -> None:
+    two = service.prompt.with_name("two.jsonl")
+    two.write_text("[1, 2, 3, 4]\n[5, 6, 7, 8]\n")
+    code, said = service.run("pin", "both", str(two), "--model", MODEL)
+    assert code == 2 and "use a name for each" in said
