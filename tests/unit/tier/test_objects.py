@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,61 +12,15 @@ import pytest
 
 from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, BlockFileHeader, pack_file_header
-from kvservice.core.segment.digest import digest_payload
-from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError
 from kvservice.testing.eventually import eventually
+from kvservice.testing.tier_calls import BlocksOfTier
 from kvservice.tier import block_objects, objects
-from kvservice.tier.base import Tier, TierRead, TierWrite, WriteResult
+from kvservice.tier.base import TierWrite, WriteResult
 from kvservice.tier.objects import ObjectTier
-from kvservice.units import BlockKey, SpanRoute
 
 SIZE = 64 << 10
 PATIENT_SECONDS = 60.0
-
-
-class Blocks:
-    """Blocks by number, and calls of a tier that wait for their answers."""
-
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
-
-    @staticmethod
-    def payload(number: int) -> bytes:
-        return bytes([number % 256]) * SIZE
-
-    def block(self, number: int, **changes: Any) -> TierBlock:
-        key = BlockKey(number.to_bytes(16, "big"))
-        digest = digest_payload(Blocks.payload(number), key)
-        return replace(TierBlock(key, SIZE, digest, position=number, route=SpanRoute(7)), **changes)
-
-    def write(self, *numbers: int) -> tuple[WriteResult, ...]:
-        items = tuple((self.block(number), memoryview(self.payload(number))) for number in numbers)
-        answers: list[tuple[WriteResult, ...]] = []
-        done = threading.Event()
-        self.tier.write(TierWrite(1, items), lambda _, results: (answers.append(results), done.set())[1])
-        assert done.wait(PATIENT_SECONDS)
-        return answers[0]
-
-    def read(
-        self, *blocks: TierBlock, seconds: float = PATIENT_SECONDS
-    ) -> tuple[tuple[PullResult, ...], tuple[int, ...], list[bytearray]]:
-        slots = [bytearray(block.payload_bytes) for block in blocks]
-        items = tuple((block, memoryview(slot)) for block, slot in zip(blocks, slots, strict=True))
-        answers: list[Any] = []
-        done = threading.Event()
-        job = TierRead(2, items, time.monotonic() + seconds)
-        self.tier.read(job, lambda _, results, digests: (answers.extend((results, digests)), done.set())[1])
-        assert done.wait(PATIENT_SECONDS)
-        return answers[0], answers[1], slots
-
-    def probe(self, *numbers: int, seconds: float = PATIENT_SECONDS) -> int:
-        answers: list[int] = []
-        done = threading.Event()
-        keys = [self.block(number).key for number in numbers]
-        self.tier.probe(keys, time.monotonic() + seconds, lambda count: (answers.append(count), done.set())[1])
-        assert done.wait(PATIENT_SECONDS)
-        return answers[0]
 
 
 @pytest.fixture
@@ -80,8 +32,8 @@ def tier(tmp_path: Path) -> Iterator[ObjectTier]:
 
 
 @pytest.fixture
-def blocks(tier: ObjectTier) -> Blocks:
-    return Blocks(tier)
+def blocks(tier: ObjectTier) -> BlocksOfTier:
+    return BlocksOfTier(tier)
 
 
 def path_of(tmp_path: Path, number: int) -> Path:
@@ -89,13 +41,13 @@ def path_of(tmp_path: Path, number: int) -> Path:
     return tmp_path / "store" / "team" / "a" / "v1" / text[:2] / f"{text}.safetensors"
 
 
-def test_an_object_is_the_file_of_its_block(tmp_path: Path, blocks: Blocks) -> None:
+def test_an_object_is_the_file_of_its_block(tmp_path: Path, blocks: BlocksOfTier) -> None:
     assert blocks.write(1) == (WriteResult.OK,)
     header = pack_file_header(BlockFileHeader(blocks.block(1), SIZE))
     assert path_of(tmp_path, 1).read_bytes() == header + blocks.payload(1)
 
 
-def test_a_read_brings_bytes_and_their_digest(blocks: Blocks) -> None:
+def test_a_read_brings_bytes_and_their_digest(blocks: BlocksOfTier) -> None:
     blocks.write(1, 2)
     unknown = blocks.block(2, digest=0)  # as a probe finds it
     results, digests, slots = blocks.read(blocks.block(1), unknown, blocks.block(3))
@@ -118,7 +70,7 @@ def test_a_read_brings_bytes_and_their_digest(blocks: Blocks) -> None:
     ],
     ids=["a byte", "cut", "longer", "header", "no header", "empty", "much longer", "another version"],
 )
-def test_damaged_objects_are_never_a_hit(tmp_path: Path, blocks: Blocks, damage: Any, wanted: PullResult) -> None:
+def test_damaged_objects_are_never_a_hit(tmp_path: Path, blocks: BlocksOfTier, damage: Any, wanted: PullResult) -> None:
     blocks.write(1)
     path = path_of(tmp_path, 1)
     path.write_bytes(damage(path.read_bytes()))
@@ -126,7 +78,7 @@ def test_damaged_objects_are_never_a_hit(tmp_path: Path, blocks: Blocks, damage:
     assert results == (wanted,) and digests == (0,)
 
 
-def test_another_block_under_the_name_is_stale(tmp_path: Path, blocks: Blocks) -> None:
+def test_another_block_under_the_name_is_stale(tmp_path: Path, blocks: BlocksOfTier) -> None:
     blocks.write(1, 2)
     path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 2).read_bytes())
     assert blocks.read(blocks.block(1))[0] == (PullResult.STALE,)
@@ -135,7 +87,7 @@ def test_another_block_under_the_name_is_stale(tmp_path: Path, blocks: Blocks) -
     assert blocks.read(shorter)[0] == (PullResult.STALE,)
 
 
-def test_known_objects_are_not_written_again(tmp_path: Path, tier: ObjectTier, blocks: Blocks) -> None:
+def test_known_objects_are_not_written_again(tmp_path: Path, tier: ObjectTier, blocks: BlocksOfTier) -> None:
     blocks.write(1)
     path_of(tmp_path, 1).unlink()
     assert blocks.write(1) == (WriteResult.OK,)
@@ -144,7 +96,7 @@ def test_known_objects_are_not_written_again(tmp_path: Path, tier: ObjectTier, b
     assert blocks.write(1) == (WriteResult.OK,) and path_of(tmp_path, 1).exists()
 
 
-def test_a_damaged_object_is_replaced_by_the_next_write(tmp_path: Path, blocks: Blocks) -> None:
+def test_a_damaged_object_is_replaced_by_the_next_write(tmp_path: Path, blocks: BlocksOfTier) -> None:
     blocks.write(1)
     path_of(tmp_path, 1).write_bytes(b"x" * (FILE_HEADER_BYTES + SIZE))
     assert blocks.read(blocks.block(1))[0] == (PullResult.CORRUPT,)
@@ -153,36 +105,38 @@ def test_a_damaged_object_is_replaced_by_the_next_write(tmp_path: Path, blocks: 
     assert blocks.read(blocks.block(1))[0] == (PullResult.OK,)
 
 
-def test_a_probe_counts_the_beginning_of_a_chain(tmp_path: Path, blocks: Blocks) -> None:
+def test_a_probe_counts_the_beginning_of_a_chain(tmp_path: Path, blocks: BlocksOfTier) -> None:
     other = ObjectTier(f"file://{tmp_path}/store", "team/a")
     other.start()
     blocks.write(*range(40))
     try:
-        assert Blocks(other).probe(*range(100)) == 40
+        assert BlocksOfTier(other).probe(*range(100)) == 40
         assert other.counters()["looks"] < 30
-        assert Blocks(other).probe(*range(40)) == 40
-        assert Blocks(other).probe(*range(200, 240)) == 0 and Blocks(other).probe() == 0
+        assert BlocksOfTier(other).probe(*range(40)) == 40
+        assert BlocksOfTier(other).probe(*range(200, 240)) == 0 and BlocksOfTier(other).probe() == 0
     finally:
         other.close()
 
 
-def test_what_a_probe_saw_is_remembered(tier: ObjectTier, blocks: Blocks) -> None:
+def test_what_a_probe_saw_is_remembered(tier: ObjectTier, blocks: BlocksOfTier) -> None:
     blocks.write(*range(8))
     blocks.probe(*range(16))
     looks = tier.counters()["looks"]
     assert blocks.probe(*range(16)) == 8 and tier.counters()["looks"] == looks
 
 
-def test_absent_objects_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, blocks: Blocks) -> None:
+def test_absent_objects_are_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, blocks: BlocksOfTier
+) -> None:
     monkeypatch.setattr(block_objects, "ABSENT_SECONDS", 0.0)
     assert blocks.probe(1) == 0
-    Blocks(blocks.tier).write(2)
+    BlocksOfTier(blocks.tier).write(2)
     path_of(tmp_path, 1).parent.mkdir(parents=True, exist_ok=True)
     path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 2).read_bytes())  # another node was there
     assert blocks.probe(1) == 1
 
 
-def test_erased_objects_are_gone_and_written_again(tmp_path: Path, tier: ObjectTier, blocks: Blocks) -> None:
+def test_erased_objects_are_gone_and_written_again(tmp_path: Path, tier: ObjectTier, blocks: BlocksOfTier) -> None:
     blocks.write(1, 2)
     tier.erase([blocks.block(number).key for number in (9, 1, 8, 2)])  # some never were there
     eventually(lambda: tier.counters().get("erased_blocks", 0) == 4, "both are erased")
@@ -190,12 +144,12 @@ def test_erased_objects_are_gone_and_written_again(tmp_path: Path, tier: ObjectT
     assert blocks.write(1) == (WriteResult.OK,) and path_of(tmp_path, 1).exists()
 
 
-def test_namespaces_do_not_see_each_other(tmp_path: Path, blocks: Blocks) -> None:
+def test_namespaces_do_not_see_each_other(tmp_path: Path, blocks: BlocksOfTier) -> None:
     other = ObjectTier(f"file://{tmp_path}/store", "team/b")
     other.start()
     blocks.write(1)
     try:
-        assert Blocks(other).probe(1) == 0
+        assert BlocksOfTier(other).probe(1) == 0
     finally:
         other.close()
 
@@ -206,7 +160,9 @@ def test_a_namespace_that_makes_no_name_is_refused(namespace: str) -> None:
         ObjectTier("memory:///", namespace)
 
 
-def test_a_full_queue_drops_writes_only(monkeypatch: pytest.MonkeyPatch, tier: ObjectTier, blocks: Blocks) -> None:
+def test_a_full_queue_drops_writes_only(
+    monkeypatch: pytest.MonkeyPatch, tier: ObjectTier, blocks: BlocksOfTier
+) -> None:
     blocks.write(1)
     monkeypatch.setattr(objects, "WRITES_WAITING_MAX", 2)
     monkeypatch.setattr(tier._writes, "count_max", 0)
@@ -221,7 +177,7 @@ def test_a_full_queue_drops_writes_only(monkeypatch: pytest.MonkeyPatch, tier: O
     assert answers == [(WriteResult.FAILED,) * 4]
 
 
-def test_a_read_that_begins_too_late_fails(tier: ObjectTier, blocks: Blocks) -> None:
+def test_a_read_that_begins_too_late_fails(tier: ObjectTier, blocks: BlocksOfTier) -> None:
     blocks.write(1)
     assert blocks.read(blocks.block(1), seconds=-1.0)[0] == (PullResult.FAILED,)
     tier._urgent.count, tier._urgent.count_max = 1, 0
@@ -230,7 +186,7 @@ def test_a_read_that_begins_too_late_fails(tier: ObjectTier, blocks: Blocks) -> 
     tier._urgent.count, tier._urgent.count_max = 0, 64
 
 
-def test_a_closed_tier_answers_at_once(tier: ObjectTier, blocks: Blocks) -> None:
+def test_a_closed_tier_answers_at_once(tier: ObjectTier, blocks: BlocksOfTier) -> None:
     blocks.write(1)
     tier.close()
     tier.close()
@@ -241,7 +197,7 @@ def test_a_closed_tier_answers_at_once(tier: ObjectTier, blocks: Blocks) -> None
 
 
 def test_a_store_that_fails_is_left_alone_and_tried_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tier: ObjectTier, blocks: Blocks
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tier: ObjectTier, blocks: BlocksOfTier
 ) -> None:
     """Files where its folders should be make every request of a store that is a folder fail."""
     blocks.write(1)

@@ -1,0 +1,152 @@
+"""The tier of objects against a real S3 API, and with faults between them: late, refused, cut, changed, hanging."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvservice.core.events import PullResult
+from kvservice.errors import TierError
+from kvservice.testing.eventually import eventually
+from kvservice.testing.s3_faults import FaultyStore, StoreFaults
+from kvservice.testing.s3_server import S3Server
+from kvservice.testing.tier_calls import BlocksOfTier
+from kvservice.tier import block_objects
+from kvservice.tier.base import WriteResult
+from kvservice.tier.objects import READS_MAX, ObjectTier
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def front(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
+    with FaultyStore(s3.address, seed=7) as made:
+        for name, value in s3.environment(made.address).items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+@pytest.fixture
+def tier(s3: S3Server, front: FaultyStore, request: pytest.FixtureRequest) -> Iterator[ObjectTier]:
+    """Each test has a namespace of its own."""
+    made = ObjectTier(s3.url, request.node.name[:60].rstrip("]").replace("[", "-"))
+    made.start()
+    yield made
+    front.faults = StoreFaults()
+    made.close()
+
+
+@pytest.fixture
+def blocks(tier: ObjectTier) -> BlocksOfTier:
+    return BlocksOfTier(tier)
+
+
+def test_another_cluster_finds_and_reads_what_one_wrote(
+    s3: S3Server, front: FaultyStore, tier: ObjectTier, blocks: BlocksOfTier
+) -> None:
+    assert blocks.write(*range(20)) == (WriteResult.OK,) * 20
+    other = ObjectTier(s3.url, "test_another_cluster_finds_and_reads_what_one_wrote")
+    other.start()
+    try:
+        theirs = BlocksOfTier(other)
+        assert theirs.probe(*range(30)) == 20
+        results, digests, slots = theirs.read(*map(theirs.block, range(20)))
+        assert results == (PullResult.OK,) * 20 and digests[3] == theirs.block(3).digest
+        assert [bytes(slot) for slot in slots] == [theirs.payload(number) for number in range(20)]
+        puts = front.counts["PUT"]
+        assert theirs.write(*range(20)) == (WriteResult.OK,) * 20
+        assert front.counts["PUT"] == puts, "what is known to be there is not written again"
+        other.erase([theirs.block(number).key for number in range(5, 25)])
+        eventually(lambda: other.counters().get("erased_blocks") == 20, "they are erased")
+        assert theirs.read(theirs.block(4), theirs.block(5))[0] == (PullResult.OK, PullResult.STALE)
+    finally:
+        other.close()
+
+
+def test_a_missing_bucket_says_to_make_it(front: FaultyStore) -> None:
+    tier = ObjectTier("s3://no-such-bucket/prefix")
+    with pytest.raises(TierError, match="no such bucket: make the bucket") as refused:
+        tier.start()
+    assert refused.value.attributes["transient"] is False
+
+
+def test_refused_credentials_say_which_to_check(s3: S3Server, front: FaultyStore) -> None:
+    s3.check_credentials(True)
+    try:
+        tier = ObjectTier(s3.url)
+        with pytest.raises(TierError, match="refuses these credentials: check AWS_ACCESS_KEY_ID") as refused:
+            tier.start()
+        assert refused.value.attributes["transient"] is False
+    finally:
+        s3.check_credentials(False)
+
+
+def test_throttled_and_failed_requests_are_tried_again(front: FaultyStore, blocks: BlocksOfTier) -> None:
+    front.faults = StoreFaults(throttle=0.15, error=0.1)
+    written = blocks.write(*range(24))
+    results, _, slots = blocks.read(*map(blocks.block, range(24)))
+    front.faults = StoreFaults()
+    assert front.counts["throttle"] + front.counts["error"] > 5
+    assert written.count(WriteResult.OK) >= 20, "two of three tries in a row rarely fail"
+    for number, result in enumerate(results):
+        assert result is not PullResult.OK or bytes(slots[number]) == blocks.payload(number)
+    assert results.count(PullResult.OK) >= 16
+
+
+def test_no_fault_on_the_way_is_ever_a_hit(front: FaultyStore, tier: ObjectTier, blocks: BlocksOfTier) -> None:
+    blocks.write(*range(24))
+    front.faults = StoreFaults(cut=0.25, flip=0.25, reset=0.2)
+    for _ in range(3):
+        results, _, slots = blocks.read(*map(blocks.block, range(24)))
+        for number, result in enumerate(results):
+            assert result is not PullResult.OK or bytes(slots[number]) == blocks.payload(number)
+    assert min(front.counts[fault] for fault in ("cut", "flip", "reset")) > 0
+    assert tier.counters()["reads_corrupt"] > 0
+
+
+def test_reads_at_50_ms_overlap(front: FaultyStore, tier: ObjectTier, blocks: BlocksOfTier) -> None:
+    blocks.write(*range(READS_MAX))
+    front.faults = StoreFaults(late_seconds=0.05)
+    front.most_at_once = 0
+    results, _, _ = blocks.read(*map(blocks.block, range(READS_MAX)))
+    assert results == (PullResult.OK,) * READS_MAX
+    assert front.most_at_once >= 32
+
+
+def test_a_store_that_hangs_costs_one_wait(
+    monkeypatch: pytest.MonkeyPatch, front: FaultyStore, tier: ObjectTier, blocks: BlocksOfTier
+) -> None:
+    blocks.write(1, 2, 3)
+    monkeypatch.setattr(block_objects, "FIRST_BYTE_SECONDS", 0.5)
+    monkeypatch.setattr(block_objects, "LOOK_SECONDS", 0.5)
+    front.faults = StoreFaults(hang=1.0)
+    assert blocks.probe(7, seconds=0.05) == 0  # answered at its deadline, whatever the store does
+    assert blocks.read(*map(blocks.block, (1, 2, 3)))[0] == (PullResult.FAILED,) * 3
+    eventually(lambda: tier.counters()["store_left_alone"] == 1, "it is left alone")
+    began, asked = time.monotonic(), sum(front.counts[method] for method in ("GET", "HEAD", "PUT"))
+    assert blocks.read(*map(blocks.block, (1, 2, 3)))[0] == (PullResult.FAILED,) * 3
+    assert blocks.write(8, 9) == (WriteResult.FAILED,) * 2 and blocks.probe(1, 2) == 0
+    waited = time.monotonic() - began
+    assert sum(front.counts[method] for method in ("GET", "HEAD", "PUT")) - asked <= 1, "at most a trial"
+    assert waited < 0.5 or tier.counters()["store_failed"] > 3
+    front.faults = StoreFaults()
+    eventually(lambda: blocks.read(blocks.block(1))[0] == (PullResult.OK,), "it is asked again", 30.0)
+    assert blocks.write(8) == (WriteResult.OK,)
+
+
+def test_a_tier_ends_while_its_store_hangs(front: FaultyStore, tier: ObjectTier, blocks: BlocksOfTier) -> None:
+    blocks.write(1)
+    front.faults = StoreFaults(hang=1.0, methods=("GET",))
+    answers = blocks.begin_read(blocks.block(1))
+    eventually(lambda: front.counts["hang"] > 0, "the read is under way")
+    began = time.monotonic()
+    tier.close()
+    assert answers == [(PullResult.FAILED,)] and time.monotonic() - began < 5.0
