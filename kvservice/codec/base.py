@@ -46,7 +46,9 @@ class Numbers:
     type: str  # as torch calls it: "bfloat16", "float16", "float32", ...
     item_bytes: int
     row: int = 0  # numbers in a row; 0 = not known, or not the same for K and V
+    tokens: int = 0  # that follow one another, each a row of K and one of V; 0 = not known
     accepts: str = ""  # the codec that may change the bytes of these blocks; "" = none may
+    drift_max: float = 0.0  # how far it may; 0 = as far as the codec itself allows
     model: str = ""  # whose blocks they are, for people
 
 

@@ -36,12 +36,18 @@ class Coder:
     """Any thread may call. Nothing raises."""
 
     def __init__(
-        self, writing: Sequence[Codec] = (), reading: Sequence[Codec] = (), numbers_of: NumbersOf | None = None
+        self,
+        writing: Sequence[Codec] = (),
+        reading: Sequence[Codec] = (),
+        numbers_of: NumbersOf | None = None,
+        on_read: Callable[[int, float], None] | None = None,
     ) -> None:
-        """`writing` are the codecs of new blocks in their order; `reading` are others that a header may name."""
+        """`writing` are the codecs of new blocks in their order; `reading` are others that a header may name. `on_read`
+        hears what `tier_read` is told."""
         self._writing = tuple(writing)
         self._known = {codec.name: codec for codec in (*reading, *writing)}
         self._numbers_of = numbers_of
+        self._on_read = on_read
         self._counters: Counter[str] = Counter()
         self._lock = threading.Lock()  # of the counters
 
@@ -54,6 +60,12 @@ class Coder:
         """Totals since the start, by name."""
         with self._lock:
             return dict(self._counters)
+
+    def tier_read(self, byte_count: int, seconds: float) -> None:
+        """The tier has read so many stored bytes of one block in this time, without the decoding. A codec may be used
+        only where that is slow."""
+        if self._on_read is not None:
+            self._on_read(byte_count, seconds)
 
     def encode(self, block: TierBlock, payload: memoryview) -> Encoded | None:
         """What to store of a block; None when it must not be stored. Without codecs `data` is `payload` itself."""

@@ -1,0 +1,93 @@
+"""Watches what a lossy codec loses, on blocks that are really stored, and switches it off for a model that it hurts.
+
+Drift is the error's size relative to how much the tokens of a block differ. What all tokens have in common does not
+count: the same vector added to every K changes no attention. That is the part that hides errors in some models, whose
+K have a few large channels. It is 1 when nothing is left of the differences.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.codec.base import Buffer, Numbers
+from kvservice.codec.floats import to_floats
+
+log = logging.getLogger("kvservice.codec")
+
+DRIFT_MAX = 0.05  # unless the engine names another: three to five times what int8 loses of models that bear it well
+FIRST_BLOCKS = 32  # of each model, all of which are looked at: a model that is hurt shows it at once
+ONE_IN = 16  # blocks afterwards: looking costs about as much as encoding
+MODELS_MAX = 256  # watched at once; blocks of more models are not encoded
+
+
+@dataclass(slots=True)
+class DriftFigures:
+    """What was seen of one model's blocks."""
+
+    model: str
+    drift_max: float  # the limit
+    seen: int = 0  # blocks encoded
+    checked: int = 0  # of them, looked at
+    keys: float = 0.0  # the largest drift of a block's K, or of all its rows when K and V cannot be told apart
+    values: float = 0.0  # of its V
+    is_off: bool = False
+
+
+class Guard:
+    """Any thread may call."""
+
+    def __init__(self) -> None:
+        self._figures: dict[Numbers, DriftFigures] = {}
+        self._lock = threading.Lock()
+
+    def figures(self) -> list[DriftFigures]:
+        with self._lock:
+            return list(self._figures.values())
+
+    def allows(self, numbers: Numbers) -> bool:
+        """Whether blocks of this model may be encoded."""
+        with self._lock:
+            found = self._figures.get(numbers)
+            return len(self._figures) < MODELS_MAX if found is None else not found.is_off
+
+    def passes(self, numbers: Numbers, exact: Buffer, decoded: Buffer) -> bool:
+        """Whether a block may be stored so. Looks at some blocks only, and switches the model off at the first one that
+        drifts too far."""
+        with self._lock:
+            figures = self._figures.setdefault(numbers, DriftFigures(numbers.model, numbers.drift_max or DRIFT_MAX))
+            figures.seen += 1
+            if figures.seen > FIRST_BLOCKS and figures.seen % ONE_IN:
+                return not figures.is_off
+        keys, values = drift(numbers, exact, decoded)
+        with self._lock:
+            figures.checked += 1
+            figures.keys, figures.values = max(figures.keys, keys), max(figures.values, values)
+            if max(keys, values) <= figures.drift_max or figures.is_off:
+                return not figures.is_off
+            figures.is_off = True
+        log.warning(
+            "lossy_codec_switched_off",
+            extra={"model": numbers.model, "codec": numbers.accepts, "drift_keys": keys, "drift_values": values},
+        )
+        return False
+
+
+def drift(numbers: Numbers, exact: Buffer, decoded: Buffer) -> tuple[float, float]:
+    """(of K, of V). Where K and V cannot be told apart, the first is that of all rows against their own size."""
+    x, y = to_floats(exact, numbers.type), to_floats(decoded, numbers.type)
+    if not numbers.tokens or x.size % (numbers.tokens * 2 * numbers.row):
+        return _ratio(y - x, x), 0.0
+    shape = (-1, numbers.tokens, 2, numbers.row)
+    x, error = x.reshape(shape), (y - x).reshape(shape)
+    varying = x - x.mean(axis=1, keepdims=True) if numbers.tokens > 1 else x
+    return _ratio(error[:, :, 0], varying[:, :, 0]), _ratio(error[:, :, 1], varying[:, :, 1])
+
+
+def _ratio(error: npt.NDArray[np.float32], of: npt.NDArray[np.float32]) -> float:
+    lost, whole = (float(np.square(each, dtype=np.float64).sum()) for each in (error, of))
+    return 0.0 if lost == 0 else float("inf") if whole == 0 else (lost / whole) ** 0.5
