@@ -1,6 +1,8 @@
 """Which of the engine's blocks belong to a position of a request, if the model has one KV cache group or several.
 
-Engine-neutral and pure; used on the scheduler's thread. A *group* is what the pool stores together: group 0 has full
+Engine-neutral and pure; used on the scheduler's thread. A *position* is a block of the pool, so it is one slot of each
+group. Of the engine it holds one or several blocks, and as many of the engine's hashes as its `stride`; the last of
+them names it. A *group* is what the pool stores together: group 0 has full
 attention, every other group a window (core.block.window_groups). The engine may have cut a group into several KV cache
 groups of its own, each with an index: these are *engine groups*. A *table* is what the engine knows of a request's
 blocks: with one engine group the list of block ids, with several a list for each. NULL_BLOCK in a table stands for a
@@ -19,7 +21,7 @@ from kvservice.connector.plan import CopyEntry
 from kvservice.core.block.window_groups import WindowGroup
 from kvservice.core.messages import AcquireResult
 from kvservice.core.segment.refs import BlockRef
-from kvservice.units import BlockKey
+from kvservice.units import BlockHash, BlockKey
 
 NULL_BLOCK = 0  # the id that vLLM gives to its null block; it never holds a request's data
 Table: TypeAlias = "Sequence[Any]"  # of block ids, or of lists of them
@@ -29,8 +31,18 @@ class Grouping(Protocol):
     @property
     def window_groups(self) -> tuple[WindowGroup, ...]: ...
 
+    @property
+    def stride(self) -> int:
+        """The engine's hashes of a position. The engine's own hit may end behind any of them if there is one group, and
+        only between positions if there are several."""
+        ...
+
     def length(self, table: Table) -> int:
         """The number of positions in the table."""
+        ...
+
+    def named(self, hashes: Sequence[BlockHash], position: int) -> list[tuple[BlockHash, BlockHash | None]]:
+        """(hash, hash of the block before it) of every block of a position that the engine's events name."""
         ...
 
     def needed_from(self, group: int, end: int) -> int:
@@ -47,20 +59,31 @@ class Grouping(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class OneGroup:
-    window_groups: tuple[WindowGroup, ...] = ()
+    stride: int = 1  # blocks of the engine in a slot
+
+    @property
+    def window_groups(self) -> tuple[WindowGroup, ...]:
+        return ()
 
     def length(self, table: Table) -> int:
-        return len(table)
+        return len(table) // self.stride
+
+    def named(self, hashes: Sequence[BlockHash], position: int) -> list[tuple[BlockHash, BlockHash | None]]:
+        first = position * self.stride
+        return [(hashes[i], hashes[i - 1] if i else None) for i in range(first, first + self.stride)]
 
     def needed_from(self, group: int, end: int) -> int:
         return 0
 
     def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
-        return [(0, 0, table[position])]
+        first = position * self.stride
+        return [(0, part, table[first + part]) for part in range(self.stride)]
 
     def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
-        return [(0, 0, table[position])]
+        first = position * self.stride
+        return [(0, part, table[first + part]) for part in range(self.stride)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +100,15 @@ class SeveralGroups:
     engine_groups: tuple[EngineGroup, ...]  # by the engine's index
     window_groups: tuple[WindowGroup, ...]  # groups 1, 2, …
     block_tokens: int  # tokens of a position
+    stride: int = 1
 
     def length(self, table: Table) -> int:
         return min(len(ids) // one.parts for ids, one in zip(table, self.engine_groups, strict=True))
+
+    def named(self, hashes: Sequence[BlockHash], position: int) -> list[tuple[BlockHash, BlockHash | None]]:
+        """One block of all its tokens, as vLLM names blocks that are larger than what it hashes."""
+        last = (position + 1) * self.stride - 1
+        return [(hashes[last], hashes[last - self.stride] if position else None)]
 
     def needed_from(self, group: int, end: int) -> int:
         return self.window_groups[group - 1].window.first_block(end, self.block_tokens) if group else 0
@@ -123,16 +152,18 @@ def load_entries(
     local: int,
     skip: int = 0,
 ) -> list[CopyEntry]:
-    """All copies that fill the engine's blocks from position `local` to the end of the hit. `chains` has the keys of
-    each group; the promise begins at position `skip`. Raises AssertionError if promise and table do not fit."""
-    end = skip + len(result.blocks)
+    """All copies that fill the engine's blocks from number `local` to the end of the hit. `chains` has the keys of each
+    group; the promise begins at position `skip`. Raises AssertionError if promise and table do not fit."""
+    end, stride = skip + len(result.blocks), grouping.stride
     entries: list[CopyEntry] = []
     for group, refs in enumerate((result.blocks, *result.window_blocks)):
         start = end - len(refs)
         needed = max(grouping.needed_from(group, end), skip)
         assert start == needed, "a window is promised that this hit does not have"
-        for position in range(max(start, local), end):
+        for position in range(max(start, local // stride), end):
             places = grouping.loaded(table, group, position, end)
+            own = local - position * stride  # parts of it that the engine has, and may be computing on
+            places = [place for place in places if place[1] >= own]
             entries += entries_of(places, refs[position - start], chains[group][position])
     return entries
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from kvservice.config import Seconds, Shown, Traces
+from kvservice.config import Count, Seconds, Shown, Traces
 from kvservice.connector.weights import VERSION_CHARS_MAX, is_version
 from kvservice.errors import ConfigError
 from kvservice.session.options import PoolOptions
@@ -83,6 +83,18 @@ class AdapterFiles(Enum):
     IMMUTABLE = "immutable"  # all: the operator says that files at one path never change
 
 
+def slot_parts(slot_tokens: int | None, block_tokens: int) -> int:
+    """How many blocks of `block_tokens` of the engine lie in a slot. Raises ConfigError if they do not fill it."""
+    parts, rest = divmod(slot_tokens or block_tokens, block_tokens)
+    if rest:
+        nearest = (max(parts, 1) * block_tokens, (max(parts, 1) + 1) * block_tokens)
+        raise ConfigError(
+            f"slot_tokens {slot_tokens} is no multiple of the engine's block size, which is {block_tokens}: choose "
+            f"{nearest[0]} or {nearest[1]}"
+        )
+    return parts
+
+
 class ConnectorOptions(PoolOptions):
     """What the engine's operator can set, the keys of kv_connector_extra_config."""
 
@@ -106,6 +118,15 @@ class ConnectorOptions(PoolOptions):
     """Whether copies into the pool start with the next step, after the tokens of this one are sampled and sent. auto is
     on where the engine's own thread copies: on a CPU with the copier in_process. Layer-wise saves are never
     deferred."""
+
+    slot_tokens: Annotated[
+        Annotated[Count, Field(ge=1, le=65536)] | None,
+        Shown(allowed="a multiple of the engine's block size", default="the engine's block size"),
+    ] = None
+    """Tokens of a slot of the pool, a multiple of the engine's block size. A slot is found, fetched and evicted as one,
+    under one name. With 256 a small model has a sixteenth of the names, messages and files of blocks of 16. Only whole
+    slots are stored, so a shared prefix that is shorter than one is no hit. Engines with different slot_tokens share
+    nothing. Not with offload evicting, loans, or several KV cache groups."""
 
     verify_load: Verify = Verify.SAMPLED
     """Which loaded blocks are checked against their digest: one in sixteen, all, or none. Blocks that came from another
@@ -164,6 +185,13 @@ class ConnectorOptions(PoolOptions):
                 "offload 'evicting' and layerwise loads exclude each other: a block near eviction may be one whose "
                 "load is not confirmed yet"
             )
+        if self.slot_tokens is not None and self.offload is Offload.EVICTING:
+            raise ConfigError(
+                "offload 'evicting' and slot_tokens exclude each other: the engine evicts its blocks one by one, and a "
+                "slot is stored whole"
+            )
+        if self.slot_tokens is not None and self.handoff_loans is HandoffLoans.ON:
+            raise ConfigError("handoff_loans 'on' and slot_tokens exclude each other: blocks are lent one by one")
         if self.weights_version is not None and self.weights_version_file is not None:
             raise ConfigError(
                 "weights_version names weights that stay, weights_version_file weights that are changed in place: "
@@ -174,7 +202,7 @@ class ConnectorOptions(PoolOptions):
     def loans_on(self, device: str) -> bool:
         """Whether an engine on this kind of device (vLLM's device type) lends and borrows blocks."""
         wanted = self.handoff_loans is HandoffLoans.ON or (self.handoff_loans is HandoffLoans.AUTO and device == "cuda")
-        return wanted and self.copier is CopierChoice.WORKER
+        return wanted and self.copier is CopierChoice.WORKER and self.slot_tokens is None
 
     def weights_name(self) -> str | None:
         """What the weights are called in the fingerprint; None where their bytes say it."""

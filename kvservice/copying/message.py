@@ -3,7 +3,7 @@
     engine → worker   HELLO   the engine's KV memory: JSON, with its file descriptor if the memory is a memfd
                       POOL    the segment to copy to and from: JSON
                       LEAVE   that segment is no longer used: JSON
-                      COPIES  jobs, each an id, a direction and rows of (block, slot, generation, key): packed
+                      COPIES  jobs, each an id, a direction and rows of (block, part, slot, generation, key): packed
                       LEND    blocks that other engines may read, as the rows of one job; DONE when they can
                       RECALL  (job id, id of the LEND): no one may read them any more; DONE when no one does
     worker → engine   ANSWER  to HELLO and POOL: JSON; `error` is null or gives the reason
@@ -32,7 +32,7 @@ from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import ConfigError, InvalidRequest, UnsupportedLayout
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex
 
-VERSION = 2  # of these messages; a HELLO of another version is refused by name
+VERSION = 3  # of these messages; a HELLO of another version is refused by name
 # what a socket takes without a change of the system's settings; a longer message is refused
 MESSAGE_BYTES_MAX = 128 << 10
 ROWS_MAX = 2048  # rows of one COPIES message; larger steps take several
@@ -42,7 +42,7 @@ U64_MAX = (1 << 64) - 1  # what the formats' 64-bit fields hold
 SEGMENT_BYTES_MAX = 1 << 56
 
 # A row of a copy job. The key is a void type, because numpy's byte strings drop trailing zeros.
-ROW = np.dtype([("block", "<u4"), ("zero", "<u4"), ("slot", "<u8"), ("generation", "<u8"), ("key", "V16")])
+ROW = np.dtype([("block", "<u4"), ("part", "<u4"), ("slot", "<u8"), ("generation", "<u8"), ("key", "V16")])
 _ROW = struct.Struct("<IIQQ16s")
 _COPIES = struct.Struct("<BBHHH")  # kind, zero, jobs, event, zero
 _JOB = struct.Struct("<QBBHI")  # id, direction, may borrow, zero, rows
@@ -86,14 +86,15 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """One block to copy. `generation` and `key` are what the slot's header must say: for a load those of the sealed
-    block, for a store the reserved generation (the header of a slot that is being written has its writer in place of
-    the key)."""
+    """One block of the engine to copy. `generation` and `key` are what the slot's header must say: for a load those of
+    the sealed block, for a store the reserved generation (the header of a slot that is being written has its writer in
+    place of the key)."""
 
     block: int
     slot: SlotIndex
     generation: Generation
     key: BlockKey
+    part: int = 0  # of the slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class PoolSource:
 
 
 def pack_rows(rows: Iterable[CopyRow]) -> bytes:
-    return b"".join(_ROW.pack(row.block, 0, row.slot, row.generation, row.key) for row in rows)
+    return b"".join(_ROW.pack(row.block, row.part, row.slot, row.generation, row.key) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,7 @@ def pack_pool(pool: PoolSource) -> bytes:
         "kv_head_count": pool.slot.kv_head_count,
         "cell_bytes": pool.slot.cell_bytes,
         "block_tokens": pool.slot.block_tokens,
+        "parts": pool.slot.parts,
         "engine_id": pool.engine_id.hex(),
     }
     return pack_json(Kind.POOL, fields)
@@ -276,6 +278,7 @@ def parse_pool(fields: dict[str, Any]) -> PoolSource:
             kv_head_count=number(fields, "kv_head_count"),
             cell_bytes=number(fields, "cell_bytes"),
             block_tokens=number(fields, "block_tokens"),
+            parts=number(fields, "parts"),
         )
         geometry = Geometry(slab_bytes=number(fields, "slab_bytes"), slab_count=number(fields, "slab_count"))
     except (UnsupportedLayout, ConfigError) as error:

@@ -27,7 +27,7 @@ import transformers
 from kvservice.connector.cache_groups import OneGroup, Table
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
-from kvservice.connector.options import StoredPart
+from kvservice.connector.options import StoredPart, slot_parts
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill, decode_params
@@ -65,10 +65,11 @@ TEXT_CHARS_MAX = 160  # of a configured value in the fingerprint; a longer one i
 def engine_spec(model: PagedModel, options: EngineOptions) -> EngineSpec:
     """The engine's identity towards the pool. May read all files of the model.
 
-    Raises ConfigError if nothing names the weights, UnnamedWeights if their files cannot be read.
+    Raises ConfigError if nothing names the weights or a slot is no multiple of a block, UnnamedWeights if their files
+    cannot be read.
     """
     shape, config = model.shape, model.config.to_dict()
-    weights = options.weights_name()
+    weights, parts = options.weights_name(), slot_parts(options.slot_tokens, shape.block_tokens)
     if weights is None and not model.name:
         raise ConfigError("a model made in memory has no files that name its weights: set weights_version")
     cache = None if options.cache_folder is None else Path(options.cache_folder).expanduser()
@@ -81,10 +82,11 @@ def engine_spec(model: PagedModel, options: EngineOptions) -> EngineSpec:
         "layers": shape.layer_count,
         "kv_heads": shape.head_count,
         "block_tokens": shape.block_tokens,
+        "slot_tokens": shape.block_tokens * parts,
         **{f"hf.{name}": _text(value) for name, value in config.items() if name not in LEFT_OUT},
     }
     called = Path(model.name).name or str(model.config.model_type)
-    layout = SlotLayout(shape.layer_count, shape.head_count, shape.cell_bytes, shape.block_tokens)
+    layout = SlotLayout(shape.layer_count, shape.head_count, shape.cell_bytes, shape.block_tokens * parts, parts)
     return EngineSpec(bytes(16), called, Fingerprint.of(fields), layout, options.namespace)
 
 
@@ -97,10 +99,11 @@ class WindowedTable(OneGroup):
     """One KV cache group, whose blocks behind a sliding window may be released."""
 
     def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
-        return None if table[position] == RELEASED else super().stored(table, group, position)
+        places = super().stored(table, group, position)
+        return None if any(block_id == RELEASED for _, _, block_id in places or ()) else places
 
     def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
-        return [] if table[position] == RELEASED else super().loaded(table, group, position, end)
+        return [place for place in super().loaded(table, group, position, end) if place[2] != RELEASED]
 
 
 @dataclass(slots=True)
@@ -109,7 +112,7 @@ class HostCopy:
 
     name: str  # its request towards the scheduler half
     hashes: list[BlockHash]  # random, one a block
-    host_ids: list[int]  # of the engine's books, in the same order
+    host_ids: list[int]  # of the engine's books, in the same order; the last one again until the last slot is full
     is_asked: bool = False  # the pool was asked to hold them
 
 
@@ -133,11 +136,11 @@ class BothHalves:
         self.counters: Counter[str] = Counter()
         self._options = options
         spec = engine_spec(model, options)
-        self._layout, self._block_tokens = spec.layout, spec.layout.block_tokens
+        self._layout, self._block_tokens = spec.layout, spec.layout.part_tokens
         pool = choose_pool(options, spec)
         self._engine_id = pool.spec.engine_id
         self._session = Session(
-            pool.open, pool.spec, lambda: self._half.may_reattach(), options.step_tokens // self._block_tokens
+            pool.open, pool.spec, lambda: self._half.may_reattach(), options.step_tokens // spec.layout.block_tokens
         )
         self._layered: LayerwiseScheduler | None = None
         self._half = self._make_scheduler(spec, model)
@@ -159,14 +162,14 @@ class BothHalves:
             self._session,
             functools.partial(block_keys, spec.fingerprint.digest),
             self._pool_info,
-            block_tokens=self._block_tokens,
+            block_tokens=self._layout.block_tokens,
             worker_count=1,
             offload=options.offload,
             fetch_timeout_seconds=options.fetch_timeout_seconds,
             handoff_timeout_seconds=options.handoff_timeout_seconds,
             loan_seconds=options.loan_seconds if options.loans_on(device) else 0.0,
             may_write=options.role is not EngineRole.CONSUMER,
-            grouping=WindowedTable(),
+            grouping=WindowedTable(self._layout.parts),
         )
         self._layered = half if isinstance(half, LayerwiseScheduler) else None
         return half
@@ -316,6 +319,7 @@ class BothHalves:
     def swap_out(self, request_id: str, pairs: Pairs) -> bool:
         """Copy these blocks into the pool, now: the step may overwrite them. False if the pool does not take all of
         them. Blocks for the copies, for at most SWAP_SECONDS_MAX."""
+        pairs = pairs + pairs[-1:] * (-len(pairs) % self._layout.parts)  # only whole slots are stored
         table = [block_id for block_id, _ in pairs]
         self._swap_count += 1
         seed = self._nonce + self._swap_count.to_bytes(8, "big")

@@ -28,6 +28,8 @@ log = logging.getLogger("kvservice.serve")
 # by load.
 JOBS_MAX = 64
 REFUSED_MAX = 64  # Errors that were logged and are not logged again. There is about one per fingerprint.
+# The fields of a fingerprint that say how an engine names the blocks of a prompt.
+NAMING = ("hash", "hash_seed", "block_tokens", "slot_tokens", "hash_python")
 RETRY_SECONDS = 30.0  # Until a tokenizer that could not be loaded is tried again: a hub may be back by then.
 
 
@@ -127,7 +129,7 @@ class PromptReader:
         done: dict[tuple[str, ...], list[BlockHash]] = {}
         for digest, kind in engines.items():
             fields = dict(kind.fingerprint.fields)
-            naming = tuple(fields.get(name, "") for name in ("hash", "hash_seed", "block_tokens", "hash_python"))
+            naming = tuple(fields.get(name, "") for name in NAMING)
             if naming not in done:
                 try:
                     done[naming] = block_namer(fields, question.cache_salt)(tokens.ids)

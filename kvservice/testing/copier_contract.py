@@ -24,9 +24,9 @@ from kvservice.units import BlockKey, Generation, MiB, SlotIndex, SpanRoute
 
 # Small, and all different from 1, so that a stride that is mixed up with another copies wrong bytes.
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 2, 6, 2, 256, 128
-LAYOUT = SlotLayout(LAYERS, HEADS, TOKENS * WIDTH * 2, TOKENS)
+LAYOUT = SlotLayout(LAYERS, HEADS, TOKENS * WIDTH * 2, 2 * TOKENS, parts=2)
 GEOMETRY = Geometry(slab_bytes=4 * MiB, slab_count=1)
-CACHE_BYTES = BLOCKS * LAYOUT.payload_bytes
+CACHE_BYTES = BLOCKS * LAYOUT.part_bytes
 ENGINE_ID = bytes(range(16))
 SLOTS = [slot_index(0, index) for index in range(4)]
 KEYS = [BlockKey(bytes([1 + index]) * 16) for index in range(len(SLOTS))]
@@ -103,6 +103,18 @@ class CopierContract:
         entries = [CopyEntry(place, refs[place], KEYS[place]) for place in range(4)]
         assert bench.copied(Direction.LOAD, *entries)
         assert [bench.block(block) for block in range(4)] == wanted[::-1]
+
+    def test_blocks_of_one_slot_lie_behind_each_other(self, bench: CopierBench) -> None:
+        """Stored in one job or in several, and loaded each on its own."""
+        wanted = [bench.fill(block) for block in (1, 4)]
+        ref = bench.reserve(SLOTS[2])
+        assert bench.copied(Direction.STORE, CopyEntry(4, ref, KEYS[2], part=1), CopyEntry(1, ref, KEYS[2], part=0))
+        assert bench.slot(SLOTS[2]) == wanted[0] + wanted[1]
+        ref, beside = bench.seal(SLOTS[2], KEYS[2]), bench.block(0)
+        assert bench.copied(Direction.LOAD, CopyEntry(5, ref, KEYS[2], part=1))
+        assert bench.block(5) == wanted[1] and bench.block(0) == beside
+        assert bench.copied(Direction.LOAD, CopyEntry(0, ref, KEYS[2], part=0))
+        assert bench.block(0) == wanted[0] and bench.block(5) == wanted[1]
 
     def test_a_copy_changes_nothing_beside_its_target(self, bench: CopierBench) -> None:
         before = [bench.fill(block) for block in range(BLOCKS)]

@@ -151,12 +151,15 @@ def encode_layout(layout: SlotLayout) -> shard_pb2.Layout:
         kv_head_count=layout.kv_head_count,
         cell_bytes=layout.cell_bytes,
         block_tokens=layout.block_tokens,
+        parts=layout.parts,
     )
 
 
 def decode_layout(layout: shard_pb2.Layout) -> SlotLayout:
     try:
-        return SlotLayout(layout.layer_count, layout.kv_head_count, layout.cell_bytes, layout.block_tokens)
+        return SlotLayout(
+            layout.layer_count, layout.kv_head_count, layout.cell_bytes, layout.block_tokens, layout.parts
+        )
     except UnsupportedLayout as error:
         raise InvalidRequest(f"layout: {error.message}") from error
 

@@ -1,4 +1,4 @@
-"""LMCache's connector for vLLM, which keeps chunks of 256 tokens where this project keeps the engine's blocks.
+"""LMCache's connector for vLLM, which keeps chunks of 256 tokens. Slots here hold the engine's block, or a chunk.
 
 Each test retells a passage of the public analyses of LMCacheConnector with its numbers. Where text and code of the
 source disagree, the test names both and asserts what this project does.
@@ -39,24 +39,33 @@ CHUNK = 256  # tokens of one of LMCache's chunks
 
 @pytest.fixture
 def walk() -> Iterator[Walk]:
+    """Its slots hold a block each."""
     made = Walk()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def chunks() -> Iterator[Walk]:
+    """Its slots hold a chunk each."""
+    made = Walk(parts=CHUNK // BLOCK)
     yield made
     made.close()
 
 
 def stored(walk: Walk, tokens: list[int], table: list[int]) -> None:
     """The whole blocks of a prompt lie in the pool, computed in these blocks of the device."""
-    blocks = len(tokens) // BLOCK
+    slots = len(tokens) // walk.layout.block_tokens
     walk.arrive("writer", tokens)
     assert walk.matched("writer", len(tokens)) == Promise(0)
     walk.scheduler.allocated("writer", table, 0)
 
     def is_stored() -> bool:
-        walk.step({"writer": (blocks * BLOCK, table)})  # the stock may hold fewer slots: then the rest comes later
-        return walk.slots()["sealed"] == blocks
+        walk.step({"writer": (len(tokens), table)})  # the stock may hold fewer slots: then the rest comes later
+        return walk.slots()["sealed"] == slots
 
     eventually(is_stored, "the prompt", detail=walk.slots)
-    walk.finish("writer", blocks * BLOCK, table)
+    walk.finish("writer", len(tokens), table)
 
 
 def test_three_hundred_tokens_have_eighteen_names() -> None:
@@ -74,15 +83,31 @@ def test_three_hundred_tokens_have_eighteen_names() -> None:
     assert all(one != two for one, two in zip(names, other, strict=True)), "the first token is in every name"
 
 
-def test_mask_alignment(walk: Walk) -> None:
+def test_three_hundred_tokens_are_one_chunk_and_a_rest(chunks: Walk) -> None:
+    """With slots of 256 tokens the first 256 have one name and one slot. The 44 over are not stored, and a prompt that
+    shares less than a chunk finds nothing."""
+    tokens = list(range(300))
+    stored(chunks, tokens, list(range(19)))
+    assert chunks.slots()["sealed"] == 1
+    chunks.arrive("same", tokens)
+    assert chunks.matched("same", len(tokens)) == Promise(CHUNK)
+    chunks.arrive("other", [*tokens[:255], 7, *tokens[256:]])
+    assert chunks.matched("other", len(tokens)) == Promise(0)
+
+
+@pytest.mark.parametrize("name", ["walk", "chunks"])
+def test_mask_alignment(name: str, request: pytest.FixtureRequest) -> None:
     """The engine has 100 tokens of a prompt whose first 256 are stored.
 
     The source's text skips the chunk that the engine has in part, so 156 tokens are computed again. Its code rounds
-    down, 100 // 256 * 256 = 0, and loads all 256, though the engine has 96 of them. Here a chunk is the engine's block:
-    the engine's own hit is 6 blocks, blocks 6 to 15 are loaded, 160 tokens, and of the 256 nothing is computed.
+    down, 100 // 256 * 256 = 0, and loads all 256, though the engine has 96 of them. Here the engine's own hit is 6
+    blocks, and blocks 6 to 15 are loaded, 160 tokens, whether a slot is a block or a chunk. Of the 256 nothing is
+    computed.
     """
+    walk: Walk = request.getfixturevalue(name)
     tokens = list(range(CHUNK + 1))
-    stored(walk, tokens, list(range(16)))
+    stored(walk, tokens, list(range(17)))
+    assert walk.slots()["sealed"] == CHUNK // walk.layout.block_tokens
     assert 100 // CHUNK * CHUNK == 0
     own = 100 // BLOCK * BLOCK
     assert own == 96

@@ -17,7 +17,7 @@ from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.testing.eventually import eventually
 from kvservice.units import GiB, KiB, MiB
-from tests.conformance.walk import BLOCK, FIFTY_SLOTS, LAYOUT, Walk
+from tests.conformance.walk import BLOCK, LAYOUT, Walk
 
 PROMPT = list(range(1000, 1016))  # A: one block of sixteen tokens
 LONGER = [*PROMPT, *range(2000, 2016)]  # B: the same block and one more
@@ -63,7 +63,7 @@ def test_simple_cpu_offload_walk_through(walk: Walk) -> None:
     walk.finish("B", 2 * BLOCK, [102, 103])
     assert not walk.scheduler.has_pending_work(0.3), "a request that ends holds up nothing"
     assert sum(count for state, count in walk.slots().items() if state != "sealed") == 48
-    assert sum(walk.slots().values()) == FIFTY_SLOTS.slots_per_slab(LAYOUT.payload_bytes) == 50
+    assert sum(walk.slots().values()) == walk.geometry.slots_per_slab(LAYOUT.payload_bytes) == 50
     assert not walk.pins.pinned, "device blocks 101, 102 and 103 are free"
     assert not walk.session._leases, "and nothing protects the host's blocks from eviction"
     assert walk.scheduler.counters["load_blocks"] == 1

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from kvservice.connector.cache_groups import OneGroup
 from kvservice.connector.options import DeferStores, Verify
 from kvservice.connector.plan import PoolInfo, StepPlan
 from kvservice.connector.scheduler.half import SchedulerHalf
@@ -33,17 +35,18 @@ from tests.unit.connector.line import Pins
 BLOCK = 16  # tokens
 HEADS, WIDTH = 8, 32  # kv heads, and numbers of K and V of one token and head
 LAYOUT = SlotLayout(layer_count=3, kv_head_count=HEADS, cell_bytes=BLOCK * WIDTH * 2, block_tokens=BLOCK)
-# One slab of exactly fifty slots: a page of headers and fifty payloads of six pages.
-FIFTY_SLOTS = Geometry(slab_bytes=4096 + 50 * LAYOUT.payload_bytes, slab_count=1)
 DEVICE_BLOCKS = 256
 
 
 class Walk:
-    """One engine with a pool of fifty slots."""
+    """One engine with a pool of fifty slots, each of which holds `parts` of its blocks."""
 
-    def __init__(self, defer_stores: DeferStores = DeferStores.OFF) -> None:
-        assert FIFTY_SLOTS.slots_per_slab(LAYOUT.payload_bytes) == 50
-        self.spec = EngineSpec(b"w" * 16, "m", Fingerprint.of({"model": "m"}), LAYOUT)
+    def __init__(self, defer_stores: DeferStores = DeferStores.OFF, parts: int = 1) -> None:
+        self.layout = replace(LAYOUT, block_tokens=parts * BLOCK, parts=parts)
+        # One slab of exactly fifty slots: a page of headers, and fifty payloads of six pages a part.
+        self.geometry = Geometry(slab_bytes=4096 + 50 * self.layout.payload_bytes, slab_count=1)
+        assert self.geometry.slots_per_slab(self.layout.payload_bytes) == 50
+        self.spec = EngineSpec(b"w" * 16, "m", Fingerprint.of({"model": "m"}), self.layout)
         self.tensors = list(torch.randn(3, DEVICE_BLOCKS, HEADS, BLOCK, WIDTH).to(torch.bfloat16).unbind(0))
         self.pins = Pins()
         self.runtime: PoolRuntime | None = None
@@ -52,9 +55,10 @@ class Walk:
             self.session,
             partial(block_keys, self.spec.fingerprint.digest),
             self._info,
-            block_tokens=BLOCK,
+            block_tokens=self.layout.block_tokens,
             worker_count=1,
             fetch_timeout_seconds=5.0,
+            grouping=OneGroup(parts),
         )
         self.scheduler.pin_with(self.pins)
         self.worker = WorkerHalf(BlockCopier(self.tensors, range(HEADS)), Verify.FULL, defer_stores=defer_stores)
@@ -63,11 +67,11 @@ class Walk:
         eventually(lambda: self.session._stocks[0], "slots in stock")
 
     async def _open(self) -> PoolPort:
-        self.runtime = await PoolRuntime.open(PoolConfig(NodeId("walk"), None, FIFTY_SLOTS))
+        self.runtime = await PoolRuntime.open(PoolConfig(NodeId("walk"), None, self.geometry))
         return self.runtime
 
     def _info(self, of: Attachment) -> PoolInfo:
-        return PoolInfo(of.segment_path, of.geometry, of.epoch, LAYOUT, self.spec.engine_id, of.node_directory)
+        return PoolInfo(of.segment_path, of.geometry, of.epoch, self.layout, self.spec.engine_id, of.node_directory)
 
     def slots(self) -> dict[str, int]:
         """How many slots are in which state, asked on the pool's own thread."""

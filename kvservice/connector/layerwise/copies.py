@@ -29,17 +29,17 @@ class BlockRun:
 
 def runs_of(entries: Sequence[CopyEntry], pool: PoolInfo) -> list[BlockRun]:
     """Neighbours merged: one strided copy a layer for each run, in place of one a block."""
-    payload_bytes = pool.layout.payload_bytes
+    payload_bytes, part_bytes = pool.layout.payload_bytes, pool.layout.part_bytes
     runs: list[BlockRun] = []
     for entry in entries:
-        offset = pool.geometry.payload_offset(entry.ref.slot, payload_bytes)
+        offset = pool.geometry.payload_offset(entry.ref.slot, payload_bytes) + entry.part * part_bytes
         last = runs[-1] if runs else None
         if last is not None and entry.block_id == last.block + last.count:
             step = offset - last.offset if last.count == 1 else last.stride
             if step > 0 and offset == last.offset + last.count * step:
                 runs[-1] = BlockRun(last.block, last.offset, step, last.count + 1)
                 continue
-        runs.append(BlockRun(entry.block_id, offset, payload_bytes, 1))
+        runs.append(BlockRun(entry.block_id, offset, part_bytes, 1))
     return runs
 
 

@@ -20,7 +20,7 @@ from kvservice.connector.scheduler.ports import SessionPort
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.core.messages import AcquireResult
 from kvservice.core.transitions import step
-from kvservice.units import AttachmentId, BlockKey
+from kvservice.units import AttachmentId, BlockHash
 
 
 class LayeredState(Enum):
@@ -47,7 +47,7 @@ TRANSITIONS: dict[tuple[LayeredState, LayeredEvent], LayeredState] = {
 @dataclass(slots=True)
 class LayeredLoad:
     request_id: str
-    keys: frozenset[BlockKey]
+    hashes: frozenset[BlockHash]  # the engine's names of what is loaded
     block_ids: tuple[int, ...]  # what is loaded, and what the step computes from it
     state: LayeredState = LayeredState.PLANNED
     store: StorePlan | None = None  # what the request has left to store, when it ended with this step
@@ -79,8 +79,9 @@ class LayeredLoads(Loads):
         if request_id in self._offered:
             self._planned[-1] = replace(self._planned[-1], layered=True)
             block_ids = cast("Sequence[int]", table)  # there is one group, or the load would not be layered
-            keys = frozenset(request.keys[first : request.skip + len(taken.blocks)])
-            self._layered[request_id] = LayeredLoad(request_id, keys, tuple(block_ids[first:]))
+            end = (request.skip + len(taken.blocks)) * self._grouping.stride
+            hashes = frozenset(request.hashes[first:end])
+            self._layered[request_id] = LayeredLoad(request_id, hashes, tuple(block_ids[first:]))
 
     def begin_step(self, plan: StepPlan) -> None:
         super().begin_step(plan)
@@ -96,9 +97,9 @@ class LayeredLoads(Loads):
         for load in self._layered.values():
             load.move(LayeredEvent.BEGIN_STEP)
 
-    def conceals(self, keys: Sequence[BlockKey] | None) -> bool:
+    def conceals(self, hashes: Sequence[BlockHash] | None) -> bool:
         """Some of these blocks (None: unknown ones), which the engine takes for its own, are not confirmed yet."""
-        return any(keys is None or not load.keys.isdisjoint(keys) for load in self._layered.values())
+        return any(hashes is None or not load.hashes.isdisjoint(hashes) for load in self._layered.values())
 
     def is_unconfirmed(self, request_id: str) -> bool:
         return request_id in self._layered

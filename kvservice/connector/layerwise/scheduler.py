@@ -46,8 +46,8 @@ class LayerwiseScheduler(SchedulerHalf):
     def must_wait(self, request_id: str, computed_tokens: int) -> bool:
         """Whether the engine's own hit of this request may include blocks that are loaded in the step being planned."""
         request = self._requests.get(request_id)
-        hit = computed_tokens // self._block_tokens
-        return hit > 0 and self._loads.conceals(None if request is None else request.keys[:hit])
+        hit = self._engine_blocks(computed_tokens)
+        return hit > 0 and self._loads.conceals(None if request is None else request.hashes[:hit])
 
     def end_layered(self, report: StepReport | None) -> None:
         """A step has ended; no worker reads a slot for its layered loads any more. Call it with every step's report."""

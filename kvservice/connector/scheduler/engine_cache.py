@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
-from kvservice.connector.cache_groups import NULL_BLOCK
+from kvservice.connector.cache_groups import NULL_BLOCK, Table
 from kvservice.units import BlockHash, BlockKey
 
 
@@ -28,22 +28,27 @@ class EngineCache(Protocol):
         ...
 
 
-def held_by_engine(cache: EngineCache | None, hashes: Sequence[BlockHash], count: int) -> int:
-    """How many of a request's first `count` blocks the engine has itself, from the first on."""
+def held_by_engine(cache: EngineCache | None, hashes: Sequence[BlockHash], count: int, stride: int) -> int:
+    """How many of a request's first `count` positions the engine has whole itself, from the first on."""
     held = 0
-    while cache is not None and held < count and cache.find(hashes[held]) is not None:
+    while cache is not None and held < count * stride and cache.find(hashes[held]) is not None:
         held += 1
-    return held
+    return held // stride
 
 
 def table_from_cache(
-    cache: EngineCache, hashes: Sequence[BlockHash], keys: Sequence[BlockKey], known: Container[BlockKey], end: int
-) -> list[int]:
-    """The blocks of a request that lost its own: where the engine still has positions [0, end), up to the first that it
-    has not. A `known` position is not copied, so it needs no block."""
+    cache: EngineCache,
+    hashes: Sequence[BlockHash],
+    keys: Sequence[BlockKey],
+    known: Container[BlockKey],
+    end: int,
+    stride: int,
+) -> Table:
+    """The blocks of a request that lost its own: where the engine still has positions [0, end), up to the first block
+    that it has not. A `known` position is not copied, so it needs no blocks."""
     table: list[int] = []
-    for position in range(end):
-        found = NULL_BLOCK if keys[position] in known else cache.find(hashes[position])
+    for index in range(end * stride):
+        found = NULL_BLOCK if keys[index // stride] in known else cache.find(hashes[index])
         if found is None:
             break
         table.append(found)

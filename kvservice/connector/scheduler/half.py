@@ -67,11 +67,12 @@ class SchedulerHalf:
         grouping: Grouping | None = None,
         term: bytes = b"",
     ) -> None:
-        """`evicting_blocks` is how many of the engine's blocks that go next are kept stored with Offload.EVICTING."""
+        """`block_tokens` are those of a position. `evicting_blocks` is how many of the engine's blocks that go next are
+        kept stored with Offload.EVICTING."""
         self.counters: Counter[str] = Counter()
         self._grouping = grouping or OneGroup()
         self._session = session
-        self._keyring = Keyring(make_keys, block_tokens, term)
+        self._keyring = Keyring(make_keys, block_tokens, term, self._grouping.stride)
         self._pool_info = pool_info
         self._block_tokens = block_tokens
         self._offload = offload
@@ -177,7 +178,7 @@ class SchedulerHalf:
             # The engine computes at least the last token itself, so a window that ends behind it may lack its first
             # block.
             keys = keys[: max(request.tokens - 1, 0) // self._block_tokens]
-        skip = held_by_engine(self._cache, request.hashes, len(keys))
+        skip = held_by_engine(self._cache, request.hashes, len(keys), self._grouping.stride)
         if not keys or self._paused or not self._keyring.is_current(request, self._session.attachment):
             return False
         per_block = self._speed.seconds_for(self._block_tokens)
@@ -201,8 +202,8 @@ class SchedulerHalf:
         return True
 
     def matched(self, request_id: str, computed_tokens: int, total_tokens: int, now: float) -> Wait | Promise:
-        """What can be promised beyond `computed_tokens`, a multiple of the block size. Changes no ownership: it may be
-        called any number of times before `allocated`."""
+        """What can be promised beyond `computed_tokens`, a multiple of the engine's block size. Changes no ownership:
+        it may be called any number of times before `allocated`."""
         self.take_answers()
         request = self._requests.get(request_id)
         if request is None:
@@ -228,11 +229,11 @@ class SchedulerHalf:
             return Promise(0)
         if not self._is_current(request.attachment):
             return Promise(0)  # the pool that made the promise is gone
-        request.local_blocks = local
+        request.local_tokens = computed_tokens
         if local < request.skip:
             return Promise(0)
-        blocks = min(request.promised_end, total_tokens // self._block_tokens) - local
-        return Promise(max(blocks, 0) * self._block_tokens)
+        end = min(request.promised_end, total_tokens // self._block_tokens)
+        return Promise(max(end * self._block_tokens - computed_tokens, 0))
 
     def _usable(self, request: EngineRequest, total_tokens: int) -> int:
         """How many leading blocks of what was asked the engine can use. It computes at least the last token itself."""
@@ -263,21 +264,21 @@ class SchedulerHalf:
             return
         result, attachment = request.result, request.attachment
         assert result is not None and attachment is not None
-        count = external_tokens // self._block_tokens
         if self._is_current(attachment):
             held = request.promised_end if result.skipped_held >= request.skip else result.skipped_held
             self._stores.expect(request, -max(held - request.stored, 0))
             request.stored = max(request.stored, held)
-        if count == 0:
+        if external_tokens == 0:
             request.move(RequestEvent.DECLINE)
             self._end_lease(attachment, result.lease_id)
             return
-        first = request.local_blocks
+        end, rest = divmod(request.local_tokens + external_tokens, self._block_tokens)
+        assert rest == 0, "the engine takes a part of a block"
         if self._grouping.window_groups:
-            assert first + count == request.promised_end, "the engine takes less than was promised, with another window"
-        taken = replace(result, blocks=result.blocks[: first + count - request.skip])
+            assert end == request.promised_end, "the engine takes less than was promised, with another window"
+        taken = replace(result, blocks=result.blocks[: end - request.skip])
         # First what can fail: a request that stays ANSWERED keeps its lease, and gives it back when it ends.
-        self._loads.plan(request, attachment, taken, block_ids, first)
+        self._loads.plan(request, attachment, taken, block_ids, self._engine_blocks(request.local_tokens))
         request.move(RequestEvent.LOAD)
 
     def hit_sources(self, request_id: str, tokens: int) -> tuple[int, int]:
@@ -388,8 +389,7 @@ class SchedulerHalf:
         computed_tokens: int,
         block_ids: Table,
     ) -> StorePlan | None:
-        """Plan the copies of blocks that are full and not in the pool. Blocks that find no slot are tried again in the
-        next step."""
+        """Plan the copies of full blocks that are not in the pool. Those without a slot are tried in the next step."""
         self._extend_keys(request, hashes, attachment)
         full = min(computed_tokens // self._block_tokens, len(request.keys), self._grouping.length(block_ids))
         full = request.storable(full)
@@ -404,12 +404,13 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None or self._cache is None or self._pins is None or request.state is not RequestState.RUNNING:
             return
-        full = request.storable(min(request.computed_blocks, len(request.hashes)))
+        full = request.storable(min(request.computed_blocks, len(request.hashes) // self._grouping.stride))
         if self._offload is Offload.EVICTING or full <= request.stored:
             return
         self._extend_keys(request, request.hashes, attachment)
-        table = table_from_cache(self._cache, request.hashes, request.keys, self._known, full)
-        tokens = len(table) * self._block_tokens
+        stride = self._grouping.stride
+        table = table_from_cache(self._cache, request.hashes, request.keys, self._known, full, stride)
+        tokens = self._grouping.length(table) * self._block_tokens
         store = self._store_of(attachment, request, request.hashes, tokens, table)
         if store is not None:
             self.counters["store_blocks_preempted"] += len(store.entries)
@@ -569,6 +570,10 @@ class SchedulerHalf:
         request.move(RequestEvent.DECLINE)
 
     # -- inside ----
+
+    def _engine_blocks(self, tokens: int) -> int:
+        """How many of the engine's hashes these tokens have; with one KV cache group each is of a block."""
+        return tokens * self._grouping.stride // self._block_tokens
 
     def _is_current(self, attachment: AttachmentId | None) -> bool:
         current = self._session.attachment

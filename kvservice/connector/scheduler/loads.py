@@ -31,9 +31,9 @@ class Loads:
     def plan(
         self, request: EngineRequest, attachment: AttachmentId, taken: AcquireResult, table: Table, first: int
     ) -> None:
-        """Copy the blocks of `taken`, which begin at the request's `skip`, from position `first` on with the next step.
-        Takes over the lease of `taken`."""
-        count = request.skip + len(taken.blocks) - first
+        """Copy the blocks of `taken`, which begin at the request's `skip`, into the engine's blocks from number `first`
+        on with the next step. Takes over the lease of `taken`."""
+        count = request.skip + len(taken.blocks) - first // self._grouping.stride
         entries = load_entries(self._grouping, request.chains, taken, table, first, request.skip)
         borrows = self._borrows and request.waits_for_writer
         self._planned.append(LoadPlan(request.request_id, tuple(entries), borrows))

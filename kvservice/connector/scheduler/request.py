@@ -83,7 +83,7 @@ class EngineRequest:
     result: AcquireResult | None = None
     prompt_blocks: int = 0  # full blocks of the prompt when the request came
     engine_blocks: int = 0  # the engine's own hit when the request was first asked about
-    local_blocks: int = 0  # the engine's own hit when the promise was made
+    local_tokens: int = 0  # the engine's own hit when the promise was made
     loaded_blocks: int = 0
     salted: bool = False
     gave_up: bool = False  # the request did not wait for the pool's answer

@@ -21,10 +21,12 @@ MakeKeys = Callable[[Sequence[BlockHash], bytes], list[BlockKey]]
 class Keyring:
     """Names the blocks of every request with the attachment and the term that are current."""
 
-    def __init__(self, make_keys: MakeKeys, block_tokens: int, term: bytes = b"") -> None:
-        """`term` is that of the engine's weights; empty while they are those that the fingerprint names."""
+    def __init__(self, make_keys: MakeKeys, block_tokens: int, term: bytes = b"", stride: int = 1) -> None:
+        """`block_tokens` and `stride` are the tokens and the engine's hashes of a position. `term` is that of the
+        engine's weights; empty while they are those that the fingerprint names."""
         self._make_keys = make_keys
         self._block_tokens = block_tokens
+        self._stride = stride
         self._term = term
         self._naming = Naming().under(term)
         self._read: tuple[Attachment | None, Naming] = (None, self._naming)
@@ -44,8 +46,9 @@ class Keyring:
         return request.naming is naming or request.naming == naming
 
     def extend(self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None) -> int:
-        """Give the request a key for each hash. Keys of another naming are made again, because under another tenant or
-        secret its blocks have other names. Returns how many of the new keys may be stored."""
+        """Give the request a key for each position that has all its hashes; the last of them stands for everything
+        before it. Keys of another naming are made again, because under another tenant or secret its blocks have other
+        names. Returns how many of the new keys may be stored."""
         if attachment is not None:
             self._naming = self.naming_of(attachment)
         if request.naming is not self._naming and request.naming != self._naming:
@@ -53,19 +56,24 @@ class Keyring:
             for keys in request.chains:
                 keys.clear()
             request.stored = 0
-        naming, begin = self._naming, len(request.keys)
-        if len(hashes) <= begin:
+        naming, begin, end = self._naming, len(request.keys), len(hashes) // self._stride
+        if end <= begin:
             return 0
         public = request.public_tokens // self._block_tokens if naming.public_key else 0
-        middle = min(max(public, begin), len(hashes))
-        new = self._make_keys(hashes[begin:middle], _of(request, naming.public_key)) if middle > begin else []
-        new += self._make_keys(hashes[middle:], _of(request, naming.tenant_key))
+        middle = min(max(public, begin), end)
+        new = self._names(hashes, begin, middle, _of(request, naming.public_key)) if middle > begin else []
+        new += self._names(hashes, middle, end, _of(request, naming.tenant_key))
         request.keys.extend(new)
         for group, keys in enumerate(request.window_keys, 1):
             keys.extend(group_key(key, group) for key in new)
         request.kept_out = 0 if naming.may_publish else public
         request.stored = max(request.stored, request.kept_out)
-        return len(hashes) - max(begin, min(request.kept_out, len(hashes)))
+        return end - max(begin, min(request.kept_out, end))
+
+    def _names(self, hashes: Sequence[BlockHash], begin: int, end: int, key: bytes) -> list[BlockKey]:
+        """The names of positions [begin, end)."""
+        last = self._stride - 1
+        return self._make_keys(hashes[begin * self._stride + last : end * self._stride : self._stride], key)
 
     def naming_of(self, attachment: Attachment) -> Naming:
         """What names derive from under this attachment and the current term. Called for every request of every step, so

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 from kvservice.connector.cache_groups import Grouping, Table
 from kvservice.connector.plan import StepPlan, StepReport, StorePlan
@@ -54,7 +55,8 @@ class Stores:
         self._last_id = 0
         self._step_began = 0.0
         self._stored: list[StoredBlock] = []
-        self._told: dict[BlockKey, BlockHash] = {}  # what `take_stored` named and `take_removed` did not, oldest first
+        # what `take_stored` named and `take_removed` did not, oldest first
+        self._told: dict[BlockKey, list[BlockHash]] = {}
         self._untold: list[BlockHash] = []  # named by `take_stored` and no longer followed
 
     def pin_with(self, pins: BlockPins) -> None:
@@ -97,7 +99,8 @@ class Stores:
         if planned.items:
             self.expect(request, -(planned.done - request.stored))
         request.stored = max(request.stored, planned.done)
-        blocks = [StoredBlock(hashes[i], hashes[i - 1] if i else None) for i in planned.positions]
+        named = chain.from_iterable(self._grouping.named(hashes, position) for position in planned.positions)
+        blocks = [StoredBlock(block_hash, parent) for block_hash, parent in named]
         return self.open(attachment, planned, blocks, request.writes, trace=request.trace)
 
     def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
@@ -178,26 +181,28 @@ class Stores:
         for store in self._open.values():
             store.is_void, store.handoff = True, None
         self._stored.clear()
-        self._untold += self._told.values()
+        self._untold += chain.from_iterable(self._told.values())
         self._told.clear()
 
     def _remember_stored(self, store: OpenStore) -> None:
         self._stored += store.blocks
         first_group = [item.key for item in store.items if item.position < WINDOW_BIT]
-        for key, block in zip(first_group, store.blocks, strict=True):
-            self._told[key] = block.block_hash
+        of_each = len(store.blocks) // max(len(first_group), 1)
+        for index, key in enumerate(first_group):
+            blocks = store.blocks[index * of_each : (index + 1) * of_each]
+            self._told[key] = [block.block_hash for block in blocks]
         while len(self._told) > KNOWN_KEYS_MAX:
-            self._untold.append(self._told.pop(next(iter(self._told))))
+            self._untold += self._told.pop(next(iter(self._told)))
 
     def take_removed(self) -> list[BlockHash]:
         """The blocks named by `take_stored` that have left the pool since, as far as anybody knows."""
         gone, self._untold = self._untold, []
         removed = self._session.removed()
         if removed is None:
-            gone += self._told.values()
+            gone += chain.from_iterable(self._told.values())
             self._told.clear()
         else:
-            gone += [self._told.pop(key) for key in removed if key in self._told]
+            gone += chain.from_iterable(self._told.pop(key) for key in removed if key in self._told)
         return gone
 
     def take_stored(self) -> list[StoredBlock]:

@@ -1,4 +1,5 @@
-"""Names the blocks of a prompt as a vLLM engine elsewhere names them, from token ids and the engine's fingerprint.
+"""Names the blocks of a prompt as a vLLM engine elsewhere names them, from token ids and the engine's fingerprint. Of
+the engine's blocks that share a slot, the last one names it.
 
 For routers, which have the prompt but no engine. It uses vLLM's own hash functions, so only the chaining could differ,
 and a test compares that. Everything else that enters the hash (LoRA, images, prompt embeddings) is not covered.
@@ -19,12 +20,13 @@ Namer = Callable[[Sequence[int]], list[BlockHash]]
 
 
 def block_namer(fields: Mapping[str, str], cache_salt: str = "") -> Namer:
-    """A function from token ids to the hashes of their full blocks, for engines whose fingerprint has these fields.
+    """A function from token ids to the hashes of their full slots, for engines whose fingerprint has these fields.
 
     Raises UnsupportedLayout if this process cannot make the same hashes.
     """
     algorithm, seed = fields.get("hash", ""), fields.get("hash_seed", "")
     block_tokens = int(fields.get("block_tokens", "0"))
+    slot_tokens = int(fields.get("slot_tokens", block_tokens))
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     if fields.get("hash_python", python) != python:
         raise UnsupportedLayout(
@@ -38,6 +40,9 @@ def block_namer(fields: Mapping[str, str], cache_salt: str = "") -> Namer:
         raise UnsupportedLayout(f"the engines name blocks with {algorithm!r}: {error}") from error
     if block_tokens < 1 or not seed:
         raise UnsupportedLayout("the engines' fingerprint says nothing of block size or hash seed")
+    stride, rest = divmod(slot_tokens, block_tokens)
+    if rest or not stride:
+        raise UnsupportedLayout(f"the engines' slots of {slot_tokens} tokens are no multiple of their blocks")
 
     def name(token_ids: Sequence[int]) -> list[BlockHash]:
         parent = root
@@ -47,7 +52,7 @@ def block_namer(fields: Mapping[str, str], cache_salt: str = "") -> Namer:
             parent = function((parent, tuple(token_ids[start : start + block_tokens]), extra))
             names.append(BlockHash(parent))
             extra = None  # only the first block has a salt
-        return names
+        return names[stride - 1 :: stride]
 
     return name
 

@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_con
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_kernel_blocks
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
-from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload
+from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload, slot_parts
 from kvservice.connector.vllm.group_rules import Spec, StoredGroup, StoredGroups, stored_groups
 from kvservice.connector.vllm.identity import config_fields, model_fields, text_of
 from kvservice.connector.weights import weights_identity
@@ -55,14 +56,21 @@ def engine_spec(
     *,
     weights: str | None = None,
     weights_cache: Path | None = None,
+    slot_tokens: int | None = None,
 ) -> EngineSpec:
     """The engine's identity towards the pool. `weights` is their name, if their files need not be read.
 
-    May read all files of the model, which takes minutes. Raises as `check` does, and UnnamedWeights.
+    May read all files of the model, which takes minutes. Raises as `check` does, UnnamedWeights, and ConfigError for
+    slots that this engine cannot have.
     """
     check(vllm_config, cache_config)
     found = supported(vllm_config, cache_config)
     layout = slot_layout(vllm_config, cache_config)
+    if slot_tokens is not None:
+        if (group_count := len(cache_config.kv_cache_groups)) > 1:
+            raise ConfigError(f"slot_tokens needs a model with one KV cache group, and this one has {group_count}")
+        parts = slot_parts(slot_tokens, layout.block_tokens)
+        layout = replace(layout, block_tokens=slot_tokens, parts=parts)
     window_groups = tuple(
         WindowGroup(_layout_of(vllm_config, cache_config, found, group), group.window)
         for group in found.groups[1:]
@@ -83,7 +91,8 @@ def engine_spec(
         "kv_heads": layout.kv_head_count,
         "cell_bytes": layout.cell_bytes,
         "cell_format": _cell_format(vllm_config),
-        "block_tokens": layout.block_tokens,
+        "block_tokens": _hash_tokens(cache_config, found),
+        "slot_tokens": layout.block_tokens,
         **_packing_fields(vllm_config, cache_config, spec),
         **_group_fields(vllm_config, cache_config, found, window_groups),
         **_draft_fields(vllm_config.speculative_config, weights_cache),
@@ -139,19 +148,24 @@ def _layout_of(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroup
         layer_count=sum(len(cache_config.kv_cache_groups[index].layer_names) for index in group.engine_groups),
         kv_head_count=heads * _shard_count(vllm_config, spec),
         # vLLM may add padding behind a page; it is left out.
-        cell_bytes=int(spec.unpadded_page_size_bytes) // heads * found.parts(group),
+        cell_bytes=int(spec.unpadded_page_size_bytes) // heads,
         block_tokens=found.block_tokens,
+        parts=found.parts(group),
     )
 
 
-def grouping(vllm_config: Any, cache_config: KVCacheConfig, spec: EngineSpec) -> tuple[Grouping, int]:
-    """How the scheduler half finds the blocks of a position, and how many of the engine's hashes one position has."""
+def grouping(vllm_config: Any, cache_config: KVCacheConfig, spec: EngineSpec) -> Grouping:
+    """How the scheduler half finds the engine's blocks and hashes of a position."""
     found = supported(vllm_config, cache_config)
     if len(cache_config.kv_cache_groups) == 1:
-        return OneGroup(), 1
-    hash_block = cache_config.hash_block_size or math.gcd(*(int(group.spec.block_size) for group in found.groups))
-    several = SeveralGroups(found.engine_groups(), spec.window_groups, found.block_tokens)
-    return several, found.block_tokens // hash_block
+        return OneGroup(spec.layout.parts)
+    stride = found.block_tokens // _hash_tokens(cache_config, found)
+    return SeveralGroups(found.engine_groups(), spec.window_groups, found.block_tokens, stride)
+
+
+def _hash_tokens(cache_config: KVCacheConfig, found: StoredGroups) -> int:
+    """Tokens of one of vLLM's hashes."""
+    return cache_config.hash_block_size or math.gcd(*(int(group.spec.block_size) for group in found.groups))
 
 
 def rank_share(vllm_config: Any, cache_config: KVCacheConfig) -> HeadShare:
@@ -185,7 +199,6 @@ def grouped_block_copiers(
                     heads,
                     first_layer=first,
                     layers_behind=layout.layer_count - first - len(layers),
-                    slot_parts=found.parts(group),
                 ),
                 layout,
             )
@@ -316,7 +329,7 @@ def _window_text(group: WindowGroup) -> str:
     window, layout = group.window, group.layout
     return (
         f"sliding {window.sliding_tokens} chunk {window.chunk_tokens} layers {layout.layer_count} "
-        f"heads {layout.kv_head_count} cell {layout.cell_bytes} block {layout.block_tokens}"
+        f"heads {layout.kv_head_count} cell {layout.cell_bytes} block {layout.block_tokens} parts {layout.parts}"
     )
 
 

@@ -116,7 +116,6 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config or {})
         self._config = kv_cache_config
-        self._stride = 1  # hashes of the engine per position
         self._scheduler: SchedulerHalf | None = None
         self._session: Session | None = None
         self._pool: PoolChoice | None = None
@@ -159,6 +158,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._options.namespace,
             weights=self._options.weights_name(),
             weights_cache=_path(self._options.cache_folder),
+            slot_tokens=self._options.slot_tokens,
         )
         self._spec = replace(self._spec, hears_removals=compat.publishes_events(vllm_config))
         self._pool = choose_pool(self._options, self._spec)
@@ -166,7 +166,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
         step_blocks = step_tokens // self._spec.layout.block_tokens
         device = vllm_config.device_config.device_type
-        grouping, self._stride = compat.grouping(vllm_config, self._config, self._spec)
+        grouping = compat.grouping(vllm_config, self._config, self._spec)
         session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach(), step_blocks)
         make_half = LayerwiseScheduler if self._layerwise.loads else SchedulerHalf
         half = make_half(
@@ -226,7 +226,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             may_read = self._kv_transfer_config.is_kv_consumer and not request.skip_reading_prefix_cache
             self._scheduler.on_new_request(
                 request.request_id,
-                self._hashes(request),
+                request.block_hashes,
                 time.monotonic(),
                 may_read=may_read and terms.may_load,
                 may_store=terms.may_store,
@@ -244,11 +244,6 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         lora = request.lora_request
         return b"" if lora is None else self._adapters.of(lora.lora_path, lora.lora_int_id)
 
-    def _hashes(self, request: Request) -> Any:
-        """One hash per position. With several KV cache groups vLLM may hash in smaller steps."""
-        hashes = request.block_hashes
-        return hashes if self._stride == 1 else hashes[self._stride - 1 :: self._stride]
-
     def _table(self, block_ids: tuple[list[int], ...]) -> Table:
         """The block ids in the form that the scheduler half takes."""
         return block_ids[0] if len(self._config.kv_cache_groups) == 1 else block_ids
@@ -264,7 +259,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         answer = self._scheduler.matched(request.request_id, num_computed_tokens, request.num_tokens, time.monotonic())
         if isinstance(answer, Wait):
             return None, False
-        own = num_computed_tokens // self._spec.layout.block_tokens
+        own = num_computed_tokens // self._spec.layout.part_tokens
         self._planning.promised(request.request_id, own if answer.layered else None)
         return answer.tokens, answer.tokens > 0 and not answer.layered
 
@@ -333,7 +328,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             request = self._live.get(request_id)
             if request is not None:
                 ids = functools.partial(block_ids, request_id)
-                yield request_id, self._hashes(request), computed[request_id] + tokens, ids
+                yield request_id, request.block_hashes, computed[request_id] + tokens, ids
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is None:
@@ -367,7 +362,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         done = request.status in STORABLE
         handoff = self._scheduler.finished(
             request.request_id,
-            self._hashes(request),
+            request.block_hashes,
             request.num_computed_tokens,
             self._table(block_ids),
             store_rest=done,
@@ -385,9 +380,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks that this engine stored in the pool of its node, and those of them that are no longer there."""
         if self._scheduler is None or not compat.publishes_events(self._vllm_config):
             return ()
+        layout, is_one = self._spec.layout, len(self._config.kv_cache_groups) == 1
+        block_tokens = layout.part_tokens if is_one else layout.block_tokens  # as Grouping.named names blocks
         stored = [
-            compat.block_stored(block.block_hash, block.parent, self._spec.layout.block_tokens)
-            for block in self._scheduler.take_stored()
+            compat.block_stored(block.block_hash, block.parent, block_tokens) for block in self._scheduler.take_stored()
         ]
         return stored + [compat.block_removed(block_hash) for block_hash in self._scheduler.take_removed()]
 

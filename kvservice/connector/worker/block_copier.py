@@ -45,7 +45,6 @@ class BlockCopier:
         staged: bool | None = None,
         first_layer: int = 0,
         layers_behind: int = 0,
-        slot_parts: int = 1,
     ) -> None:
         """Args:
             layers: KV tensors `[block, kv head, token, K‖V]` or `[block, part, kv head, token of the part, K‖V]`, all
@@ -53,7 +52,6 @@ class BlockCopier:
             heads: this rank's range of the model's kv heads.
             staged: whether to use the buffer; by default if the tensors are not in host memory.
             first_layer, layers_behind: layers of other engine groups before and after these in a slot.
-            slot_parts: blocks of this engine group in a slot.
 
         Raises:
             UnsupportedLayout: the tensors are not alike.
@@ -67,7 +65,6 @@ class BlockCopier:
         self._heads = heads
         self._slot_layers = slice(first_layer, first_layer + len(layers))
         self._layers_behind = layers_behind
-        self._slot_parts = slot_parts
         self._staged = first.device.type != "cpu" if staged is None else staged
         self._together = _one_view(layers)
         self._slots: torch.Tensor | None = None  # the segment's bytes, `(segment bytes,)` uint8
@@ -93,9 +90,9 @@ class BlockCopier:
 
     @property
     def fills_slots(self) -> bool:
-        """Whether a slot holds exactly one block: all layers of this block copier and nothing else."""
+        """Whether a slot holds the layers of this block copier and nothing else."""
         assert self._layout is not None
-        return self._slot_parts == 1 and self._slot_layers == slice(0, self._layout.layer_count)
+        return self._slot_layers == slice(0, self._layout.layer_count)
 
     @property
     def layout(self) -> SlotLayout:
@@ -117,7 +114,7 @@ class BlockCopier:
         """Use this segment from now on. Returns its bytes, `(segment bytes,)` uint8. Raises UnsupportedLayout if a slot
         and the tensors do not fit."""
         _, parts, head_count, tokens, width = self._layers[0].shape
-        cell_bytes = self._slot_parts * parts * tokens * width * self._layers[0].element_size()
+        cell_bytes = parts * tokens * width * self._layers[0].element_size()
         found = (self._slot_layers.stop + self._layers_behind, head_count, cell_bytes)
         wanted = (layout.layer_count, len(self._heads), layout.cell_bytes)
         if found != wanted:
@@ -159,10 +156,10 @@ class BlockCopier:
         """This rank's share of a slot as `[layer, head, kernel part, token, K‖V]`."""
         assert self._slots is not None and self._layout is not None
         _, parts, _, tokens, width = self._layers[0].shape
-        payload = self._slots[payload_offset : payload_offset + self._layout.payload_bytes]
-        shape = (self._layout.layer_count, self._layout.kv_head_count, self._slot_parts, parts, tokens, width)
-        whole = payload.view(self._layers[0].dtype).view(shape)
-        return whole[self._slot_layers, self._heads.start : self._heads.stop, part]
+        start = payload_offset + part * self._layout.part_bytes
+        shape = (self._layout.layer_count, self._layout.kv_head_count, parts, tokens, width)
+        whole = self._slots[start : start + self._layout.part_bytes].view(self._layers[0].dtype).view(shape)
+        return whole[self._slot_layers, self._heads.start : self._heads.stop]
 
     def _staging_like(self, slot: torch.Tensor) -> torch.Tensor:
         return torch.empty(slot.shape, dtype=slot.dtype, device=self.device)

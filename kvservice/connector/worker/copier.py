@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from kvservice.connector.plan import CopyEntry, PoolInfo
@@ -194,9 +195,10 @@ class RunCopier(InlineCopier):
                 by_group.setdefault(entry.engine_group, []).append(entry)
             yield from by_group.items()
 
-    def _offsets(self, template: CopyTemplate, entries: Sequence[CopyEntry]) -> Offsets:
+    def _part_offsets(self, template: CopyTemplate, entries: Sequence[CopyEntry]) -> Offsets:
         assert self._pool is not None
-        return self._pool.geometry.payload_offsets([entry.ref.slot for entry in entries], template.payload_bytes)
+        payloads = self._pool.geometry.payload_offsets([entry.ref.slot for entry in entries], template.payload_bytes)
+        return payloads + np.array([entry.part for entry in entries], np.int64) * template.part_bytes
 
 
 class HostCopier(RunCopier):
@@ -214,7 +216,7 @@ class HostCopier(RunCopier):
             copy_entries(self._block_copiers, self._pool, direction, entries)
             return
         address, template = region
-        runs = template.expand_by_block([entry.block_id for entry in entries], self._offsets(template, entries))
+        runs = template.expand_by_block([entry.block_id for entry in entries], self._part_offsets(template, entries))
         if direction is Direction.LOAD:
             copy_runs(address, self._memory, runs.engine, runs.segment, runs.lengths)
         else:
@@ -223,8 +225,8 @@ class HostCopier(RunCopier):
 
 
 def _region(block_copier: BlockCopier) -> tuple[int, CopyTemplate] | None:
-    """None if blocks must go through the block copier: their tensors cannot be described by runs, or blocks share
-    slots."""
+    """None if blocks must go through the block copier: their tensors cannot be described by runs, or engine groups
+    share slots."""
     if not block_copier.fills_slots:
         return None
     layers = block_copier.layers
@@ -315,7 +317,7 @@ class CudaCopier(RunCopier):
         region = self.region_of(engine_group) if self._driver is not None else None
         if self._driver is not None and region is not None:
             address, template = region
-            runs = template.expand([entry.block_id for entry in entries], self._offsets(template, entries))
+            runs = template.expand([entry.block_id for entry in entries], self._part_offsets(template, entries))
             is_large = runs.byte_count >= SMALL_RUN_BYTES * runs.lengths.size
             if is_large and self._pinning.covers(int((runs.segment + runs.lengths).max())):
                 device, host = address + runs.engine, self._memory + runs.segment

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header import unpack_header
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved
 from kvservice.core.segment.layout import HeadShare
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
@@ -42,7 +43,7 @@ class Copying:
     """A load under way."""
 
     plan: LoadPlan
-    headers: list[bytes]  # as they were before the copies, one per entry
+    headers: list[bytes]  # as they were before the copies, one per slot
     ticket: Ticket
 
 
@@ -50,6 +51,14 @@ class Copying:
 class WritingStore:
     plan: StorePlan
     ticket: Ticket
+
+
+def one_of_each_slot(entries: Sequence[CopyEntry]) -> Iterable[CopyEntry]:
+    """An entry of each slot, in their order. A slot may hold several blocks of the engine."""
+    found: dict[BlockRef, CopyEntry] = {}
+    for entry in entries:
+        found.setdefault(entry.ref, entry)
+    return found.values()
 
 
 class WorkerHalf:
@@ -230,7 +239,7 @@ class WorkerHalf:
             self._count("load_unplanned")  # something went wrong before, and the engine waits for this load
             return None
         headers: list[bytes] = []
-        for entry in load.entries:
+        for entry in one_of_each_slot(load.entries):
             header = segment.header_bytes(entry.ref.slot)
             size = self._block_copiers.of(entry.engine_group).payload_bytes
             if not is_as_promised(header, pool.epoch, entry.ref, entry.key, size):
@@ -254,7 +263,7 @@ class WorkerHalf:
         if not load.ticket.succeeded():
             self._count("load_copy_failed")
             return False
-        for entry, before in zip(load.plan.entries, load.headers, strict=True):
+        for entry, before in zip(one_of_each_slot(load.plan.entries), load.headers, strict=True):
             if segment.header_bytes(entry.ref.slot) != before:
                 self._suspect(entry, "load_overwritten")
                 return False
@@ -287,7 +296,7 @@ class WorkerHalf:
         if segment.current_epoch() != pool.epoch:
             self._count("store_stale", len(store.entries))
             return False
-        for entry in store.entries:
+        for entry in one_of_each_slot(store.entries):
             header = segment.header_bytes(entry.ref.slot)
             if not is_reserved(header, pool.epoch, entry.ref, self._block_copiers.of(entry.engine_group).payload_bytes):
                 self._count("store_stale")

@@ -69,7 +69,10 @@ class RemoteCopier:
 
     def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
         if self._link.is_ready:
-            rows = [CopyRow(entry.block_id, entry.ref.slot, entry.ref.generation, entry.key) for entry in entries]
+            rows = [
+                CopyRow(entry.block_id, entry.ref.slot, entry.ref.generation, entry.key, entry.part)
+                for entry in entries
+            ]
             ticket = self._link.submit(direction, rows, may_borrow=may_borrow)
             if ticket is not None:
                 self._handed = True

@@ -176,7 +176,7 @@ class CopyLane:
                 if self._stopping:
                     return CopyOutcome.FAILED
                 slots = [SlotIndex(slot) for slot in rows["slot"].tolist()]
-                _check_range(target, slots)
+                _check_range(target, slots, int(rows["part"].max()))
                 if not _all_as_promised(target, job.direction, rows, slots):
                     return CopyOutcome.STALE
                 failpoint("copy_worker.copy")
@@ -217,23 +217,30 @@ def _start(target: Target, job: CopyJob, rows: npt.NDArray[np.void], slots: list
     meanwhile, come from the slots."""
     blocks = rows["block"].astype(np.int64)
     from_slots, byte_count, borrowed = slots, 0, 0
-    if job.direction is Direction.LOAD and job.may_borrow:
+    if job.direction is Direction.LOAD and job.may_borrow and target.template.parts == 1:  # a key names one block then
         lent, byte_count = target.direct.copy([key.tobytes() for key in rows["key"]], blocks.tolist())
         rest = [index for index, done in enumerate(lent) if not done]
         blocks, from_slots, borrowed = blocks[rest], [slots[index] for index in rest], sum(lent)
+        parts = rows["part"][rest]
+    else:
+        parts = rows["part"]
     if not from_slots:
         return _Batch(rows, slots, None, byte_count, borrowed)
-    runs = target.template.expand(blocks, _offsets(target, from_slots))
+    runs = target.template.expand(blocks, _offsets(target, from_slots, parts))
     started = target.engine.start(job.direction, runs)
     return _Batch(rows, slots, started, byte_count + runs.byte_count, borrowed)
 
 
-def _offsets(target: Target, slots: list[SlotIndex]) -> npt.NDArray[np.int64]:
-    return target.segment.geometry.payload_offsets(slots, target.template.payload_bytes)
+def _offsets(target: Target, slots: list[SlotIndex], parts: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    payloads = target.segment.geometry.payload_offsets(slots, target.template.payload_bytes)
+    return payloads + parts.astype(np.int64) * target.template.part_bytes
 
 
-def _check_range(target: Target, slots: Iterable[SlotIndex]) -> None:
-    """Raises InvalidRequest for a slot outside the segment, where a header would be another slot's payload."""
+def _check_range(target: Target, slots: Iterable[SlotIndex], last_part: int) -> None:
+    """Raises InvalidRequest for a slot outside the segment, where a header would be another slot's payload, and for a
+    part outside its slot."""
+    if last_part >= target.template.parts:
+        raise InvalidRequest(f"part {last_part} is not in a slot of {target.template.parts} blocks")
     geometry = target.segment.geometry
     per_slab = geometry.slots_per_slab(target.template.payload_bytes)
     for slot in slots:
@@ -247,7 +254,7 @@ def _all_as_promised(target: Target, direction: Direction, rows: npt.NDArray[np.
         return False
     generations, keys = rows["generation"].tolist(), [BlockKey(key.tobytes()) for key in rows["key"]]
     size = target.template.payload_bytes
-    for slot, generation, key in zip(slots, generations, keys, strict=True):
+    for slot, generation, key in dict.fromkeys(zip(slots, generations, keys, strict=True)):  # each slot once
         header, ref = segment.header_bytes(slot), BlockRef(slot, Generation(generation))
         if direction is Direction.LOAD:
             is_right = is_as_promised(header, epoch, ref, key, size)

@@ -2,8 +2,8 @@
 
 `RegionLayout` says where an engine's blocks are in one region of memory, from the strides of its tensors. Together with
 a `SlotLayout` it makes a `CopyTemplate`: the runs of one block. A plan of many blocks is the template moved to each
-block and slot. Runs that are adjacent on both sides are merged, so that a copy engine gets few large copies whatever
-layout the engine has. Pure arithmetic.
+block and to its part of a slot. Runs that are adjacent on both sides are merged, so that a copy engine gets few large
+copies whatever layout the engine has. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Descriptors:
 
 
 class CopyTemplate:
-    """The runs of one block: `engine` offsets for block 0, `slot` offsets in the payload, and `lengths`.
+    """The runs of one block: `engine` offsets for block 0, `slot` offsets in its part of a slot, and `lengths`.
 
     All three are int64 arrays of one length, in bytes, in the order of the slot.
     """
@@ -112,7 +112,7 @@ class CopyTemplate:
                 f"{region.first_head + region.heads - 1} of {slot.kv_head_count}"
             )
         self.region = region
-        self.payload_bytes = slot.payload_bytes
+        self.payload_bytes, self.part_bytes, self.parts = slot.payload_bytes, slot.part_bytes, slot.parts
         heads = np.arange(region.heads, dtype=np.int64)
         parts = np.arange(region.parts, dtype=np.int64)
         tokens = np.arange(region.tokens, dtype=np.int64)
@@ -134,25 +134,23 @@ class CopyTemplate:
         merged = merge_runs(engine.reshape(-1), payload.reshape(-1), lengths)
         self.engine, self.slot, self.lengths = merged.engine, merged.segment, merged.lengths
 
-    def expand(self, block_ids: Sequence[int] | Offsets, payload_offsets: Sequence[int] | Offsets) -> Descriptors:
-        """The runs of these blocks, each with the slot payload at the same index, merged, in order of engine offset.
+    def expand(self, block_ids: Sequence[int] | Offsets, part_offsets: Sequence[int] | Offsets) -> Descriptors:
+        """The runs of these blocks, each with the part of a slot at the same index, merged, in order of engine offset.
 
         Raises InvalidRequest for a block outside the region.
         """
-        blocks, payloads = _blocks_of(self.region, block_ids), np.asarray(payload_offsets, dtype=np.int64)
+        blocks, parts = _blocks_of(self.region, block_ids), np.asarray(part_offsets, dtype=np.int64)
         engine = (self.engine[:, None] + (blocks * self.region.block_stride)[None, :]).reshape(-1)
-        segment = (self.slot[:, None] + payloads[None, :]).reshape(-1)
+        segment = (self.slot[:, None] + parts[None, :]).reshape(-1)
         order = np.argsort(engine, kind="stable")
         lengths = np.repeat(self.lengths, blocks.size)
         return merge_runs(engine[order], segment[order], lengths[order])
 
-    def expand_by_block(
-        self, block_ids: Sequence[int] | Offsets, payload_offsets: Sequence[int] | Offsets
-    ) -> Descriptors:
+    def expand_by_block(self, block_ids: Sequence[int] | Offsets, part_offsets: Sequence[int] | Offsets) -> Descriptors:
         """The same runs, block after block, in the order of the slot: a CPU copies fastest forward."""
-        blocks, payloads = _blocks_of(self.region, block_ids), np.asarray(payload_offsets, dtype=np.int64)
+        blocks, parts = _blocks_of(self.region, block_ids), np.asarray(part_offsets, dtype=np.int64)
         engine = ((blocks * self.region.block_stride)[:, None] + self.engine[None, :]).reshape(-1)
-        segment = (payloads[:, None] + self.slot[None, :]).reshape(-1)
+        segment = (parts[:, None] + self.slot[None, :]).reshape(-1)
         return Descriptors(engine, segment, np.tile(self.lengths, blocks.size))
 
 
@@ -165,7 +163,7 @@ class DirectTemplate:
         cuts = np.unique(np.concatenate([source.slot, target.slot, *ends]))
         starts, lengths = cuts[:-1], np.diff(cuts)
         inside = [_run_at(template, starts) for template in (source, target)]
-        if not np.array_equal(inside[0] >= 0, inside[1] >= 0) or source.payload_bytes != target.payload_bytes:
+        if not np.array_equal(inside[0] >= 0, inside[1] >= 0) or source.part_bytes != target.part_bytes:
             raise UnsupportedLayout("the two engines hold different parts of a block")
         held = inside[0] >= 0
         self.source_region, self.target_region = source.region, target.region

@@ -1,26 +1,17 @@
 """Slot layout: what one block looks like in a slot, whichever engine wrote it.
 
-A slot holds one block, all layers, contiguous, as `[layer][kv head][token][K‖V]`. The innermost `[token][K‖V]` cell is
-copied unchanged from the engine's cache page, so its inner order belongs to the attention backend and is part of the
+A block of the pool is one or several of the engine's blocks, its parts, one after the other: `[part][layer][kv
+head][token][K‖V]`. So a part is copied in the same runs however many share a slot. The innermost `[token][K‖V]` cell
+is copied unchanged from the engine's cache page, so its inner order belongs to the attention backend and is part of the
 fingerprint. A rank of a tensor-parallel engine holds a range of kv heads of every layer. When there are more ranks than
 ranges, several ranks hold the same range and take turns in writing it. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvservice.errors import UnsupportedLayout
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`length` contiguous bytes at `slot_offset` in the slot's payload, of one layer and a range of its heads."""
-
-    layer: int
-    slot_offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +36,32 @@ class SlotLayout:
 
     layer_count: int
     kv_head_count: int  # of the whole model, over all tensor-parallel ranks
-    cell_bytes: int  # bytes of one kv head of one layer of one block: tokens × (K + V) × head size × item size
-    block_tokens: int
+    cell_bytes: int  # bytes of one kv head of one layer of one part: its tokens × (K + V) × head size × item size
+    block_tokens: int  # of all parts
+    parts: int = 1  # blocks of the engine
 
     def __post_init__(self) -> None:
-        for name in ("layer_count", "kv_head_count", "cell_bytes", "block_tokens"):
+        for name in ("layer_count", "kv_head_count", "cell_bytes", "block_tokens", "parts"):
             if getattr(self, name) <= 0:
                 raise UnsupportedLayout(f"{name} must be positive, not {getattr(self, name)}")
+        if self.block_tokens % self.parts:
+            raise UnsupportedLayout(f"{self.block_tokens} tokens do not divide into {self.parts} parts")
 
     @property
     def layer_bytes(self) -> int:
         return self.kv_head_count * self.cell_bytes
 
     @property
-    def payload_bytes(self) -> int:
+    def part_bytes(self) -> int:
         return self.layer_count * self.layer_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.parts * self.part_bytes
+
+    @property
+    def part_tokens(self) -> int:
+        return self.block_tokens // self.parts
 
     def share(self, rank: int, rank_count: int, shard_count: int | None = None) -> HeadShare:
         """The heads of this tensor-parallel rank, when consecutive ranks hold the same heads, as vLLM places them.
@@ -77,12 +79,3 @@ class SlotLayout:
         replica_count = rank_count // shard_count
         shard, replica = divmod(rank, replica_count)
         return HeadShare(range(shard * width, (shard + 1) * width), replica, replica_count)
-
-    def runs(self, heads: range) -> Iterator[Run]:
-        """The byte runs of these heads, layer by layer; a single run when they are all the heads of the block."""
-        if len(heads) == self.kv_head_count:
-            yield Run(layer=0, slot_offset=0, length=self.payload_bytes)
-            return
-        for layer in range(self.layer_count):
-            offset = layer * self.layer_bytes + heads.start * self.cell_bytes
-            yield Run(layer=layer, slot_offset=offset, length=len(heads) * self.cell_bytes)

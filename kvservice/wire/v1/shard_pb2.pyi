@@ -16,16 +16,18 @@ class Geometry(_message.Message):
     def __init__(self, slab_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("layer_count", "kv_head_count", "cell_bytes", "block_tokens")
+    __slots__ = ("layer_count", "kv_head_count", "cell_bytes", "block_tokens", "parts")
     LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
     KV_HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
     CELL_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     layer_count: int
     kv_head_count: int
     cell_bytes: int
     block_tokens: int
-    def __init__(self, layer_count: _Optional[int] = ..., kv_head_count: _Optional[int] = ..., cell_bytes: _Optional[int] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    parts: int
+    def __init__(self, layer_count: _Optional[int] = ..., kv_head_count: _Optional[int] = ..., cell_bytes: _Optional[int] = ..., block_tokens: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class WindowGroup(_message.Message):
     __slots__ = ("layout", "sliding_tokens", "chunk_tokens")

@@ -20,7 +20,7 @@ from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.copying.message import Direction
-from kvservice.engine.cache import BothHalves
+from kvservice.engine.cache import BothHalves, engine_spec
 from kvservice.engine.loop import ReferenceEngine, RequestOutput
 from kvservice.engine.model import PagedModel
 from kvservice.engine.options import EngineOptions
@@ -102,6 +102,39 @@ def test_tokens_are_equal_cold_and_warm_from_memory(kind: str, layerwise: str) -
         assert output.loaded_tokens >= len(PROMPTS[1]) // BLOCK * BLOCK - BLOCK
         assert not counters["loads_failed"]
         assert bool(counters["loaded_blocks_layerwise"]) == (layerwise == "both")
+
+
+@pytest.mark.parametrize("layerwise", ["off", "both"])
+def test_tokens_are_equal_with_slots_of_four_blocks(model: Any, wanted: list[list[int]], layerwise: str) -> None:
+    """Only whole slots are stored. A prompt that shares less than one loads nothing."""
+    with running(model, slot_tokens=4 * BLOCK, layerwise=layerwise) as engine:
+        for turn in ("cold", "warm"):
+            for tokens, answer in zip(PROMPTS, wanted, strict=True):
+                (output,) = engine.generate([tokens], Sampling(max_tokens=COUNT))
+                assert output.token_ids == [answer], turn
+                engine.forget()
+        assert output.loaded_tokens == (len(PROMPTS[-1]) - 1) // (4 * BLOCK) * 4 * BLOCK
+        counters = engine.all_counters()
+        assert counters["load_blocks"] > 1 and counters["loaded_blocks"] == 4 * counters["load_blocks"]
+        assert not counters["loads_failed"]
+        (output,) = engine.generate([[*PROMPTS[0][: 4 * BLOCK - 1], VOCABULARY - 1, 1]], Sampling(max_tokens=1))
+        assert output.loaded_tokens == 0
+
+
+def test_swaps_fill_the_last_slot_up(model: Any, wanted: list[list[int]]) -> None:
+    options = {**TIGHT, "host_blocks": 64, "preempt_by": "swap", "slot_tokens": 4 * BLOCK}
+    with running(model, **options) as engine:
+        assert tokens_of(engine.generate(PROMPTS, Sampling(max_tokens=COUNT))) == wanted
+        assert engine.counters["swapped_in"] > 0 and not engine.all_counters()["swaps_lost"]
+
+
+def test_engines_with_other_slots_share_nothing(model: Any) -> None:
+    page = PagedModel(model, block_tokens=BLOCK)
+    made = [EngineOptions(**SETTINGS, slot_tokens=tokens) for tokens in (None, BLOCK, 4 * BLOCK)]
+    digests = [engine_spec(page, options).fingerprint.digest for options in made]
+    assert digests[0] == digests[1] != digests[2]
+    with pytest.raises(ConfigError, match=f"choose {BLOCK} or {2 * BLOCK}"):
+        engine_spec(page, EngineOptions(**SETTINGS, slot_tokens=BLOCK + 1))
 
 
 def test_bfloat16_is_equal_too() -> None:

@@ -159,7 +159,7 @@ def test_windows_are_named_by_their_numbers(model: Path) -> None:
     found = cache(FULL, WINDOW, CHUNKED)
     found.hash_block_size = 16
     fields = dict(compat.engine_spec(vllm_config(model, {}), found, bytes(16), "").fingerprint.fields)
-    assert fields["window_1"] == "sliding 512 chunk 0 layers 3 heads 2 cell 512 block 16"
-    assert fields["window_2"] == "sliding 0 chunk 8192 layers 3 heads 2 cell 512 block 16"
+    assert fields["window_1"] == "sliding 512 chunk 0 layers 3 heads 2 cell 512 block 16 parts 1"
+    assert fields["window_2"] == "sliding 0 chunk 8192 layers 3 heads 2 cell 512 block 16 parts 1"
     ours = [name for name in vars(window_groups) | vars(layout) if name[0].isupper()]
     assert not [value for value in fields.values() if any(f"{name}(" in value for name in ours)]

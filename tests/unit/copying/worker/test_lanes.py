@@ -57,14 +57,15 @@ def segment() -> Iterator[Segment]:
     made.unlink()
 
 
-def outcome_of(segment: Segment, copies: Copies, stale: int | None = None) -> CopyOutcome:
-    """Of a store of all blocks; the slot `stale` is no longer the engine's."""
+def outcome_of(segment: Segment, copies: Copies, stale: int | None = None, part: int = 0) -> CopyOutcome:
+    """Of a store of all blocks; the slot `stale` is no longer the engine's. The last one goes to this part."""
     rows = np.zeros(BLOCKS, ROW)
     for block in range(BLOCKS):
         slot = slot_index(0, block)
         header = SlotHeader(segment.epoch, Generation(1), KEY, SLOT.payload_bytes, SpanRoute(0), 0, 0)
         segment.write_header(slot, header)
         rows[block] = (block, 0, slot, 3 if block == stale else 1, KEY)
+    rows[-1]["part"] = part
     ended: queue.Queue[Ended] = queue.Queue()
     lane = CopyLane("test", ended.put)
     target = Target(segment, segment.epoch, CopyTemplate(REGION, SLOT), copies, None)  # type: ignore[arg-type]
@@ -90,3 +91,10 @@ def test_stale_job_ends_after_all_that_it_started(segment: Segment) -> None:
     copies = Copies()
     assert outcome_of(segment, copies, stale=BATCH_ROWS) is CopyOutcome.STALE
     assert copies.said == ["start 0", "wait 0"]
+
+
+def test_part_outside_its_slot_is_refused(segment: Segment) -> None:
+    """It would be written over the next slot."""
+    copies = Copies()
+    assert outcome_of(segment, copies, part=SLOT.parts) is CopyOutcome.REFUSED
+    assert "start 3" not in copies.said

@@ -50,7 +50,8 @@ def layouts(draw: st.DrawFn) -> tuple[RegionLayout, SlotLayout]:
         token_stride=stride["n"],
         first_head=first_head,
     )
-    slot = SlotLayout(size["l"], first_head + size["h"] + rest, size["p"] * size["n"] * cell, size["n"] * size["p"])
+    tokens, parts = size["n"] * size["p"], draw(st.integers(1, 3))
+    slot = SlotLayout(size["l"], first_head + size["h"] + rest, tokens * cell, tokens * parts, parts)
     return region, slot
 
 
@@ -90,8 +91,8 @@ def bytes_of(runs: Descriptors) -> dict[int, int]:
 def test_runs_are_exactly_the_bytes_of_the_blocks(given_layouts: tuple[RegionLayout, SlotLayout], data: st.DataObject):
     region, slot = given_layouts
     blocks = data.draw(st.lists(st.integers(0, region.block_count - 1), unique=True, max_size=region.block_count))
-    slots = data.draw(st.permutations(range(8)))[: len(blocks)]
-    payloads = [index * slot.payload_bytes for index in slots]
+    places = data.draw(st.permutations(range(8 * slot.parts)))[: len(blocks)]  # any part of any of eight slots
+    payloads = [index * slot.part_bytes for index in places]
     runs = CopyTemplate(region, slot).expand(blocks, payloads)
     assert bytes_of(runs) == model(region, slot, blocks, payloads)
     joined = merge_runs(runs.engine, runs.segment, runs.lengths)

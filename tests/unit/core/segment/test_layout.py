@@ -2,57 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.segment.layout import Run, SlotLayout
+from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 
 LAYOUT = SlotLayout(layer_count=3, kv_head_count=8, cell_bytes=10, block_tokens=16)
 
 
-def covered(layout: SlotLayout, rank_count: int) -> list[int]:
-    """How often each byte of the payload is touched by all ranks together."""
-    touched = [0] * layout.payload_bytes
-    for rank in range(rank_count):
-        for run in layout.runs(layout.share(rank, rank_count).heads):
-            for offset in range(run.slot_offset, run.slot_offset + run.length):
-                touched[offset] += 1
-    return touched
-
-
 def test_sizes_multiply_up() -> None:
     assert LAYOUT.layer_bytes == 80
-    assert LAYOUT.payload_bytes == 240
+    assert LAYOUT.payload_bytes == LAYOUT.part_bytes == 240
+    assert LAYOUT.part_tokens == 16
 
 
-def test_one_rank_copies_a_block_in_one_run() -> None:
-    assert list(LAYOUT.runs(LAYOUT.share(0, 1).heads)) == [Run(layer=0, slot_offset=0, length=240)]
+def test_parts_lie_behind_each_other_and_share_the_tokens() -> None:
+    several = replace(LAYOUT, block_tokens=64, parts=4)
+    assert (several.part_bytes, several.payload_bytes) == (240, 960)
+    assert several.part_tokens == 16
+    with pytest.raises(UnsupportedLayout, match="parts"):
+        replace(LAYOUT, parts=3)
 
 
-def test_a_rank_of_several_copies_its_heads_of_every_layer() -> None:
-    assert list(LAYOUT.runs(LAYOUT.share(1, 4).heads)) == [Run(0, 20, 20), Run(1, 100, 20), Run(2, 180, 20)]
+def held(layout: SlotLayout, rank_count: int) -> list[int]:
+    """How many ranks hold each head."""
+    shares = [layout.share(rank, rank_count).heads for rank in range(rank_count)]
+    return [sum(head in heads for heads in shares) for head in range(layout.kv_head_count)]
 
 
 @pytest.mark.parametrize("rank_count", [1, 2, 4, 8])
-def test_ranks_cover_every_byte_exactly_once(rank_count: int) -> None:
-    assert set(covered(LAYOUT, rank_count)) == {1}
+def test_ranks_cover_every_head_exactly_once(rank_count: int) -> None:
+    assert set(held(LAYOUT, rank_count)) == {1}
 
 
 @pytest.mark.parametrize("rank_count", [16, 32])
 def test_ranks_beyond_the_heads_share_them_evenly(rank_count: int) -> None:
-    assert set(covered(LAYOUT, rank_count)) == {rank_count // 8}
+    assert set(held(LAYOUT, rank_count)) == {rank_count // 8}
 
 
 @given(st.integers(1, 4), st.sampled_from([1, 2, 4, 6, 12]), st.integers(1, 5), st.integers(1, 24))
-def test_whatever_divides_covers_the_payload(layers: int, heads: int, cell: int, rank_count: int) -> None:
+def test_whatever_divides_covers_the_heads(layers: int, heads: int, cell: int, rank_count: int) -> None:
     layout = SlotLayout(layers, heads, cell, 16)
     if heads % rank_count and rank_count % heads:
         with pytest.raises(UnsupportedLayout):
             layout.share(0, rank_count)
         return
-    assert set(covered(layout, rank_count)) == {max(1, rank_count // heads)}
+    assert set(held(layout, rank_count)) == {max(1, rank_count // heads)}
 
 
 @pytest.mark.parametrize("rank_count", [3, 5, 12])
@@ -61,7 +60,7 @@ def test_heads_that_do_not_divide_are_refused(rank_count: int) -> None:
         LAYOUT.share(0, rank_count)
 
 
-@pytest.mark.parametrize("field", ["layer_count", "kv_head_count", "cell_bytes", "block_tokens"])
+@pytest.mark.parametrize("field", ["layer_count", "kv_head_count", "cell_bytes", "block_tokens", "parts"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_must_be_positive(field: str, value: int) -> None:
     sizes = {"layer_count": 1, "kv_head_count": 1, "cell_bytes": 1, "block_tokens": 1, field: value}
