@@ -12,6 +12,7 @@ from rich.text import Text
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
 from kvservice.errors import ConfigError
+from kvservice.units import MiB, format_bytes, parse_bytes
 
 
 def replay(
@@ -20,6 +21,10 @@ def replay(
     nodes: int,
     capacities: list[int],
     policies: list[str],
+    disks: list[int],
+    disk_writes: list[str],
+    objects_writes: list[str],
+    token_bytes: str,
     limit: int | None,
     warm_up: float,
     processes: int,
@@ -28,9 +33,13 @@ def replay(
 ) -> None:
     """Play everything and print it; blocks meanwhile. Raises KVServiceError if the file is not a trace or an option is
     wrong."""
+    from kvservice.replay.cluster import Below, Machine
     from kvservice.replay.study import DEFAULT_POLICIES, OPTIMUM, Plan, default_capacities, play_all, report
     from kvservice.replay.trace import read_trace
 
+    machine = Machine(token_bytes=_token_bytes(token_bytes))
+    _check_moments(disk_writes, "--disk-write")
+    _check_moments(objects_writes, "--objects-write")
     if plot is not None:
         check_plot(plot)
     with Progress("replay") as progress:
@@ -43,6 +52,11 @@ def replay(
             nodes,
             next((policy for policy in chosen if policy != OPTIMUM), DEFAULT_POLICIES[0]),
             int(len(trace.requests) * warm_up),
+            machine,
+            [
+                *(Below(disk, write) for disk in disks for write in disk_writes),
+                *(Below(objects=trace.unique_count, objects_write=write) for write in objects_writes),
+            ],
         )
         runs = len(plan.runs())
         found = play_all(
@@ -64,11 +78,12 @@ def draw(figures: dict[str, Any]) -> RenderableType:
     title = "Share of prompt blocks that are hits, by capacity in blocks"
     hits = Table(title=title, title_justify="left", title_style="")
     hits.add_column("")
-    capacities = sorted({run["capacity"] for run in figures["runs"]})
-    rates = {(run["label"], run["capacity"]): run["hit_rate"] for run in figures["runs"]}
+    plain = [run for run in figures["runs"] if not run["disk"] and not run["objects"]]
+    capacities = sorted({run["capacity"] for run in plain})
+    rates = {(run["label"], run["capacity"]): run["hit_rate"] for run in plain}
     for capacity in capacities:
         hits.add_column(f"{capacity:,}", justify="right")
-    for label in dict.fromkeys(run["label"] for run in figures["runs"]):
+    for label in dict.fromkeys(run["label"] for run in plain):
         cells = [rates.get((label, capacity)) for capacity in capacities]
         hits.add_row(label, *("" if rate is None else f"{rate:.1%}" for rate in cells))
     table = Table(title="Fetch or recompute, against an oracle", title_justify="left", title_style="")
@@ -77,7 +92,49 @@ def draw(figures: dict[str, Any]) -> RenderableType:
     for row in figures["fetch_or_recompute"]:
         shares = [row[name] for name in ("differ_share", "lost_share", "always_lost_share", "never_lost_share")]
         table.add_row(f"{row['link_bytes_per_second'] / 1e9:g} GB/s", *(f"{share:.1%}" for share in shares))
-    return Group(summary, hits, table)
+    return Group(summary, hits, *draw_below(figures), table)
+
+
+def draw_below(figures: dict[str, Any]) -> list[Table]:
+    """What tiers below the memory found, and what was written for it; none without such runs."""
+    runs = [run for run in figures["runs"] if run["disk"] or run["objects"]]
+    if not runs:
+        return []
+    block = figures["block_bytes"]
+    title = f"Tiers below the memory, with {format_bytes(block)} for each block of 512 tokens"
+    table = Table(title=title, title_justify="left", title_style="")
+    for name in ("nodes", "memory", "tier", "writes", "hits", "of tier", "written a day", "of its size"):
+        table.add_column(name, justify="right")
+    for run in runs:
+        name = "disk" if run["disk"] else "objects"
+        table.add_row(
+            str(run["nodes"]),
+            format_bytes(run["capacity"] * block),
+            format_bytes(run["disk"] * block) if run["disk"] else "objects",
+            run[f"{name}_write"],
+            *(f"{run[rate]:.1%}" for rate in ("hit_rate", f"{name}_rate")),
+            format_bytes(int(run[f"{name}_written_bytes_a_day"])),
+            f"{run['drive_writes_a_day']:.1f}×" if run["disk"] else "",
+        )
+    return [table]
+
+
+def _token_bytes(text: str) -> int:
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--token-bytes: {error}") from error
+    if not 0 < size <= MiB * 64:
+        raise ConfigError(f"--token-bytes {text}: give a size such as 128KiB, up to 64 MiB")
+    return size
+
+
+def _check_moments(given: list[str], option: str) -> None:
+    from kvservice.replay.tiers import WRITES
+
+    for moment in given:
+        if moment not in WRITES:
+            raise ConfigError(f"{option} {moment}: give {', '.join(WRITES[:-1])} or {WRITES[-1]}")
 
 
 def check_plot(path: Path) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from kvservice.core.messages import HolderRun
 from kvservice.core.store.eviction import EvictionPolicy
-from kvservice.replay.node import ReplayDirectory, ReplayNode
+from kvservice.replay.node import Hits, ReplayDirectory, ReplayNode
+from kvservice.replay.tiers import ReplayTier
 from kvservice.replay.trace import BLOCK_TOKENS, Request, Trace
 from kvservice.serve.load import LoadBook
 from kvservice.serve.routing import Candidate, PeerLink, Prompt, Speeds, blocks_of, decide
@@ -32,12 +33,24 @@ class Machine:
     token_bytes: int = 128 << 10
     load_bytes_per_second: float = 20e9
     link: PeerLink = field(default_factory=lambda: PeerLink(11e9, 0.002))
+    disk_bytes_per_second: float = 3e9
+    objects: PeerLink = field(default_factory=lambda: PeerLink(1e9, 0.05))
     answer_tokens_per_second: float = 40.0
 
     @property
     def speeds(self) -> Speeds:
         block_bytes = self.token_bytes * BLOCK_TOKENS
         return Speeds(1 / self.prefill_tokens_per_second, block_bytes, self.load_bytes_per_second, self.link)
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """The tiers below the memory of a run, in blocks; 0 = there is none."""
+
+    disk: int = 0  # of all nodes together
+    disk_write: str = "evicted"
+    objects: int = 0
+    objects_write: str = "evicted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +63,14 @@ class ReplayOutcome:
     evicted: int
     busiest_share: float  # prompt blocks of the busiest node divided by the mean
     first_token_seconds: float  # mean
+    disk_hits: int = 0
+    objects_hits: int = 0
+    disk_written: int = 0
+    objects_written: int = 0
 
     @property
     def hit_rate(self) -> float:
-        return (self.local_hits + self.remote_hits) / self.asked
+        return (self.local_hits + self.remote_hits + self.disk_hits + self.objects_hits) / self.asked
 
 
 @dataclass(slots=True)
@@ -62,6 +79,10 @@ class _Engine:
     busy_until: float = 0.0
     in_flight: int = 0
     served: int = 0  # blocks
+
+
+def _shares(whole: int, parts: int) -> list[int]:
+    return [whole // parts + (i < whole % parts) for i in range(parts)]
 
 
 class Cluster:
@@ -78,14 +99,21 @@ class Cluster:
         routing: str = "round-robin",
         machine: Machine | None = None,
         seed: int = 1,
+        below: Below | None = None,
     ) -> None:
-        """`capacity` is the number of blocks of all nodes together, at least one each."""
+        """`capacity` is the number of blocks of all nodes together, at least one each; so is that of the disks."""
         assert routing in ROUTINGS and 0 < node_count <= capacity
         assert pooled or routing == "round-robin", "routing by holdings needs the directory"
         self._directory = ReplayDirectory() if pooled else None
-        shares = [capacity // node_count + (i < capacity % node_count) for i in range(node_count)]
+        below = below or Below()
+        shares, disks = _shares(capacity, node_count), _shares(below.disk, node_count)
+        self._disks = [ReplayTier("disk", share, make_policy(), below.disk_write) if share else None for share in disks]
+        self._objects = (
+            ReplayTier("objects", below.objects, make_policy(), below.objects_write) if below.objects else None
+        )
         self.engines = [
-            _Engine(ReplayNode(f"n{i}", share, make_policy(), self._directory)) for i, share in enumerate(shares)
+            _Engine(ReplayNode(f"n{i}", share, make_policy(), self._directory, disk, self._objects))
+            for i, (share, disk) in enumerate(zip(shares, self._disks, strict=True))
         ]
         self._routing = routing
         self._machine = machine or Machine()
@@ -100,12 +128,15 @@ class Cluster:
         requests done."""
         found: Counter[str] = Counter()
         waited = 0.0
+        written = (0, 0)
         for number, request in enumerate(trace.requests):
+            if number == count_from:
+                written = self._written()
             self._end_until(request.at)
             place = self._choose(request, number)
-            local, remote, seconds = self._serve(request, number, place)
+            hits, seconds = self._serve(request, number, place)
             if number >= count_from:
-                found.update(asked=len(request.keys), local=local, remote=remote)
+                found.update(asked=len(request.keys), **hits._asdict())
                 waited += seconds
             if show is not None and number % 200 == 0:
                 show(number)
@@ -122,7 +153,15 @@ class Cluster:
             evicted,
             max(served) * len(served) / sum(served),
             waited / (len(trace.requests) - count_from),
+            found["disk"],
+            found["objects"],
+            *(now - before for now, before in zip(self._written(), written, strict=True)),
         )
+
+    def _written(self) -> tuple[int, int]:
+        """Blocks written down so far: to disks, to the object store."""
+        disks = sum(disk.counters["written"] for disk in self._disks if disk is not None)
+        return disks, self._objects.counters["written"] if self._objects is not None else 0
 
     def _end_until(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:
@@ -161,23 +200,25 @@ class Cluster:
         assert self._directory is not None
         return tuple(self._directory.directory.resolve(request.keys[:count], request.at))
 
-    def _serve(self, request: Request, number: int, place: int) -> tuple[int, int, float]:
-        """Returns the blocks found on this node, the blocks found on others, and the seconds to the first token."""
+    def _serve(self, request: Request, number: int, place: int) -> tuple[Hits, float]:
+        """Returns what was found, and the seconds to the first token."""
         engine, machine, now = self.engines[place], self._machine, request.at
-        local, remote = engine.node.serve(request.keys, now)
-        link = machine.link
-        moved = (local + remote) * self._speeds.block_bytes / machine.load_bytes_per_second
-        if remote:
-            moved += link.overhead_seconds + remote * self._speeds.block_bytes / link.bytes_per_second
+        hits = engine.node.serve(request.keys, now)
+        block_bytes = self._speeds.block_bytes
+        moved = sum(hits) * block_bytes / machine.load_bytes_per_second
+        moved += hits.disk * block_bytes / machine.disk_bytes_per_second
+        for count, link in ((hits.remote, machine.link), (hits.objects, machine.objects)):
+            if count:
+                moved += link.overhead_seconds + count * block_bytes / link.bytes_per_second
         # The last token is always computed.
-        tokens = max(request.tokens - (local + remote) * BLOCK_TOKENS, 1)
+        tokens = max(request.tokens - sum(hits) * BLOCK_TOKENS, 1)
         first = max(now, engine.busy_until) + moved + tokens / machine.prefill_tokens_per_second
         engine.busy_until = first
         engine.in_flight += 1
         engine.served += len(request.keys)
         last = first + request.answer_tokens / machine.answer_tokens_per_second
         heapq.heappush(self._ends, (last, number, place))
-        return local, remote, first - now
+        return hits, first - now
 
     def check_invariants(self) -> None:
         for engine in self.engines:

@@ -14,7 +14,7 @@ from functools import partial
 
 from kvservice.errors import InvalidRequest
 from kvservice.replay.choice import compare_choices, known_prefixes
-from kvservice.replay.cluster import Cluster, Machine
+from kvservice.replay.cluster import Below, Cluster, Machine, ReplayOutcome
 from kvservice.replay.optimum import belady_hits
 from kvservice.replay.policies import POLICIES
 from kvservice.replay.trace import BLOCK_TOKENS, Trace
@@ -24,6 +24,9 @@ DEFAULT_POLICIES = ("reuse", "lru", OPTIMUM)
 CAPACITY_SHARES = (128, 32, 16, 8, 4, 1)  # Parts of the blocks of a trace, from room for little to room for everything.
 # Bytes a second, from a slow disk to 200 Gbit/s; closest around 1 GB/s, where the decision changes.
 LINK_SPEEDS = (0.1e9, 0.25e9, 0.5e9, 0.75e9, 1e9, 1.25e9, 1.5e9, 2e9, 3e9, 6e9, 12e9, 25e9)
+
+SECONDS_A_DAY = 86_400  # Of 24 hours: makers give the endurance of a disk in drive writes a day.
+NOTHING_BELOW = Below()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,18 @@ class ReplayRun:
     nodes: int = 1
     pooled: bool = True
     routing: str = "round-robin"
+    below: Below = NOTHING_BELOW
 
     @property
     def label(self) -> str:
-        if self.nodes == 1:
-            return self.policy
-        return f"{self.nodes} nodes, {'pooled' if self.pooled else 'local only'}, {self.routing}"
+        words = [self.policy]
+        if self.nodes > 1:
+            words = [f"{self.nodes} nodes", "pooled" if self.pooled else "local only", self.routing]
+        if self.below.disk:
+            words.append(f"disk of {self.below.disk}, {self.below.disk_write}")
+        if self.below.objects:
+            words.append(f"object store, {self.below.objects_write}")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,7 @@ class Plan:
     cluster_policy: str = "reuse"
     count_from: int = 0  # requests that only warm the nodes up
     machine: Machine = field(default_factory=Machine)
+    below: Sequence[Below] = ()  # tiers to try, each with every capacity
 
     def runs(self) -> list[ReplayRun]:
         """All runs of the plan. Raises InvalidRequest for an unknown policy."""
@@ -66,6 +76,11 @@ class Plan:
                     ReplayRun(self.cluster_policy, capacity, self.nodes, True),
                     ReplayRun(self.cluster_policy, capacity, self.nodes, True, "kv-aware"),
                 ]
+        for below in self.below:
+            for capacity in self.capacities:
+                found.append(ReplayRun(self.cluster_policy, capacity, below=below))
+                if self.nodes > 1 and capacity >= self.nodes:
+                    found.append(ReplayRun(self.cluster_policy, capacity, self.nodes, below=below))
         return found
 
 
@@ -85,6 +100,7 @@ def play(trace: Trace, run: ReplayRun, plan: Plan, show: Callable[[int], None] |
         pooled=run.pooled and run.nodes > 1,
         routing=run.routing,
         machine=plan.machine,
+        below=run.below,
     )
     found = cluster.play(trace, plan.count_from, show)
     figures = {"hit_rate": found.hit_rate, "evicted": float(found.evicted)}
@@ -95,14 +111,43 @@ def play(trace: Trace, run: ReplayRun, plan: Plan, show: Callable[[int], None] |
             "busiest_over_mean": found.busiest_share,
             "first_token_seconds": found.first_token_seconds,
         }
+    if run.below != NOTHING_BELOW:
+        figures |= _below(trace, run, plan, found)
+    return figures
+
+
+def _below(trace: Trace, run: ReplayRun, plan: Plan, found: ReplayOutcome) -> dict[str, float]:
+    """What the tiers found, and what was written for it. Bytes a day are those of the requests that were counted, gone
+    on for a day; drive writes are of a disk of exactly this size."""
+    days = (trace.requests[-1].at - trace.requests[plan.count_from].at) / SECONDS_A_DAY
+    block_bytes = plan.machine.speeds.block_bytes
+    figures = {"local_rate": found.local_hits / found.asked, "remote_rate": found.remote_hits / found.asked}
+    for name, size, hits, written in (
+        ("disk", run.below.disk, found.disk_hits, found.disk_written),
+        ("objects", run.below.objects, found.objects_hits, found.objects_written),
+    ):
+        if size:
+            figures |= {
+                f"{name}_rate": hits / found.asked,
+                f"{name}_read_bytes": float(hits * block_bytes),
+                f"{name}_written_bytes": float(written * block_bytes),
+                f"{name}_written_bytes_a_day": written * block_bytes / days if days else 0.0,
+            }
+    if run.below.disk:
+        figures["drive_writes_a_day"] = found.disk_written / run.below.disk / days if days else 0.0
     return figures
 
 
 def play_all(
-    trace: Trace, plan: Plan, processes: int = 1, show: Callable[[float], None] | None = None
+    trace: Trace,
+    plan: Plan,
+    processes: int = 1,
+    show: Callable[[float], None] | None = None,
+    runs: Sequence[ReplayRun] | None = None,
 ) -> list[tuple[ReplayRun, dict[str, float]]]:
-    """Play all runs of the plan and return them in its order. `show` gets the number of runs done, with fractions."""
-    runs = plan.runs()
+    """Play all runs of the plan, or these, and return them in this order. `show` gets the number of runs done, with
+    fractions."""
+    runs = plan.runs() if runs is None else runs
     found: list[tuple[ReplayRun, dict[str, float]]] = []
     for done, (run, figures) in enumerate(_played(trace, plan, runs, processes, show)):
         found.append((run, figures))
@@ -112,7 +157,7 @@ def play_all(
 
 
 def _played(
-    trace: Trace, plan: Plan, runs: list[ReplayRun], processes: int, show: Callable[[float], None] | None
+    trace: Trace, plan: Plan, runs: Sequence[ReplayRun], processes: int, show: Callable[[float], None] | None
 ) -> Iterator[tuple[ReplayRun, dict[str, float]]]:
     if processes == 1:
         for done, run in enumerate(runs):
@@ -183,10 +228,15 @@ def report(trace: Trace, plan: Plan, found: list[tuple[ReplayRun, dict[str, floa
                 "nodes": run.nodes,
                 "pooled": run.pooled,
                 "routing": run.routing,
+                "disk": run.below.disk,
+                "disk_write": run.below.disk_write,
+                "objects": run.below.objects,
+                "objects_write": run.below.objects_write,
                 **{name: round(value, 6) for name, value in figures.items()},
             }
             for run, figures in found
         ],
+        "block_bytes": plan.machine.speeds.block_bytes,
         "fetch_or_recompute": [
             {name: round(value, 6) for name, value in row.items()} for row in choices(trace, plan.machine)
         ],

@@ -21,6 +21,7 @@ def add(tree: typer.Typer) -> None:
         GROUP,
         "kvservice replay trace.jsonl --nodes 8 --capacity 10000 --plot replay.png",
         "kvservice replay trace.jsonl --nodes 1 --policy reuse --policy belady -o json",
+        "kvservice replay trace.jsonl --nodes 1 --capacity 5000 --disk 20000 --disk 80000 --disk-write evicted",
     )(replay)
     command(tree, GROUP, "kvservice sim --seed 7", "kvservice sim --count 1000 --processes 4")(sim)
 
@@ -43,6 +44,27 @@ def replay(
         list[str] | None,
         typer.Option(metavar="NAME", help="reuse, lru, plain-lru, s3-fifo or belady. Repeat for more."),
     ] = None,
+    disk: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, metavar="N", help="Also with disks below the memory: blocks of all of them. Repeat for more."
+        ),
+    ] = None,
+    disk_write: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHEN", help="evicted, stored or reused. Repeat for more. Default: evicted."),
+    ] = None,
+    objects: Annotated[
+        bool,
+        typer.Option("--objects", help="Also with an object store that all nodes share, with room for everything."),
+    ] = False,
+    objects_write: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHEN", help="evicted, stored or reused. Repeat for more. Default: evicted."),
+    ] = None,
+    token_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes that one token takes in the cache, for figures in bytes.")
+    ] = "128KiB",
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Play only the first N requests.")] = None,
     warm_up: Annotated[
         float, typer.Option(min=0, max=0.9, metavar="SHARE", help="Share of the requests that is not counted.")
@@ -63,6 +85,10 @@ def replay(
         nodes=nodes,
         capacities=sorted(set(capacity or [])),
         policies=policy or [],
+        disks=sorted(set(disk or [])),
+        disk_writes=disk_write or ["evicted"],
+        objects_writes=(objects_write or ["evicted"]) if objects else objects_write or [],
+        token_bytes=token_bytes,
         limit=limit,
         warm_up=warm_up,
         processes=processes,
