@@ -37,6 +37,7 @@ from kvservice.errors import TierError
 from kvservice.private_files import user_name
 from kvservice.tier.base import WriteResult
 from kvservice.tier.file_io import FileIO, aligned_memory
+from kvservice.tier.index import INDEX_NAME
 from kvservice.units import BlockKey
 
 ENDING = ".safetensors"
@@ -57,16 +58,19 @@ def name_of(key: BlockKey) -> str:
 class TierFolder:
     """The folder of a disk tier, owned by this process from `__init__` to `close`."""
 
-    def __init__(self, path: Path) -> None:
-        """Make it where it is missing, and lock it. Raises TierError, and says what to do."""
+    def __init__(self, path: Path, *, make: bool = True) -> None:
+        """Lock it. `make`: make it where it is missing, and remove what a process that was killed was writing.
+
+        Raises TierError, and says what to do.
+        """
         self.path = path
-        self.descriptor = _open_folder(path)
+        self.descriptor = _open_folder(path, make=make)
         try:
-            self._lock = _lock(self.descriptor, path)
-            for name in (*FOLDERS, DRAFTS):
+            self._lock = _lock(self.descriptor, path, make=make)
+            for name in (*FOLDERS, DRAFTS) if make else ():
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, 0o700, dir_fd=self.descriptor)
-            for name in self.names(DRAFTS):  # of a process that was killed while it wrote
+            for name in self.names(DRAFTS) if make else ():
                 os.unlink(f"{DRAFTS}/{name}", dir_fd=self.descriptor)
         except OSError as error:
             os.close(self.descriptor)
@@ -80,8 +84,11 @@ class TierFolder:
         os.close(self._lock)
 
     def names(self, folder: str) -> list[str]:
-        """The names in one of the folders below."""
-        descriptor = os.open(folder, _READ | os.O_DIRECTORY, dir_fd=self.descriptor)
+        """The names in one of the folders below; none where it is missing."""
+        try:
+            descriptor = os.open(folder, _READ | os.O_DIRECTORY, dir_fd=self.descriptor)
+        except FileNotFoundError:
+            return []
         try:
             return os.listdir(descriptor)  # noqa: PTH208  a descriptor is no path
         finally:
@@ -94,11 +101,11 @@ class TierFolder:
                 if _NAME.fullmatch(name) and name.startswith(folder):
                     yield BlockKey(bytes.fromhex(name.removesuffix(ENDING)))
 
-    def header_bytes(self, key: BlockKey) -> tuple[bytes, int]:
-        """The first 4,096 bytes of a block's file, and its size. Raises OSError."""
+    def first_bytes(self, key: BlockKey, count: int = FILE_HEADER_BYTES) -> tuple[bytes, int]:
+        """The first bytes of a block's file, as many as it has, and its size. Raises OSError."""
         descriptor = os.open(name_of(key), _READ, dir_fd=self.descriptor)
         try:
-            return os.pread(descriptor, FILE_HEADER_BYTES, 0), os.fstat(descriptor).st_size
+            return os.pread(descriptor, count, 0), os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
 
@@ -118,9 +125,10 @@ class TierFolder:
 _WHAT_TO_DO = "set disk_path to a folder of this user on a disk with room, or to nothing to go without this tier"
 
 
-def _open_folder(path: Path) -> int:
+def _open_folder(path: Path, *, make: bool) -> int:
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if make:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise TierError(f"the disk tier cannot use {path}: {error.strerror}: {_WHAT_TO_DO}", path=path) from error
@@ -128,7 +136,8 @@ def _open_folder(path: Path) -> int:
     try:
         if owner != os.geteuid():
             raise TierError(f"{path} belongs to {user_name(owner)}: {_WHAT_TO_DO}", path=path)
-        os.fchmod(descriptor, 0o700)
+        if make:
+            os.fchmod(descriptor, 0o700)
     except OSError as error:
         os.close(descriptor)
         raise TierError(f"the disk tier cannot use {path}: {error.strerror}: {_WHAT_TO_DO}", path=path) from error
@@ -138,8 +147,12 @@ def _open_folder(path: Path) -> int:
     return descriptor
 
 
-def _lock(folder: int, path: Path) -> int:
-    descriptor = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+def _lock(folder: int, path: Path, *, make: bool) -> int:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if make else 0)
+    try:
+        descriptor = os.open(LOCK_NAME, flags, 0o600, dir_fd=folder)
+    except FileNotFoundError as error:
+        raise TierError(f"{path} has no blocks of a disk tier: name disk_path/SERVICE/NODE", path=path) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.truncate(descriptor, 0)
@@ -156,6 +169,29 @@ def _lock(folder: int, path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def remove_blocks(path: Path) -> int:
+    """Remove all that a disk tier left in this folder, and the folder if nothing else is in it. Returns how many
+    blocks there were; 0 where there is no such folder. Blocks. Raises TierError when a process uses it."""
+    if not (path / LOCK_NAME).exists():
+        return 0
+    folder = TierFolder(path)
+    try:
+        count = sum(folder.remove(key) for key in list(folder.listed()))
+        for name in (LOCK_NAME, INDEX_NAME):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder.descriptor)
+        for name in (*FOLDERS, DRAFTS):
+            with contextlib.suppress(OSError):  # files of others are in it
+                os.rmdir(name, dir_fd=folder.descriptor)
+    except OSError as error:
+        raise TierError(f"the blocks in {path} cannot be removed: {error.strerror}", path=path) from error
+    finally:
+        folder.close()
+    with contextlib.suppress(OSError):
+        path.rmdir()
+    return count
 
 
 class BlockFiles:

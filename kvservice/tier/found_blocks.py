@@ -60,7 +60,7 @@ def _read_headers(folder: TierFolder, keys: Sequence[BlockKey]) -> FoundBlocks:
     found = FoundBlocks()
     for key in keys:
         try:
-            data, size = folder.header_bytes(key)
+            data, size = folder.first_bytes(key)
         except OSError:  # a link, or the device's error: it is left for whoever reads it
             continue
         header = unpack_file_header(data)

@@ -37,6 +37,7 @@ from kvservice.discovery import (
 )
 from kvservice.errors import ConfigError, InvalidRequest, KVServiceError, SegmentError, UnsupportedLayout
 from kvservice.memory.segment import Segment
+from kvservice.tier.index import pack_erased, pack_head, pack_row, parse_index
 from kvservice.units import BlockKey, BootEpoch, Generation, HandoffId, MiB, NodeId, SlotIndex, SpanRoute
 from tests.fuzz.damage import damaged
 
@@ -122,6 +123,7 @@ def parse_hello(data: bytes) -> CopyTemplate:
 BYTES_PARSERS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "header": (pack_header(HEADER), unpack_header),
     "block_file": (pack_file_header(BLOCK_FILE), unpack_file_header),
+    "disk_index": (pack_head() + pack_row(BLOCK_FILE.block) + pack_erased(HEADER.key), parse_index),
     "kind": (COPIES, message.kind_of),
     "copies": (COPIES, message.parse_copies),
     "done": (DONE, lambda data: list(message.parse_done(data))),

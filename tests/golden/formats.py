@@ -22,6 +22,7 @@ from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.memory.segment import Segment
 from kvservice.testing.builders import make_chain, make_holder
+from kvservice.tier.index import pack_erased, pack_head, pack_row
 from kvservice.units import BlockKey, BootEpoch, Generation, HandoffId, MiB, NodeId, SlotIndex, SpanRoute
 
 KEY = BlockKey(bytes(range(16)))
@@ -60,6 +61,12 @@ def block_file() -> bytes:
     block = TierBlock(KEY, 65_536, 0x1122334455667788, 9, SpanRoute(0x01020304), 5, bytes(range(16, 32)), 1.7e9)
     header = BlockFileHeader(block, 40_000, "zstd", "tenant/search", bytes(range(12)))
     return pack_file_header(header).rstrip(b" ")
+
+
+def disk_index() -> bytes:
+    """The head, a block that was written, and a key that was erased."""
+    block = TierBlock(KEY, 65_536, 0x1122334455667788, 9, SpanRoute(0x01020304), 5, bytes(range(16, 32)), 1.7e9)
+    return pack_head() + pack_row(block) + pack_erased(KEY)
 
 
 def mirror() -> bytes:
@@ -153,6 +160,7 @@ FORMATS: dict[str, Callable[[], bytes]] = {
             segment,
             slot_header,
             block_file,
+            disk_index,
             mirror,
             epoch_file,
             shard_record,

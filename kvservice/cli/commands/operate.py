@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvservice.cli import tier
 from kvservice.cli.exits import ExitCode
 from kvservice.cli.output import Format
 from kvservice.cli.tree import (
@@ -50,6 +51,7 @@ def add(tree: typer.Typer) -> None:
         takes_settings=True,
     )(show_config)
     tree.add_typer(config, name="config", rich_help_panel=GROUP)
+    tree.add_typer(tier.app, name="tier", rich_help_panel=GROUP)
 
 
 def drain(

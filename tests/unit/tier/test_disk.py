@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from kvservice.testing.tier_contract import StartedTier, TierContract
-from kvservice.tier.block_files import name_of
+from kvservice.codec.base import Coded, Numbers
+from kvservice.codec.coder import Coder
+from kvservice.core.segment.blockfile import BlockFileHeader
+from kvservice.core.tier.tier_block import TierBlock
+from kvservice.errors import CodecError, TierError
+from kvservice.testing.tier_contract import CORRUPT, FAILED, OK, STALE, StartedTier, TierContract, a_block, some
+from kvservice.tier.base import WriteResult
+from kvservice.tier.block_files import name_of, remove_blocks
 from kvservice.tier.disk import DiskTier
-from kvservice.tier.disk_io import DiskIO
+from kvservice.tier.disk_io import DiskIO, FileWay
+from kvservice.tier.file_io import VectoredIO
+from kvservice.tier.mounts import MountPoint
 from kvservice.transfer.nixl import nixl_available
 from kvservice.units import BlockKey
 
@@ -53,3 +67,239 @@ class TestNixlPosix(TierContract):
         tier = StartedTier(place.make())
         assert tier.tier.describe()["disk_io"] == "nixl-posix"  # type: ignore[attr-defined]
         tier.close()
+
+
+def filled(folder: Path, count: int = 4) -> list[tuple[TierBlock, bytes]]:
+    """A folder with so many blocks, whose tier was closed."""
+    tier, items = StartedTier(DiskTier(folder)), [some(number) for number in range(count)]
+    assert set(tier.write(*items)) == {WriteResult.OK}
+    tier.close()
+    return items
+
+
+def found_in(folder: Path) -> list[TierBlock]:
+    tier = StartedTier(DiskTier(folder))
+    tier.close()
+    return sorted(tier.found, key=lambda block: block.key)
+
+
+@pytest.mark.parametrize("index", [None, b"", b"KVSINDEX\x09\0\0\0\x48\0\0\0", b"torn"])
+def test_without_its_index_the_headers_are_read(tmp_path: Path, index: bytes | None) -> None:
+    items = filled(tmp_path)
+    (tmp_path / "index").unlink()
+    if index is not None:
+        (tmp_path / "index").write_bytes(index)
+    assert found_in(tmp_path) == [block for block, _ in items]
+    (tmp_path / "index").write_bytes((tmp_path / "index").read_bytes()[:-30])
+    assert found_in(tmp_path) == [block for block, _ in items], "the row that is torn is that of a file"
+
+
+def test_files_that_are_no_block_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody counts them, and they would fill the disk."""
+    items = filled(tmp_path)
+    (tmp_path / "index").unlink()
+    paths = [tmp_path / name_of(block.key) for block, _ in items]
+    paths[0].write_bytes(paths[0].read_bytes()[:-1])
+    paths[1].write_bytes(paths[1].read_bytes().replace(b'"kvservice_block":"1"', b'"kvservice_block":"7"'))
+    paths[2].write_bytes(paths[3].read_bytes())
+    (tmp_path / "new" / "half").write_bytes(b"x")
+    (tmp_path / "00" / "README").write_bytes(b"not ours")
+    assert found_in(tmp_path) == [items[3][0]]
+    assert [path.exists() for path in paths] == [False, False, False, True]
+    assert not (tmp_path / "new" / "half").exists() and (tmp_path / "00" / "README").exists()
+    assert any(getattr(record, "versions", None) == [7] for record in caplog.records)
+
+
+def test_rows_without_a_file_are_forgotten(tmp_path: Path) -> None:
+    items = filled(tmp_path)
+    (tmp_path / name_of(items[0][0].key)).unlink()
+    assert found_in(tmp_path) == [block for block, _ in items[1:]]
+
+
+def test_a_damaged_file_is_removed_when_it_is_read(tmp_path: Path) -> None:
+    items = filled(tmp_path, 2)
+    path = tmp_path / name_of(items[0][0].key)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    tier = StartedTier(DiskTier(tmp_path))
+    assert [block.key for block in tier.found] == [block.key for block, _ in items], "bytes are verified when read"
+    assert [result for result, _ in tier.read(*(block for block, _ in items))] == [CORRUPT, OK]
+    assert not path.exists()
+    assert tier.result_of(items[0][0]) is STALE
+    tier.close()
+    assert found_in(tmp_path) == [items[1][0]]
+
+
+def test_a_link_is_never_followed(tmp_path: Path) -> None:
+    items = filled(tmp_path, 2)
+    one, other = (tmp_path / name_of(block.key) for block, _ in items)
+    one.rename(tmp_path / "elsewhere")
+    one.symlink_to(tmp_path / "elsewhere")
+    tier = StartedTier(DiskTier(tmp_path))
+    assert tier.result_of(items[0][0]) is STALE
+    assert tier.result_of(items[1][0]) is OK and other.exists() and (tmp_path / "elsewhere").exists()
+    tier.close()
+
+
+def test_one_process_owns_a_folder(tmp_path: Path) -> None:
+    tier = StartedTier(DiskTier(tmp_path))
+    with pytest.raises(TierError, match=rf"another process \({os.getpid()}\).*disk_path of its own"):
+        DiskTier(tmp_path).start()
+    with pytest.raises(TierError, match="another process"):
+        remove_blocks(tmp_path)
+    tier.close()
+    found_in(tmp_path)
+
+
+def test_files_belong_to_this_user_alone(tmp_path: Path) -> None:
+    (block, _), *_ = filled(tmp_path / "blocks", 1)
+    path = tmp_path / "blocks" / name_of(block.key)
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent, tmp_path / "blocks")] == [
+        0o600,
+        0o700,
+        0o700,
+    ]
+
+
+def test_a_folder_that_cannot_be_used_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(TierError, match="set disk_path to a folder"):
+        DiskTier(tmp_path / "file").start()
+    with pytest.raises(TierError, match="set disk_path to a folder"):
+        DiskTier(Path("/proc/1/blocks")).start()
+
+
+def test_all_blocks_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    filled(tmp_path / "n0", 3)
+    filled(tmp_path / "n1", 2)
+    (tmp_path / "n1" / "notes").write_text("mine")
+    assert (remove_blocks(tmp_path / "n0"), remove_blocks(tmp_path / "n1")) == (3, 2)
+    assert not (tmp_path / "n0").exists()
+    assert [path.name for path in (tmp_path / "n1").iterdir()] == ["notes"]
+    assert remove_blocks(tmp_path / "n1") == remove_blocks(tmp_path / "none") == 0
+
+
+def test_gds_that_cannot_be_loaded_gives_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where NIXL has it, this test says so, and TierContract should be run with it."""
+    tier = StartedTier(DiskTier(tmp_path, io=DiskIO.GDS))
+    described = tier.tier.describe()  # type: ignore[attr-defined]
+    if described["disk_io"] == "gds":
+        pytest.skip("GDS works here")
+    assert tier.tier.counters()["io_refused"] >= 1
+    assert any(getattr(record, "disk_io", "") == "gds" for record in caplog.records)
+    items = [some(number) for number in range(3)]
+    tier.write(*items)
+    assert tier.read(*(block for block, _ in items)) == [(OK, payload) for _, payload in items]
+    tier.close()
+
+
+class Flaky(VectoredIO):
+    """The device fails, when it is told to."""
+
+    errors: ClassVar[dict[str, int]] = {}
+
+    def read(self, descriptor: int, parts: Sequence[memoryview]) -> int:
+        if "read" in self.errors:
+            raise OSError(self.errors["read"], os.strerror(self.errors["read"]))
+        return super().read(descriptor, parts)
+
+    def write(self, descriptor: int, parts: Sequence[memoryview]) -> None:
+        super().write(descriptor, parts[:1])
+        if "write" in self.errors:
+            raise OSError(self.errors["write"], os.strerror(self.errors["write"]))
+        super().write(descriptor, parts)
+
+
+def test_an_error_of_the_device_loses_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvservice.tier.disk_io.VectoredIO", Flaky)
+    monkeypatch.setattr(Flaky, "errors", {})
+    tier, items = StartedTier(DiskTier(tmp_path)), [some(1), some(2)]
+    tier.write(items[0])
+    Flaky.errors.update(read=errno.EIO, write=errno.EIO)
+    assert tier.result_of(items[0][0]) is FAILED
+    assert tier.write(items[1]) == (WriteResult.FAILED,)
+    Flaky.errors.update(write=errno.ENOSPC)
+    assert tier.write(items[1], items[0]) == (WriteResult.FULL, WriteResult.FULL)
+    assert list((tmp_path / "new").iterdir()) == [], "no half file is left"
+    Flaky.errors.clear()
+    assert tier.read(items[0][0]) == [(OK, items[0][1])], "the file was whole all the while"
+    assert tier.result_of(items[1][0]) is STALE
+    tier.close()
+
+
+class Refusing(VectoredIO):
+    def write(self, descriptor: int, parts: Sequence[memoryview]) -> None:
+        raise OSError(errno.EINVAL, "no direct access")
+
+
+class Forgetful(VectoredIO):
+    def read(self, descriptor: int, parts: Sequence[memoryview]) -> int:
+        count = super().read(descriptor, parts)
+        parts[-1][0] ^= 1
+        return count
+
+
+def test_direct_access_that_fails_gives_way_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = iter([Refusing, VectoredIO, Refusing])
+    real = FileWay.__init__
+
+    def planted(way: FileWay, *arguments: Any, **named: Any) -> None:
+        real(way, *arguments, **named)
+        if not way.refused:
+            object.__setattr__(way, "make", next(ways, VectoredIO))
+
+    monkeypatch.setattr(FileWay, "__init__", planted)
+    monkeypatch.setattr("kvservice.tier.disk_io.mounts_here", lambda: [MountPoint(Path("/"), "ext4")])
+    tier = StartedTier(DiskTier(tmp_path))
+    assert tier.tier.describe()["direct"] is False  # type: ignore[attr-defined]
+    tier.close()
+    with pytest.raises(TierError, match=r"does not keep what is written there.*no direct access"):
+        DiskTier(tmp_path, io=DiskIO.DIRECT).start()
+
+
+def test_a_folder_that_returns_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvservice.tier.disk_io.VectoredIO", Forgetful)
+    with pytest.raises(TierError, match="does not keep what is written there"):
+        DiskTier(tmp_path).start()
+    monkeypatch.undo()
+    assert found_in(tmp_path) == [], "the folder is free again"
+
+
+class Zipped:
+    """A codec as another package may bring it."""
+
+    name = "zipped"
+
+    def encode(self, header: BlockFileHeader, data: memoryview, numbers: Numbers | None) -> Coded | None:
+        return Coded(zlib.compress(data, 1))
+
+    def decode(self, header: BlockFileHeader, parameters: str, data: memoryview, target: memoryview) -> None:
+        try:
+            found = zlib.decompress(data)
+        except zlib.error as error:
+            raise CodecError(str(error)) from error
+        if len(found) != len(target):
+            raise CodecError("another length")
+        target[:] = found
+
+
+@pytest.mark.parametrize("size", [8192, 100_001, 1])
+def test_a_codec_stands_between_payload_and_file(tmp_path: Path, size: int) -> None:
+    """Its bytes have any length, also that of the payload or more; files that are stored plainly are read beside it."""
+    plain, half, noise = some(1, size), (b"\0" * (size - size // 2) + os.urandom(size // 2)), some(3, size)
+    tier = StartedTier(DiskTier(tmp_path))
+    tier.write(plain)
+    tier.close()
+    block = a_block(2, half)
+    tier = StartedTier(DiskTier(tmp_path, coder=Coder([Zipped()])))
+    assert set(tier.write((block, half), noise)) == {WriteResult.OK}
+    stored = (tmp_path / name_of(block.key)).read_bytes()
+    assert b'"codec":"zipped=' in stored[:4096]
+    wanted = [(OK, plain[1]), (OK, half), (OK, noise[1])]
+    assert tier.read(plain[0], block, noise[0]) == wanted
+    (tmp_path / name_of(block.key)).write_bytes(stored[:-1] + bytes([stored[-1] ^ 255]))
+    assert tier.result_of(block) is CORRUPT
+    tier.close()
+    tier = StartedTier(DiskTier(tmp_path))
+    assert tier.result_of(noise[0]) is STALE, "without the codec it is no block"
+    tier.close()
+    assert found_in(tmp_path) == [plain[0]]

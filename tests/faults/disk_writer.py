@@ -1,0 +1,33 @@
+"""`python -m tests.faults.disk_writer FOLDER`: write blocks into a disk tier until the process is killed.
+
+It prints a line for each round of blocks that was answered."""
+
+from __future__ import annotations
+
+import random
+import sys
+from itertools import count
+from pathlib import Path
+
+from kvservice.testing.tier_contract import StartedTier, a_block
+from kvservice.tier.disk import DiskTier
+
+BLOCKS, BYTES = 8, 64 << 10
+
+
+def payload_of(number: int, round_: int) -> bytes:
+    """The bytes of block `number` in this round."""
+    return random.Random(number * 1000 + round_).randbytes(BYTES)
+
+
+def main() -> None:
+    tier = StartedTier(DiskTier(Path(sys.argv[1])))
+    for round_ in count():
+        written = [payload_of(number, round_) for number in range(BLOCKS)]
+        tier.write(*((a_block(number, written[number]), written[number]) for number in range(BLOCKS)))
+        tier.tier.erase([a_block(round_ % BLOCKS, b"x").key])
+        print(round_, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A disk tier whose process is killed, whose file system is full, cannot be written or gives errors."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.core.events import PullResult
+from kvservice.core.segment.digest import digest_payload
+from kvservice.errors import TierError
+from kvservice.testing.tier_contract import OK, StartedTier, some
+from kvservice.tier.base import WriteResult
+from kvservice.tier.block_files import name_of
+from kvservice.tier.disk import DiskTier
+from kvservice.tier.folder_check import check_folder
+from kvservice.units import MiB
+from tests.faults.disk_writer import BLOCKS, payload_of
+
+KILLS = 5
+
+
+@pytest.mark.processes
+def test_a_killed_process_leaves_whole_blocks(tmp_path: Path) -> None:
+    """At any moment: what the next start finds is read with the bytes of one round, and the lock is free."""
+    seen = 0
+    for kill in range(KILLS):
+        command = [sys.executable, "-m", "tests.faults.disk_writer", str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            for _ in range(kill + 1):
+                assert writer.stdout.readline(), "the writer ended"
+            writer.send_signal(signal.SIGKILL)
+        tier = StartedTier(DiskTier(tmp_path))
+        try:
+            assert len(tier.found) >= BLOCKS - 2, "blocks were erased one by one, and the rest is there"
+            for block in tier.found:
+                ((result, payload),) = tier.read(block)
+                assert result is OK
+                assert digest_payload(payload, block.key) == block.digest
+                number = block.position
+                assert payload in [payload_of(number, round_) for round_ in range(40)]
+                seen += 1
+            assert list((tmp_path / "new").iterdir()) == []
+        finally:
+            tier.close()
+        assert check_folder(tmp_path).is_sound
+    assert seen >= KILLS * (BLOCKS - 2)
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB."""
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    if request.param == "tmpfs":
+        command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mounted)]
+    else:
+        if not shutil.which("mkfs.ext4"):
+            pytest.skip("there is no mkfs.ext4")
+        image = tmp_path / "image"
+        with image.open("wb") as file:
+            file.truncate(16 * MiB)
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True)
+        command = ["mount", "-o", "loop", str(image), str(mounted)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this process may not mount {request.param}: {done.stderr.strip()}")
+    yield mounted / "blocks"
+    subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_a_full_file_system_is_full_and_loses_nothing(small_disk: Path) -> None:
+    tier = StartedTier(DiskTier(small_disk))
+    try:
+        items = [some(number, 1 * MiB) for number in range(24)]
+        results = [tier.write(item)[0] for item in items]
+        assert results.count(WriteResult.FULL) >= 8 and set(results) == {WriteResult.OK, WriteResult.FULL}
+        kept = [item for item, result in zip(items, results, strict=True) if result is WriteResult.OK]
+        assert tier.read(*(block for block, _ in kept)) == [(OK, payload) for _, payload in kept]
+        assert list((small_disk / "new").iterdir()) == [], "no half file takes room"
+        tier.tier.erase([block.key for block, _ in kept[:4]])
+        again = [some(number, 1 * MiB) for number in range(50, 52)]
+        assert tier.write(*again) == (WriteResult.OK, WriteResult.OK), "erasing passes writing, and made room"
+    finally:
+        tier.close()
+    found = StartedTier(DiskTier(small_disk))
+    found.close()
+    assert len(found.found) == len(kept) - 4 + 2
+
+
+def test_a_folder_that_cannot_be_written_is_refused(small_disk: Path) -> None:
+    """Root may write what the mode forbids, so the file system itself is made read-only."""
+    StartedTier(DiskTier(small_disk)).close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk.parent)], check=True)
+    with pytest.raises(TierError, match=r"Read-only file system.*set disk_path"):
+        DiskTier(small_disk).start()
+
+
+def test_files_that_vanish_are_misses(tmp_path: Path) -> None:
+    tier, items = StartedTier(DiskTier(tmp_path)), [some(number) for number in range(3)]
+    tier.write(*items)
+    (tmp_path / name_of(items[0][0].key)).unlink()
+    shutil.rmtree(tmp_path / name_of(items[1][0].key)[:2])
+    assert [result for result, _ in tier.read(*(block for block, _ in items))] == [PullResult.STALE] * 3
+    assert tier.write(items[1]) == (WriteResult.FAILED,)
+    tier.close()
+    tier = StartedTier(DiskTier(tmp_path))
+    assert tier.found == [] and tier.write(items[1]) == (WriteResult.OK,)
+    tier.close()
