@@ -55,6 +55,8 @@ from kvservice.pool.opening import close_new, open_segment
 from kvservice.pool.peer_reads import PeerReads
 from kvservice.pool.remote import DirectoryPort, RemoteShards
 from kvservice.pool.runtime_ports import Claim, MemoryPort, PoolConfig, PullerPort
+from kvservice.pool.tier_factory import tier_makers
+from kvservice.pool.tier_specs import rules_of
 from kvservice.pool.tiers import PoolTiers
 from kvservice.pool.vanished import VanishedEngines
 from kvservice.tier.base import Tier
@@ -91,6 +93,7 @@ class PoolRuntime(PoolAnswers):
             has_directory=directory is not None,
             tenants=config.tenants,
             policy=config.eviction(),
+            tiers=[rules_of(spec) for spec in config.tiers],
         )
         self.timings = Timings()
         pool_tiers = PoolTiers(tiers or {}, segment, clock, self.timings, self._from_thread)
@@ -125,17 +128,18 @@ class PoolRuntime(PoolAnswers):
         """Open or create the segment, adopt the blocks that an earlier boot left in it, and start.
 
         Raises SegmentError when the memory cannot be reserved, ServiceConflict when another process owns the segment,
-        TransferError when the transport cannot start.
+        TransferError when the transport cannot start. `tiers` are in place of those that the config names.
         """
         segment = await open_segment(
             config.segment_path, config.directory, config.geometry, config.node_id, config.epoch_floor
         )
         puller: Puller | None = None
+        makers = tier_makers(config.tiers) if tiers is None else tiers
         try:
             if transport is not None:
                 puller = Puller(segment, lambda: transport(segment))
                 await asyncio.to_thread(puller.start)
-            runtime = cls(config, segment, puller, directory, peers, clock, partial(claim, segment), tiers)
+            runtime = cls(config, segment, puller, directory, peers, clock, partial(claim, segment), makers)
             await runtime.begin()
         except BaseException:
             if puller is not None:

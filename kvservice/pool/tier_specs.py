@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from kvservice.aio import DaemonThreads, in_thread, within
+from kvservice.core.tier.rules import TierRules, WriteMoment
 
 log = logging.getLogger("kvservice.pool")
 
@@ -53,6 +54,11 @@ class TierSpec:
     write: Literal["evicted", "stored", "reused"]  # when a block is written down
     codec: str  # "none", or a name
     namespace: str = ""  # of an object store
+
+
+def rules_of(spec: TierSpec) -> TierRules:
+    """What the core knows of the tier."""
+    return TierRules(spec.name, spec.name == OBJECTS, spec.budget_bytes, WriteMoment(spec.write))
 
 
 async def find_tiers(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]:

@@ -8,21 +8,28 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
 from kvservice.core.events import PullResult
-from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.blockfile import (
+    FILE_HEADER_BYTES,
+    BlockFileHeader,
+    is_file_of,
+    pack_file_header,
+    unpack_file,
+    unpack_file_header,
+)
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
 from kvservice.units import BlockKey
 
-Blocks = dict[BlockKey, tuple[TierBlock, bytes]]
+Files = dict[BlockKey, bytes]  # whole block files, header and payload
 
 
 class FakeTier:
-    """`blocks` outlives it: give the same to the next one, as a restart does. Set the switches at any time."""
+    """`files` outlive it: give the same to the next one, as a restart does. Set the switches at any time."""
 
-    def __init__(self, name: str = "fake", blocks: Blocks | None = None) -> None:
+    def __init__(self, name: str = "fake", files: Files | None = None) -> None:
         self.name = name
-        self.blocks: Blocks = {} if blocks is None else blocks
+        self.files: Files = {} if files is None else files
         self.delay_seconds = 0.0  # before each piece of work
         self.start_error = ""  # the start fails with it
         self.is_full = False  # writes are answered with FULL
@@ -59,7 +66,8 @@ class FakeTier:
         if self.start_error:
             raise TierError(self.start_error)
         self._thread.start()
-        return [block for block, _ in self.blocks.values()]
+        headers = (unpack_file_header(data[:FILE_HEADER_BYTES]) for data in self.files.values())
+        return [header.block for header in headers if header is not None]
 
     def write(self, job: TierWrite, on_done: WriteCallback) -> None:
         failed = (WriteResult.FAILED,) * len(job.items)
@@ -73,12 +81,8 @@ class FakeTier:
         count = len(job.items)
 
         def work() -> None:
-            results = tuple(self._read(*item, job.deadline) for item in job.items)
-            digests = tuple(
-                self.blocks[block.key][0].digest if result is PullResult.OK else 0
-                for (block, _), result in zip(job.items, results, strict=True)
-            )
-            on_done(job.job_id, results, digests)
+            found = [self._read(*item, job.deadline) for item in job.items]
+            on_done(job.job_id, tuple(result for result, _ in found), tuple(digest for _, digest in found))
 
         self._add(
             self._urgent if job.urgent else self._rest,
@@ -89,14 +93,14 @@ class FakeTier:
     def erase(self, keys: Sequence[BlockKey]) -> None:
         def work() -> None:
             for key in keys:
-                self.blocks.pop(key, None)
+                self.files.pop(key, None)
 
         self._add(self._urgent, work, lambda: None)
 
     def probe(self, keys: Sequence[BlockKey], deadline: float, on_done: ProbeCallback) -> None:
         def work() -> None:
             count = 0
-            while count < len(keys) and keys[count] in self.blocks:
+            while count < len(keys) and keys[count] in self.files:
                 count += 1
             on_done(count)
 
@@ -152,22 +156,22 @@ class FakeTier:
         self._counters["writes"] += 1
         if self.is_full or self.fails:
             return WriteResult.FULL if self.is_full else WriteResult.FAILED
-        self.blocks[block.key] = (block, bytes(payload))
+        self.files[block.key] = pack_file_header(BlockFileHeader(block, len(payload))) + bytes(payload)
         return WriteResult.OK
 
-    def _read(self, block: TierBlock, target: memoryview, deadline: float) -> PullResult:
+    def _read(self, block: TierBlock, target: memoryview, deadline: float) -> tuple[PullResult, int]:
         if monotonic() > deadline:
-            return PullResult.FAILED
+            return PullResult.FAILED, 0
         self._use(target)
         self._counters["reads"] += 1
-        if self.fails:
-            return PullResult.FAILED
-        found = self.blocks.get(block.key)
+        data = self.files.get(block.key)
+        if data is None or self.fails:
+            return (PullResult.FAILED if self.fails else PullResult.STALE), 0
+        found = unpack_file(data)
         if found is None:
-            return PullResult.STALE
-        kept, data = found
-        if kept.key != block.key or kept.payload_bytes != block.payload_bytes or kept.fingerprint != block.fingerprint:
-            return PullResult.STALE
-        target[:] = data
-        is_right = digest_payload(target, block.key) == kept.digest and block.digest in (0, kept.digest)
-        return PullResult.OK if is_right else PullResult.CORRUPT
+            return PullResult.CORRUPT, 0
+        header, payload = found
+        if not is_file_of(header, block):
+            return PullResult.STALE, 0
+        target[:] = payload
+        return PullResult.OK, header.block.digest

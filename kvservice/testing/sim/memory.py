@@ -75,7 +75,11 @@ class SegmentMemory:
         return bytes(self._payloads.get(slot, BLANK))
 
     def payload(self, slot: SlotIndex, payload_bytes: int) -> memoryview:
-        return memoryview(self.read(slot))
+        return memoryview(self._payloads.setdefault(slot, bytearray(BLANK)))
+
+    def slot_of(self, payload: memoryview) -> SlotIndex:
+        """The slot that a view from `payload` shows."""
+        return next(slot for slot, data in self._payloads.items() if data is payload.obj)
 
     def digest(self, slot: SlotIndex, key: BlockKey) -> int:
         return digest_payload(self.read(slot), key)
@@ -117,13 +121,13 @@ class SegmentMemory:
     def swap(self, one: SlotIndex, other: SlotIndex) -> None:
         """Swap two whole payloads: each is intact, but under the wrong key."""
         first, second = self.read(one), self.read(other)
-        self._payloads[one], self._payloads[other] = bytearray(second), bytearray(first)
+        self.payload(one, PAYLOAD_BYTES)[:], self.payload(other, PAYLOAD_BYTES)[:] = second, first
 
     def transplant(self, one: SlotIndex, other: SlotIndex) -> None:
         """Put all of another block, with its digest, under this slot's key: everything is intact except the name."""
         mine, theirs = self.read_header(one), self.read_header(other)
         if mine is not None and theirs is not None:
-            self._payloads[one] = bytearray(self.read(other))
+            self.payload(one, PAYLOAD_BYTES)[:] = self.read(other)
             self.write_header(one, replace(mine, digest=theirs.digest))
 
     def sealed(self) -> list[SlotIndex]:

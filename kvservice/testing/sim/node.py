@@ -12,12 +12,14 @@ from kvservice.core.messages import Holder
 from kvservice.core.shard import ShardState
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
+from kvservice.pool.tier_specs import TierSpec
 from kvservice.testing.sim.lookup import Herald, LookupPartition
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
 from kvservice.testing.sim.parts import NodeParts
 from kvservice.testing.sim.puller import SimPuller
 from kvservice.testing.sim.remote import SimDirectory, SimPeers
+from kvservice.testing.sim.tier import SimTier, TierStore
 from kvservice.testing.sim.world import Violation, World
 from kvservice.units import AttachmentId, BlockKey, NodeId, SpanRoute
 
@@ -36,6 +38,7 @@ class Node(NodeParts):
         memory: SegmentMemory,
         lookups: Sequence[LookupPartition],
         tenants: Mapping[str, TenantLimits],
+        tiers: Mapping[TierSpec, TierStore] | None = None,
     ) -> None:
         super().__init__(world, name, name)
         self.node_id = NodeId(name)
@@ -46,6 +49,7 @@ class Node(NodeParts):
         self.garbles = False  # the next read
         self._lookups = lookups
         self._tenants = tenants
+        self._tiers = tiers or {}
         self._stopped_at: float | None = None
         self._on_news: Callable[[], None] | None = None
         self.boot()
@@ -64,7 +68,12 @@ class Node(NodeParts):
         self._herald = Herald(self, self.announcer, self._lookups, self.holder, self._fenced)
         runtime = PoolRuntime(
             PoolConfig(
-                self.node_id, self.memory.path, self.memory.geometry, lease_seconds=LEASE_SECONDS, tenants=self._tenants
+                self.node_id,
+                self.memory.path,
+                self.memory.geometry,
+                lease_seconds=LEASE_SECONDS,
+                tenants=self._tenants,
+                tiers=tuple(self._tiers),
             ),
             self.memory,
             SimPuller(self),
@@ -72,6 +81,7 @@ class Node(NodeParts):
             SimPeers(self),
             self.clock,
             self._claim,
+            {store.name: partial(SimTier, self, store) for store in self._tiers.values()},
         )
         await runtime.begin()
         self.runtime = runtime
@@ -120,6 +130,8 @@ class Node(NodeParts):
 
     def die(self) -> None:
         super().die()
+        for store in self.disks:
+            store.tear()
         self._on_news = None
         self.runtime = None
         self._stopped_at = None
@@ -134,6 +146,11 @@ class Node(NodeParts):
                 raise Violation(f"{self.name} is {self.runtime.fenced}")
             self.runtime.state.check_invariants()
             self.announcer.check_invariants()
+
+    @property
+    def disks(self) -> list[TierStore]:
+        """Stores of this node alone."""
+        return [store for store in self._tiers.values() if not store.is_shared]
 
     @property
     def state(self) -> ShardState | None:

@@ -18,13 +18,26 @@ from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.core.acquire.pulls import SUSPECT_SECONDS
 from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import Handoff
+from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
 from kvservice.core.segment.geometry import Geometry
+from kvservice.pool.tier_specs import DISK, OBJECTS, TierSpec
 from kvservice.testing.builders import SMALL, make_spec
 from kvservice.testing.sim.engine import BLOCK_TOKENS, Engine
 from kvservice.testing.sim.lookup import LookupPartition
 from kvservice.testing.sim.memory import SegmentMemory
 from kvservice.testing.sim.node import LEASE_SECONDS, Node
-from kvservice.testing.sim.schedule import FAULTS_SECONDS, FROZEN_SECONDS_MAX, Ask, Fault, Schedule, hashes_of, smaller
+from kvservice.testing.sim.schedule import (
+    FAULTS_SECONDS,
+    FROZEN_SECONDS_MAX,
+    TIER_FAULTS,
+    Ask,
+    Fault,
+    Schedule,
+    hashes_of,
+    smaller,
+)
+from kvservice.testing.sim.tier import FAULTS as LASTING
+from kvservice.testing.sim.tier import TierStore
 from kvservice.testing.sim.world import Process, Violation, World
 from kvservice.units import HandoffId, MiB, NodeId
 
@@ -53,6 +66,11 @@ def limits_of(schedule: Schedule) -> dict[str, TenantLimits]:
     return {"guarded": TenantLimits(quota_bytes=quota), "hot": TenantLimits()}
 
 
+def spec_of(schedule: Schedule, name: str) -> TierSpec:
+    budget = schedule.disk_blocks * (FILE_HEADER_BYTES + SMALL) if name == DISK else 0
+    return TierSpec(name, "simulated", budget, schedule.tier_write, "none")
+
+
 class SimulatedRun:
     def __init__(self, schedule: Schedule, tell: bool = False) -> None:
         self.schedule = schedule
@@ -60,18 +78,28 @@ class SimulatedRun:
         self.lookups = [LookupPartition(self.world, i) for i in range(schedule.lookups)]
         geometry = Geometry(slab_bytes=MiB, slab_count=schedule.slabs)
         self.nodes: list[Node] = []
+        self.verifies = any(fault.kind in BITES for fault in schedule.faults)
+        self.stores: list[TierStore] = []  # the disk of each node, and the object store of all
+        objects = self._make_store(OBJECTS, True)
         for i in range(schedule.nodes):
-            node = Node(self.world, f"node{i}", SegmentMemory(geometry), self.lookups, limits_of(schedule))
+            of_node = {DISK: self._make_store(DISK, False), OBJECTS: objects}
+            tiers = {spec_of(schedule, name): of_node[name] for name in schedule.tiers}
+            self.stores += [store for store in tiers.values() if store not in self.stores]
+            node = Node(self.world, f"node{i}", SegmentMemory(geometry), self.lookups, limits_of(schedule), tiers)
             node.set_clock_rate(schedule.rates[i])
             self.nodes.append(node)
         for node in self.nodes:
             node.peers = {other.name: other for other in self.nodes}
-        self.verifies = any(fault.kind in BITES for fault in schedule.faults)
         self.engines: list[Engine] = []
         self.gone: list[Engine] = []  # killed engines whose workers may live on
         for i in range(schedule.engines):
             self.engines.append(self._make_engine(i, 0))
         self._asked = 0
+
+    def _make_store(self, name: str, is_shared: bool) -> TierStore:
+        store = TierStore(self.world, name, is_shared)
+        store.checks_slots = not self.verifies
+        return store
 
     def _make_engine(self, index: int, life: int) -> Engine:
         model = index % self.schedule.models
@@ -176,7 +204,7 @@ class SimulatedRun:
             for state in ("leased", "quarantined"):
                 if counts.get(state):
                     raise Violation(f"{node.name} has {counts[state]} slots {state} after everything ended")
-            held = {block.key for block in node.state.blocks()}
+            held = {key for key, _ in node.runtime.inventory()} if node.runtime is not None else set()
             said = {key for lookup in self.lookups for key in lookup.keys_of(node.node_id)}
             if held != said:
                 raise Violation(
@@ -259,6 +287,8 @@ class SimulatedRun:
             self._disturb(kind, one, other, fault.seconds)
         elif kind in BITES:
             self._corrupt(kind, node, fault.number)
+        elif kind in TIER_FAULTS:
+            self._break_tier(kind.removeprefix("tier_"), fault)
         elif kind == "garble":
             node.garble()
         elif kind == "reset":
@@ -271,6 +301,26 @@ class SimulatedRun:
                 self.world.at(fault.seconds, self._undrain, node)
         else:
             self._abort(fault)
+
+    def _break_tier(self, kind: str, fault: Fault) -> None:
+        store = self.stores[fault.target % len(self.stores)]
+        self.world.note(f"{store.name}{fault.target % len(self.stores)}", f"{kind} for {fault.seconds:.2f} s")
+        if kind in LASTING:
+            store.disturb(kind, fault.seconds)
+        elif kind == "torn":
+            store.tears = True
+        elif kind == "unusable":
+            store.is_unusable = True
+        elif kind == "old_index":
+            store.stop_index()
+        elif kind == "stale":
+            store.age(fault.number)
+        elif kind == "flip":
+            store.flip(fault.number)
+        elif kind == "mix_up":
+            store.mix_up(fault.number)
+        else:
+            store.lose(fault.number)
 
     def _undrain(self, node: Node) -> None:
         if node.runtime is not None:
@@ -373,6 +423,8 @@ class SimulatedRun:
     def _heal(self) -> None:
         self.world.note("world", "heals")
         self.world.heal()
+        for store in self.stores:
+            store.heal()
         for node in self.nodes:
             self._boot(node)
             self._undrain(node)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from kvservice.units import BlockHash
 
@@ -16,6 +17,16 @@ PROMPTS = 3  # Prompts that requests begin with: few, so that many requests shar
 # Few blocks already lead to every state, and short runs can be played by the thousand.
 PROMPT_BLOCKS_MAX = 8
 
+# What devices of tiers do. All last for the seconds of the fault, but for these: `torn` acts when the node dies next,
+# `unusable`, `old_index` and `stale` when it starts; `flip`, `mix_up` and `vanish` change what is there.
+TIER_FAULTS = tuple(
+    f"tier_{kind}"
+    for kind in (
+        *("full", "slow", "error", "late", "hang"),
+        *("torn", "unusable", "old_index", "stale"),
+        *("flip", "mix_up", "vanish"),
+    )
+)
 # kind -> how often, relative to the others
 FAULTS: dict[str, int] = {
     "crash_node": 5,
@@ -49,8 +60,10 @@ FAULTS: dict[str, int] = {
     "line_loss": 4,
     "line_twice": 3,
     "line_slow": 4,
-    "reset": 0,  # drawn separately
+    "reset": 0,  # drawn separately, as those of tiers are
+    **dict.fromkeys(TIER_FAULTS, 0),
 }
+TierWriteSetting = Literal["evicted", "stored", "reused"]  # as the settings say it
 # Far longer than the leases of the simulation.
 FROZEN_SECONDS_MAX = 60.0
 
@@ -95,6 +108,9 @@ class Schedule:
     copy_delay: float  # seconds that stores are delayed
     rates: tuple[float, ...]  # clock rate of each node
     tenants: int = 1  # 2: engines belong to them in turn, and the first tenant has a quota
+    tiers: tuple[str, ...] = ()  # of every node
+    tier_write: TierWriteSetting = "evicted"
+    disk_blocks: int = 0  # what the budget of each node's disk holds
 
 
 def make_schedule(seed: int) -> Schedule:
@@ -142,14 +158,39 @@ def make_schedule(seed: int) -> Schedule:
         tuple(round(1 + rng.uniform(-0.005, 0.005), 5) for _ in range(nodes)),
         2 if seed % 7 == 6 else 1,
     )
-    if seed % 5 != 4:
-        return made
-    # An engine's weights are changed in place. This is drawn last, so that nothing else of the schedule changes with
-    # it.
-    resets = [
-        Fault(round(_moment(rng, asks), 4), "reset", rng.randrange(12), 0, 0.0, 0) for _ in range(rng.choice((1, 1, 2)))
+    # What follows is drawn last, so that nothing else of the schedule changes with it.
+    if seed % 5 == 4:  # an engine's weights are changed in place
+        resets = [
+            Fault(round(_moment(rng, asks), 4), "reset", rng.randrange(12), 0, 0.0, 0)
+            for _ in range(rng.choice((1, 1, 2)))
+        ]
+        made = _with_faults(made, resets)
+    return _with_tiers(made, rng, asks) if seed % 3 == 2 else made
+
+
+def _with_tiers(made: Schedule, rng: random.Random, asks: list[Ask]) -> Schedule:
+    faults = [
+        Fault(
+            round(_moment(rng, asks), 4),
+            rng.choice(TIER_FAULTS),
+            rng.randrange(12),
+            0,
+            round(0.02 + 1.5 * rng.random(), 4),
+            rng.randrange(1 << 16),
+        )
+        for _ in range(rng.randint(0, 4))
     ]
-    return replace(made, faults=tuple(sorted((*made.faults, *resets), key=lambda fault: fault.at)))
+    write: TierWriteSetting = rng.choice(("evicted", "stored", "stored", "reused"))
+    return replace(
+        _with_faults(made, faults),
+        tiers=rng.choice((("disk",), ("disk",), ("objects",), ("disk", "objects"))),
+        tier_write=write,
+        disk_blocks=40 if write == "evicted" else rng.choice((3, 8, 40)),
+    )
+
+
+def _with_faults(made: Schedule, faults: list[Fault]) -> Schedule:
+    return replace(made, faults=tuple(sorted((*made.faults, *faults), key=lambda fault: fault.at)))
 
 
 def _moment(rng: random.Random, asks: list[Ask]) -> float:

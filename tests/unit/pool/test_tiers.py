@@ -13,6 +13,7 @@ import pytest
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.segment.blockfile import BlockFileHeader, pack_file_header
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry, slot_index
 from kvservice.core.tier.tier_block import TierBlock
@@ -112,7 +113,7 @@ async def test_a_tier_that_is_not_there_has_nothing(bench: Bench) -> None:
 
 async def test_a_probe_counts_from_where_it_starts(bench: Bench, tier: FakeTier) -> None:
     for key in CHAIN[1:3]:
-        tier.blocks[key] = (bench.fill(SLOTS[0], key, 1), bytes(SIZE))
+        tier.files[key] = b""
     assert await bench.answer(act.Probe(1, "fake", CHAIN, 1, 5.0)) == ev.Probed(1, "fake", 2)
 
 
@@ -176,8 +177,9 @@ async def test_an_answered_slot_cannot_be_written_any_more(
 
 
 async def test_found_blocks_come_in_pieces() -> None:
-    keys = [BlockKey(number.to_bytes(32, "big")) for number in range(2 * FOUND_BLOCKS + 1)]
-    tier = FakeTier(blocks={key: (TierBlock(key, SIZE, 1, 0, SpanRoute(1)), b"") for key in keys})
+    keys = [BlockKey(number.to_bytes(16, "big")) for number in range(2 * FOUND_BLOCKS + 1)]
+    headers = (BlockFileHeader(TierBlock(key, SIZE, 1, 0, SpanRoute(1)), SIZE) for key in keys)
+    tier = FakeTier(files=dict(zip(keys, map(pack_file_header, headers), strict=True)))
     bench = Bench(tier)
     await asyncio.gather(*bench.tiers.opening())
     await asyncio.sleep(0)

@@ -1,0 +1,207 @@
+"""Whether a tier slows an engine: reserve, seal and acquire without one, with a busy one, with a hung one.
+
+    python -m benchmarks.tier_stall [--folder FOLDER] [--rounds 5] [--requests 400] [--block-bytes N] [--out PATH]
+
+One process, one event loop, one pool of 64 blocks. Each request reserves 8 blocks in the full pool, seals them, and
+acquires a prompt of 8 blocks that is in memory. Every block that is sealed is written down, and another engine keeps
+reading prompts that only the tier has, so the disk is loaded both ways. The ways alternate in every round. The longest
+step is the longest time that the loop was in one callback, whoever made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+from benchmarks.report import default_out, percentile, print_table, write_report
+from kvservice.aio import end_tasks
+from kvservice.core.messages import AcquireRequest, SealItem
+from kvservice.core.segment.geometry import plan_geometry
+from kvservice.pool.runtime import PoolRuntime
+from kvservice.pool.runtime_ports import PoolConfig
+from kvservice.pool.tier_factory import tier_makers
+from kvservice.pool.tier_specs import DISK, TierSpec
+from kvservice.pool.tiers import TierPhase
+from kvservice.testing.builders import make_chain, make_spec
+from kvservice.testing.eventually import eventually_async
+from kvservice.testing.fake_tier import FakeTier
+from kvservice.tier.base import Tier
+from kvservice.units import AttachmentId, BlockKey, GiB, MiB, NodeId, SpanRoute
+
+WAYS = ("none", "disk", "hung")
+CALLS = ("reserve", "seal", "acquire")
+POOL_BLOCKS, PROMPT_BLOCKS = 64, 8
+WARM_REQUESTS = 16  # before a round counts: they fill the pool
+RATIO_GOAL, STEP_GOAL_SECONDS = 1.1, 0.010  # of p99 with a tier to p99 without; no step of the loop above it
+
+
+@dataclass
+class Round:
+    """What one way took in one round."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CALLS})
+    longest_step: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def longest_step(found: Round) -> Iterator[None]:
+    """Measure every callback of every loop meanwhile."""
+    run = asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        began = time.perf_counter()
+        run(handle)
+        found.longest_step = max(found.longest_step, time.perf_counter() - began)
+
+    asyncio.Handle._run = timed  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        asyncio.Handle._run = run  # type: ignore[method-assign]
+
+
+def prompt(number: int) -> tuple[BlockKey, ...]:
+    return make_chain(PROMPT_BLOCKS, f"prompt {number}")
+
+
+class Load:
+    """The engine that is measured, and one that reads what only the tier has."""
+
+    def __init__(self, pool: PoolRuntime, size: int, engine: AttachmentId, reader: AttachmentId) -> None:
+        self.pool = pool
+        self.size = size
+        self.engine = engine
+        self.reader = reader
+        self.stored = 0  # prompts
+
+    async def store(self, found: Round) -> None:
+        keys, number = prompt(self.stored), self.stored
+        began = time.perf_counter()
+        refs = await self.pool.reserve(self.engine, PROMPT_BLOCKS)
+        found.seconds["reserve"].append(time.perf_counter() - began)
+        if len(refs) < PROMPT_BLOCKS:
+            await self.pool.abort(self.engine, refs)
+            return
+        parents = (None, *keys)
+        items = [
+            SealItem(ref, key, parents[position], position, SpanRoute(number))
+            for position, (ref, key) in enumerate(zip(refs, keys, strict=True))
+        ]
+        began = time.perf_counter()
+        await self.pool.seal(self.engine, items)
+        found.seconds["seal"].append(time.perf_counter() - began)
+        self.stored += 1
+        began = time.perf_counter()
+        result = await self.pool.acquire(self.engine, AcquireRequest(keys, 0, 1.0))
+        found.seconds["acquire"].append(time.perf_counter() - began)
+        if result.lease_id:
+            await self.pool.release(self.engine, [result.lease_id])
+
+    async def read_old(self) -> None:
+        """Read prompts that memory no longer has, for ever."""
+        chosen = random.Random(1)
+        while True:
+            old = prompt(chosen.randrange(max(self.stored - POOL_BLOCKS // PROMPT_BLOCKS, 1)))
+            result = await self.pool.acquire(self.reader, AcquireRequest(old, 0, 1.0))
+            if result.lease_id:
+                await self.pool.release(self.reader, [result.lease_id])
+            await asyncio.sleep(0.005)
+
+
+async def play(way: str, folder: Path, requests: int, size: int) -> Round:
+    """One round of one way, in a new pool."""
+    fake, found = FakeTier(DISK), Round()
+    specs = () if way == "none" else (TierSpec(DISK, str(folder), 8 * GiB, "stored", "none"),)
+    makers: dict[str, Mapping[str, Callable[[], Tier]]] = {
+        "none": {},
+        "disk": tier_makers(specs),
+        "hung": {DISK: lambda: fake},
+    }
+    geometry = plan_geometry(POOL_BLOCKS * (size + 64 * 1024) + 8 * MiB)
+    config = PoolConfig(NodeId("n"), None, geometry, tiers=specs)
+    pool = await PoolRuntime.open(config, tiers=makers[way])
+    await eventually_async(lambda: all(state.phase is TierPhase.OPEN for state in pool.tier_states()), "the tier")
+    if way == "hung":
+        fake.hang()
+    spec = make_spec(payload_bytes=size)
+    engine = await pool.attach(spec, lambda reason: None)
+    other = replace(spec, engine_id=bytes(range(16)))
+    reader = await pool.attach(other, lambda reason: None)
+    load = Load(pool, size, engine.attachment_id, reader.attachment_id)
+    for _ in range(WARM_REQUESTS):
+        await load.store(Round())
+    reading = asyncio.create_task(load.read_old())
+    with longest_step(found):
+        for _ in range(requests):
+            await load.store(found)
+            await asyncio.sleep(0)
+    await end_tasks([reading])
+    counters = pool.stats().counters
+    found.counters = {name: count for name, count in counters.items() if name.startswith("tier_") and count}
+    fake.go_on()
+    await pool.close()
+    return found
+
+
+def figures(rounds: dict[str, list[Round]]) -> dict[str, object]:
+    p99 = {
+        way: {name: [percentile(each.seconds[name], 0.99) * 1e6 for each in found] for name in CALLS}
+        for way, found in rounds.items()
+    }
+    return {
+        "p99_us": {way: {name: median(values) for name, values in of_way.items()} for way, of_way in p99.items()},
+        "ratio": {
+            way: {name: median(p99[way][name]) / median(p99["none"][name]) for name in CALLS} for way in WAYS[1:]
+        },
+        "ratio_goal": RATIO_GOAL,
+        "longest_step_ms": {way: [each.longest_step * 1e3 for each in found] for way, found in rounds.items()},
+        "step_goal_ms": STEP_GOAL_SECONDS * 1e3,
+        "counters": {way: found[-1].counters for way, found in rounds.items()},
+        "each_p99_us": p99,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a new one in the present folder")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=400, help="of each way in each round")
+    parser.add_argument("--block-bytes", type=int, default=1 * MiB)
+    parser.add_argument("--out", type=Path, default=default_out("tier_stall"))
+    arguments = parser.parse_args()
+    rounds: dict[str, list[Round]] = {way: [] for way in WAYS}
+    for _ in range(arguments.rounds):
+        for way in WAYS:
+            with tempfile.TemporaryDirectory(dir=arguments.folder or Path.cwd(), prefix=".tier-stall-") as folder:
+                found = asyncio.run(play(way, Path(folder), arguments.requests, arguments.block_bytes))
+            rounds[way].append(found)
+    every = figures(rounds)
+    p99, ratio = every["p99_us"], every["ratio"]
+    assert isinstance(p99, dict)
+    assert isinstance(ratio, dict)
+    print_table(
+        ["tier", *(f"{name} p99 us" for name in CALLS), *(f"{name} ratio" for name in CALLS), "longest step ms"],
+        [
+            [
+                way,
+                *(p99[way][name] for name in CALLS),
+                *(ratio.get(way, dict.fromkeys(CALLS, 1.0))[name] for name in CALLS),
+                max(each.longest_step for each in rounds[way]) * 1e3,
+            ]
+            for way in WAYS
+        ],
+    )
+    print(write_report("tier_stall", {"rounds": arguments.rounds, **every}, arguments.out))
+
+
+if __name__ == "__main__":
+    main()
