@@ -179,7 +179,7 @@ class PeerClient:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"stats of node {holder.node_id}") from error
         free = stats.slab_free_count * stats.slab_bytes + stats.slot_bytes.get("free", 0)
-        return Peer(holder, free, stats.segment_bytes, stats.uptime_seconds, stats.draining)
+        return Peer(holder, free, stats.segment_bytes, stats.uptime_seconds, stats.draining, stats.accepts_spill)
 
     async def close(self) -> None:
         await self._channels.close()

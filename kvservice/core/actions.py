@@ -181,6 +181,7 @@ class FindTakers:
     """
 
     blocks: tuple[tuple[BlockKey, SpanRoute], ...]
+    is_spill: bool = False  # for blocks that are cold here; False: this node leaves
 
 
 @dataclass(frozen=True, slots=True)

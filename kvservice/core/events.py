@@ -267,7 +267,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class PeerTakeOver(Call):
-    """A leaving node offers blocks."""
+    """A node that leaves, or is short of memory, offers blocks."""
 
     epoch: BootEpoch  # of this shard
     leaver: Holder
@@ -280,6 +280,7 @@ class PeerTakeOver(Call):
 class TakersFound:
     peers: tuple[Peer, ...]
     holders: Mapping[BlockKey, tuple[Holder, ...]]  # other nodes with the block, as far as the directory knows
+    is_spill: bool = False  # as in FindTakers
 
 
 @dataclass(frozen=True, slots=True)

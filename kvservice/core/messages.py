@@ -272,13 +272,14 @@ class TakeOverResult:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another node, as a leaving node sees it."""
+    """Another node, as one sees it that offers blocks."""
 
     holder: Holder
     free_bytes: int
     capacity_bytes: int
     age_seconds: float  # since its shard started
     draining: bool = False
+    accepts_spill: bool = False  # it takes blocks of nodes that stay
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX, TakeOvers
 from kvservice.core.drain.sender import DrainPhase, Leaving
 from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
-from kvservice.units import BootEpoch
+from kvservice.units import BlockKey, BootEpoch
 
 TIMEOUT_SECONDS_MAX = 600.0  # ten minutes, as long as the longest lease; a longer timeout is a mistake and refused
 assert WAIT_SECONDS_MAX <= TIMEOUT_SECONDS_MAX
@@ -24,8 +24,17 @@ assert WAIT_SECONDS_MAX <= TIMEOUT_SECONDS_MAX
 class PeerCalls:
     """Handlers for the events that calls of other shards cause. A handler raises KVServiceError to refuse."""
 
-    def __init__(self, shard: ShardContext, handoffs: Handoffs, takeovers: TakeOvers, leaving: Leaving) -> None:
+    def __init__(
+        self,
+        shard: ShardContext,
+        handoffs: Handoffs,
+        takeovers: TakeOvers,
+        leaving: Leaving,
+        is_offered: Callable[[BlockKey], bool],
+    ) -> None:
+        """`is_offered`: whether this node has offered the block to others, so that their reading is no use of it."""
         self._shard = shard
+        self._is_offered = is_offered
         self._handoffs = handoffs
         self._takeovers = takeovers
         self._leaving = leaving
@@ -62,8 +71,9 @@ class PeerCalls:
         going = self._leaving.promises_nothing
         blocks = [None if going else self._shard.store.get(key) for key in event.keys]
         held = len(blocks) - blocks.count(None)
-        self._shard.store.policy.touch(event.keys, now)
-        self._shard.admission.on_peer_read(held)
+        used = [key for key in event.keys if not self._is_offered(key)]
+        self._shard.store.policy.touch(used, now)
+        self._shard.admission.on_peer_read(min(held, len(used)))
         self._shard.counters["peer_located_blocks"] += held
         self._shard.counters["peer_absent_blocks"] += len(blocks) - held
         self._shard.emit(Reply(event.op, self._shard.lend(event.reader, blocks, now)))

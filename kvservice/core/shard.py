@@ -48,6 +48,7 @@ from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.listing import SlotFilter, SlotPage, list_slots
 from kvservice.core.store.slots import RESERVED, SHOWN_STATES, SlotState
 from kvservice.core.tier.rules import TierRules, TierUsage
+from kvservice.core.tier.spill import Spill, is_spill_offer
 from kvservice.core.tier.tiers import Tiers
 from kvservice.core.writes import Writes
 from kvservice.errors import (
@@ -95,6 +96,7 @@ class ShardState:
         policy: EvictionPolicy | None = None,
         tenants: Mapping[str, TenantLimits] | None = None,
         tiers: Sequence[TierRules] = (),
+        spills: bool = False,
     ) -> None:
         self.node_id = node_id
         self.epoch = epoch
@@ -125,7 +127,7 @@ class ShardState:
             self._model_of,
         )
         self._context = shard
-        self._tiers = Tiers(tiers, shard)
+        self._tiers = Tiers(tiers, shard, spills=spills)
         self._set_tenants(tenants or {})
         self._holds = Holds(shard)
         self._answers = Answers(shard, lambda *held: self._warming.held(*held))
@@ -141,7 +143,8 @@ class ShardState:
         # The last attempt of each engine that was answered.
         self._attempts: BoundedTable[bytes, int] = BoundedTable(ENGINES_REMEMBERED)
         self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # no id of an earlier boot is valid
-        self._handlers = self._handlers_with(PeerCalls(shard, self._handoffs, self._takeovers, self._leaving))
+        peers = PeerCalls(shard, self._handoffs, self._takeovers, self._leaving, self._tiers.spill.is_offered)
+        self._handlers = self._handlers_with(peers)
 
     def _handlers_with(self, peers: PeerCalls) -> dict[type, Callable[..., None]]:
         return {
@@ -167,8 +170,8 @@ class ShardState:
             ev.Followed: lambda e, now: self._acquisitions.followed(e, now),
             ev.Pulled: lambda e, now: self._pulls.pulled(e.job, e.results, now),
             ev.WritesEnded: lambda e, now: self._pulls.writes_ended(e.job),
-            ev.TakersFound: lambda e, now: self._leaving.takers_found(e.peers, e.holders, now),
-            ev.Offered: lambda e, now: self._leaving.offered(e.offer, e.result, now),
+            ev.TakersFound: lambda e, now: self._offering(e.is_spill).takers_found(e.peers, e.holders, now),
+            ev.Offered: lambda e, now: self._offering(is_spill_offer(e.offer)).offered(e.offer, e.result, now),
             ev.Adopt: self._adopt,
             ev.Drain: self._drain,
             ev.SetTenants: lambda e, now: self._set_tenants(e.limits),
@@ -547,6 +550,9 @@ class ShardState:
         else:
             self._leaving.close()
         self.draining = not event.undo
+
+    def _offering(self, is_spill: bool) -> Spill | Leaving:
+        return self._tiers.spill if is_spill else self._leaving
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         for lease in self._leases.expire(now):

@@ -77,8 +77,11 @@ class RemoteShards:
         clock: Callable[[], float],
         counters: Counter[str],
         timings: Timings,
+        *,
+        accepts_spill: bool = False,
     ) -> None:
         self._node_id = node_id
+        self._accepts_spill = accepts_spill
         self._directory = directory
         self._peers = peers
         self._clock = clock
@@ -182,14 +185,14 @@ class RemoteShards:
         """The other nodes with their room. Nodes that do not answer are left out."""
         directory, ports = self._directory, self._peers
         if directory is None or ports is None:
-            return ev.TakersFound((), {})
+            return ev.TakersFound((), {}, action.is_spill)
         members = [node for node in await directory.lookup.members(FIND_SECONDS) if node.node_id != self._node_id]
         asked = asyncio.gather(*[ports.room(node, FIND_SECONDS) for node in members], return_exceptions=True)
         holders = await directory.lookup.holders_of(action.blocks, FIND_SECONDS)
         peers = tuple(answer for answer in await asked if isinstance(answer, Peer))
         self._counters["find_takers_failed"] += len(members) - len(peers)
         others = {key: tuple(h for h in found if h.node_id != self._node_id) for key, found in holders.items()}
-        return ev.TakersFound(peers, {key: found for key, found in others.items() if found})
+        return ev.TakersFound(peers, {key: found for key, found in others.items() if found}, action.is_spill)
 
     async def _offer(self, action: act.Offer) -> ev.Event:
         result: TakeOverResult | None = None
@@ -207,8 +210,8 @@ class RemoteShards:
     async def leaver(self, claimed: Holder) -> Holder:
         """The node as the directory knows it, so that no address given by a caller is ever connected to.
 
-        Raises Refused when the node is not a live member or has another epoch, Forbidden when it says itself that it
-        does not leave, and what `room` raises.
+        Raises Refused when the node is not a live member or has another epoch. Unless this shard accepts what others
+        evict, raises Forbidden when the node says itself that it does not leave, and what `room` raises.
         """
         found = None
         if self._directory is not None:
@@ -216,6 +219,8 @@ class RemoteShards:
         if found is None or found.epoch != claimed.epoch:
             self._counters["takeover_strangers"] += 1
             raise Refused(f"node {claimed.node_id} in epoch {claimed.epoch} is not a member of this service")
+        if self._accepts_spill:
+            return found
         if self._peers is None or not (await self._peers.room(found, FIND_SECONDS)).draining:
             self._counters["takeover_forged"] += 1
             raise Forbidden(f"node {claimed.node_id} says that it does not leave, so it has offered nothing")

@@ -94,6 +94,7 @@ class PoolRuntime(PoolAnswers):
             tenants=config.tenants,
             policy=config.eviction(),
             tiers=[rules_of(spec) for spec in config.tiers],
+            spills=config.spill and not config.accept_spill,  # one that takes what others evict passes nothing on
         )
         self.timings = Timings()
         pool_tiers = PoolTiers(tiers or {}, segment, clock, self.timings, self._from_thread)
@@ -101,7 +102,16 @@ class PoolRuntime(PoolAnswers):
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         self._no_request = contextvars.copy_context()  # for what is done for nobody in particular: it is in no trace
-        self._remote = RemoteShards(config.node_id, directory, peers, clock, state.counters, self.timings)
+        self.accepts_spill = config.accept_spill
+        self._remote = RemoteShards(
+            config.node_id,
+            directory,
+            peers,
+            clock,
+            state.counters,
+            self.timings,
+            accepts_spill=config.accept_spill,
+        )
         self._digests = Digests(segment, self.timings, state.counters)
         self._peer_reads = PeerReads(puller, self._remote, clock, self.timings, self._from_thread)
         self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
@@ -275,8 +285,8 @@ class PoolRuntime(PoolAnswers):
     async def take_over(
         self, epoch: BootEpoch, leaver: Holder, payload_bytes: int, items: tuple[TakeOverItem, ...], wait_seconds: float
     ) -> TakeOverResult:
-        """Read blocks of a leaving node, as many as there is room for. Raises Refused for a node that is not a
-        member, Forbidden for a node that does not leave."""
+        """Read blocks that another node offers, as many as there is room for. Raises Refused for a node that is not
+        a member, Forbidden for one that does not leave, unless this shard accepts what others evict."""
         member = await self._remote.leaver(leaver)
         result: TakeOverResult = await self._call(
             lambda op: ev.PeerTakeOver(op, epoch, member, payload_bytes, items, wait_seconds), None

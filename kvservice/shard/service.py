@@ -271,6 +271,7 @@ class AdminServicer:
             refused=[encode_refused(one, now) for one in refused],
             slowest=[encode_slow(record, now) for record in slowest],
             restricted=restricted,
+            accepts_spill=self._pool.accepts_spill,
         )
 
     async def list_blocks(self, request: shard_pb2.ListBlocksRequest, context: Context) -> shard_pb2.ListBlocksReply:

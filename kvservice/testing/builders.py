@@ -113,12 +113,14 @@ class CoreHarness:
         has_directory: bool = True,
         tenants: Mapping[str, TenantLimits] | None = None,
         tiers: Sequence[TierRules] = (),
+        spills: bool = False,
     ) -> None:
         self.geometry = Geometry(slab_bytes=slab_bytes, slab_count=slab_count)
         self.lease_seconds = lease_seconds
         self.has_directory = has_directory
         self.tenants = dict(tenants or {})
         self.tiers = tuple(tiers)
+        self.spills = spills
         self.now = 100.0
         self.headers: dict[SlotIndex, SlotHeader] = {}
         self.contents: dict[SlotIndex, bytes] = {}
@@ -139,6 +141,7 @@ class CoreHarness:
             has_directory=self.has_directory,
             tenants=self.tenants,
             tiers=self.tiers,
+            spills=self.spills,
         )
         self.answers: dict[int, act.Reply | act.Refuse] = {}
         self.announced: Counter[BlockKey] = Counter()

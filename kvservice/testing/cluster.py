@@ -65,7 +65,9 @@ class LocalCluster:
         keep_segment: bool = False,
         environment: Mapping[str, str] | None = None,
         tls_dir: str = "",
+        memory_nodes: int = 0,
     ) -> None:
+        """The last `memory_nodes` of the nodes accept what others evict, and have four times the memory."""
         self.service = f"t{uuid.uuid4().hex[:8]}"
         self.nodes = [f"n{i}" for i in range(nodes)]
         self.root = Path(tempfile.mkdtemp(prefix="kvs-"))
@@ -83,6 +85,7 @@ class LocalCluster:
         own = {"KVSERVICE_TLS_DIR": tls_dir, "KVSERVICE_SERVICE": self.service, "KVSERVICE_RUNTIME_DIR": str(self.root)}
         self._environment = {**os.environ, **own, **(environment or {})}
         self._tls = open_tls(tls_dir)
+        self._memory_nodes = self.nodes[nodes - memory_nodes :]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> LocalCluster:
@@ -130,7 +133,7 @@ class LocalCluster:
 
     def start_shard(self, node: str, *, wait: bool = True) -> None:
         settings = {
-            "pool_bytes": self._pool_bytes,
+            "pool_bytes": self._pool_bytes * (4 if node in self._memory_nodes else 1),
             "transport": self._transport,
             "lease_seconds": self._lease_seconds,
             "slab_bytes": self._slab_bytes,
@@ -139,6 +142,8 @@ class LocalCluster:
         arguments = ["shard", "--node", node, "--grace", str(self._drain_seconds)]
         arguments += [word for address in self.lookup_addresses for word in ("--lookup", address)]
         arguments += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not None]
+        if node in self._memory_nodes:
+            arguments += ["--accept-spill"]
         if self._keep_segment:
             arguments += ["--keep-blocks"]
         self._start(node, ["kvservice", *arguments])

@@ -25,6 +25,7 @@ from kvservice.core.store.blocks import Block
 from kvservice.core.store.eviction import LeafFirstReuse
 from kvservice.core.tier.books import TierBooks
 from kvservice.core.tier.rules import TierRules, TierUsage, WriteMoment, tier_holder
+from kvservice.core.tier.spill import Spill
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.core.tier.write_queue import READING_SHARE, Item, WriteQueue
 from kvservice.units import BlockKey, NodeId, SlotIndex
@@ -69,8 +70,10 @@ class _Tier:
 class Tiers:
     """`emit` of the context goes to the performer; the actions of the memory's store pass through `pass_on`."""
 
-    def __init__(self, rules: Sequence[TierRules], shard: ShardContext) -> None:
+    def __init__(self, rules: Sequence[TierRules], shard: ShardContext, *, spills: bool = False) -> None:
+        """`spills`: offer cold blocks to nodes that accept them."""
         self._shard = shard
+        self.spill = Spill(shard, is_on=spills)
         self._store = shard.store
         self._counters = shard.counters
         memory_bytes = shard.geometry.slab_count * shard.geometry.slab_bytes
@@ -155,8 +158,9 @@ class Tiers:
     def work(self, now: float) -> None:
         """Clean, and begin what may begin. Called after every event; cheap when there is nothing to do."""
         self._now = now
-        if WriteMoment.EVICTED in self._moments:
+        if WriteMoment.EVICTED in self._moments or self.spill.is_on:
             self._clean(now)
+        self.spill.work(now)
         for tier in self._tiers.values():
             while tier.queue and (items := tier.queue.next_items(partial(self._prepare, tier))):
                 number = self._next_job
@@ -179,6 +183,8 @@ class Tiers:
             block = self._store.get(key)
             if block is not None and not block.is_secondary:
                 self._offer(block, WriteMoment.EVICTED, now)
+                if self.spill.is_on and self._shard.admission.admits(self._store.account_of(block)):
+                    self.spill.put(block, now)
 
     def _prepare(self, tier: _Tier, key: BlockKey) -> Item | None:
         """Make room in the tier and pin the block in memory. None: it is not written."""
@@ -368,6 +374,7 @@ class Tiers:
         self._counters[f"tier_{tier.rules.name}_{name}"] += by
 
     def check_invariants(self) -> None:
+        self.spill.check_invariants()
         for tier in self._tiers.values():
             tier.queue.check_invariants()
             assert tier.reading_bytes == sum(read.byte_count for read in tier.reads.values()), "bytes read are off"

@@ -1,0 +1,168 @@
+"""Memory nodes: cold blocks are offered to shards that accept what others evict, before they are evicted here. Pure.
+
+One more destination of what the cleaner writes down. An offer is that of a leaving node (core.drain): the receiver
+reads the blocks if it has room, or holds blocks that were used longer ago. Nothing here waits for a receiver. A block
+that waits is not pinned, and one that is offered is pinned only while the receiver reads it. A receiver that is full or
+fails gets no offers for a while, and blocks that nobody takes are lost, as without memory nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvservice.core.actions import FindTakers, Offer
+from kvservice.core.block.tenants import tag_of
+from kvservice.core.bounded_table import BoundedTable
+from kvservice.core.context import ShardContext
+from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
+from kvservice.core.store.blocks import Block
+from kvservice.units import BlockKey, MiB, NodeId
+
+QUEUE_MAX = 4096  # blocks that wait; further ones are dropped
+KNOWN_MAX = 65_536  # blocks that a receiver took, about 10 MB; a forgotten one is offered again, and held there
+OFFER_BLOCKS_MAX = 64  # of one offer: as of a leaving node
+OFFER_BYTES_MAX = 64 * MiB  # the same in bytes
+OFFERED_SHARE = 1 / 16  # of the memory, in one offer: a receiver pins it while it reads
+OFFERS_MAX = 2  # under way: one is being read while the next is on its way
+OFFER_SECONDS = 10.0  # for a receiver to read one offer
+ANSWER_SECONDS = 20.0  # then an offer counts as failed, and a question for receivers as not answered
+RECEIVERS_SECONDS = 10.0  # between two questions who accepts blocks, and how much room there is
+NONE_SECONDS = 60.0  # the same after nobody did; it doubles, because most services have no memory nodes
+NONE_SECONDS_MAX = 600.0  # so that a new memory node is found within minutes
+OFFER_NUMBERS_FROM = 1 << 40  # those of a leaving node are below
+
+
+def is_spill_offer(number: int) -> bool:
+    """Whether an offer is of this module, or of a node that leaves."""
+    return number >= OFFER_NUMBERS_FROM
+
+
+@dataclass(slots=True)
+class _Receiver:
+    peer: Peer
+    free_bytes: int
+
+
+@dataclass(slots=True)
+class _SpillOffer:
+    node: NodeId
+    keys: tuple[BlockKey, ...]
+    until: float
+
+
+class Spill:
+    def __init__(self, shard: ShardContext, *, is_on: bool) -> None:
+        self.is_on = is_on and shard.has_directory
+        self._shard = shard
+        self._counters = shard.counters
+        memory_bytes = shard.geometry.slab_count * shard.geometry.slab_bytes
+        self._offer_bytes_max = min(OFFER_BYTES_MAX, int(memory_bytes * OFFERED_SHARE))
+        self._waiting: dict[BlockKey, None] = {}  # in their order
+        self._taken: BoundedTable[BlockKey, bool] = BoundedTable(KNOWN_MAX)
+        self._receivers: dict[NodeId, _Receiver] = {}  # those that get offers
+        self._offers: dict[int, _SpillOffer] = {}
+        self._next_offer = OFFER_NUMBERS_FROM
+        self._ask_at = 0.0  # when to ask again who accepts blocks; while a question is out, when it counts as lost
+        self._none_seconds = NONE_SECONDS
+
+    def is_offered(self, key: BlockKey) -> bool:
+        """Whether a receiver may read it now: that is no use of the block."""
+        return any(key in offer.keys for offer in self._offers.values())
+
+    def put(self, block: Block, now: float) -> None:
+        """Queue a cold block, unless somebody took it already, or nobody accepts blocks."""
+        known = block.key in self._waiting or self.is_offered(block.key) or self._taken.get(block.key)
+        if known or (not self._receivers and now < self._ask_at):
+            return
+        if len(self._waiting) >= QUEUE_MAX:
+            self._counters["spill_blocks_dropped"] += 1
+            return
+        self._waiting[block.key] = None
+
+    def work(self, now: float) -> None:
+        """Ask who accepts blocks, and offer some. Called after every event; cheap when nothing waits."""
+        if not self._waiting or self._shard.is_draining():
+            return
+        for number in [number for number, offer in self._offers.items() if offer.until <= now]:
+            self.offered(number, None, now)
+        if now >= self._ask_at:
+            self._ask_at = now + ANSWER_SECONDS
+            self._shard.emit(FindTakers((), is_spill=True))
+        while self._receivers and len(self._offers) < OFFERS_MAX and self._waiting:
+            self._offer(now)
+
+    def takers_found(self, peers: Sequence[Peer], holders: Mapping[BlockKey, tuple[Holder, ...]], now: float) -> None:
+        """The other nodes of the service, as far as they answered. Nothing was asked about holders."""
+        accepting = [peer for peer in peers if peer.accepts_spill and not peer.draining]
+        self._receivers = {peer.holder.node_id: _Receiver(peer, peer.free_bytes) for peer in accepting}
+        if accepting:
+            self._ask_at, self._none_seconds = now + RECEIVERS_SECONDS, NONE_SECONDS
+        else:
+            self._ask_at = now + self._none_seconds
+            self._none_seconds = min(2 * self._none_seconds, NONE_SECONDS_MAX)
+            self._waiting.clear()
+
+    def _offer(self, now: float) -> None:
+        """Offer the next blocks of one size to the receiver with the most room."""
+        receiver = max(self._receivers.values(), key=lambda each: each.free_bytes)
+        blocks = self._next_blocks()
+        if not blocks:
+            return
+        store, size = self._shard.store, blocks[0].payload_bytes
+        items = tuple(
+            TakeOverItem(
+                block.key,
+                store.parent_of(block),
+                block.position,
+                block.route,
+                max(store.idle_seconds(block, now), 0.0),
+                tag_of(store.account_of(block)),
+            )
+            for block in blocks
+        )
+        receiver.free_bytes -= size * len(items)
+        number, self._next_offer = self._next_offer, self._next_offer + 1
+        keys = tuple(block.key for block in blocks)
+        self._offers[number] = _SpillOffer(receiver.peer.holder.node_id, keys, now + ANSWER_SECONDS)
+        self._counters["spill_blocks_offered"] += len(items)
+        self._shard.emit(Offer(number, receiver.peer.holder, size, items, OFFER_SECONDS))
+
+    def _next_blocks(self) -> list[Block]:
+        found: list[Block] = []
+        while self._waiting and len(found) < OFFER_BLOCKS_MAX:
+            key = next(iter(self._waiting))
+            block = self._shard.store.get(key)
+            if block is None:
+                del self._waiting[key]
+                self._counters["spill_blocks_evicted"] += 1  # too late: it has left the memory
+                continue
+            size = block.payload_bytes
+            if found and (size != found[0].payload_bytes or size * (len(found) + 1) > self._offer_bytes_max):
+                break
+            del self._waiting[key]
+            found.append(block)
+        return found
+
+    def offered(self, number: int, result: TakeOverResult | None, now: float) -> None:
+        """The answer to an offer; None when the receiver failed or refused. Numbers of others' offers are ignored."""
+        offer = self._offers.pop(number, None)
+        if offer is None:
+            return
+        kept = () if result is None else result.kept
+        for key, is_kept in zip(offer.keys, kept, strict=False):
+            if is_kept:
+                self._taken.put(key, True)
+        self._counters["spill_blocks_taken"] += sum(kept)
+        if result is None or result.full:
+            self._counters["spill_refused"] += 1
+            self._receivers.pop(offer.node, None)  # until the next question
+            if not self._receivers:
+                self._ask_at = now + RECEIVERS_SECONDS
+                self._waiting.clear()
+
+    def check_invariants(self) -> None:
+        assert len(self._waiting) <= QUEUE_MAX and len(self._offers) <= OFFERS_MAX
+        keys = [key for offer in self._offers.values() for key in offer.keys]
+        assert len(keys) == len(set(keys)), "a block is offered twice at once"
+        assert not self._waiting.keys() & set(keys), "a block that is offered waits to be offered"
