@@ -30,6 +30,8 @@ LOOKS_AT_ONCE_MAX = 64  # of all probes
 PROOF_SECONDS = 30.0  # for the requests of a proof
 KNOWN_MAX = 131_072  # keys, about 20 MB
 THERE_SECONDS = 600.0  # an object that was seen is believed to be there so long, though life-cycle rules may remove it
+PREFIXES_MAX = 16_384  # about 2 MB
+PREFIX_SECONDS = 60.0  # what a probe found is believed so long; a read that finds a hole ends it sooner
 ABSENT_SECONDS = 5.0  # an object that was not there is not asked for again so long, though another node may write it
 
 
@@ -45,6 +47,7 @@ class BlockObjects:
         self._failures: tuple[type[Exception], ...] = ()
         self._breaker = Breaker()
         self._looking = asyncio.Semaphore(LOOKS_AT_ONCE_MAX)
+        self._prefixes: BoundedTable[BlockKey, float] = BoundedTable(PREFIXES_MAX)  # last block of one, until when
         self._believed: BoundedTable[BlockKey, tuple[bool, float]] = BoundedTable(KNOWN_MAX)  # is it there, until when
 
     def open(self) -> None:
@@ -144,6 +147,19 @@ class BlockObjects:
         """Whether the object is there, by what was seen not long ago; None when it is not known."""
         is_there, until = self._believed.get(key) or (False, 0.0)
         return is_there if now < until else None
+
+    def believed_of(self, chain: Sequence[BlockKey], now: float) -> tuple[int, int]:
+        """(so many leading blocks are there, from this index on nothing is), by what was seen not long ago."""
+        seen = [self.believed(key, now) for key in chain]
+        low = next((index for index, is_there in enumerate(seen) if not is_there), len(chain))
+        high = seen.index(False) if False in seen else len(chain)
+        ends = [index + 1 for index, key in enumerate(chain[:high]) if (self._prefixes.get(key) or 0.0) > now]
+        return max([low, *ends]), high
+
+    def believe_prefix(self, last: BlockKey) -> None:
+        """A probe found that the chain is there up to this block. It did not look at all of them, so this says nothing
+        about single objects."""
+        self._prefixes.put(last, time.monotonic() + PREFIX_SECONDS)
 
     def believe_absent(self, key: BlockKey) -> None:
         """What is there is not the block: the next write replaces it."""

@@ -402,8 +402,7 @@ class ObjectTier:
             now = time.monotonic()
             if self._objects.is_left_alone(now):
                 return
-            seen = {index: self._objects.believed(key, now) for index, key in enumerate(probing.keys)}
-            probing.low, probing.high = narrowed(probing.low, probing.high, seen)
+            probing.low, probing.high = self._objects.believed_of(probing.keys, now)
             looks = first_looks(probing.low, probing.high)
             while looks and now < probing.deadline and self._objects.may_ask(now):
                 tasks = {index: self._spawn(self._objects.look(probing.keys[index])) for index in looks}
@@ -413,6 +412,8 @@ class ObjectTier:
                 if len(seen) < len(tasks) or None in seen.values():
                     break  # no time left, or a store that does not say
                 looks, now = next_looks(probing.low, probing.high), time.monotonic()
+            if probing.low:
+                self._objects.believe_prefix(probing.keys[probing.low - 1])
         finally:
             probing.on_done(probing.low)
 

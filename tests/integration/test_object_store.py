@@ -15,7 +15,9 @@ from kvservice.testing.s3_server import S3Server
 from kvservice.testing.tier_calls import BlocksOfTier
 from kvservice.tier import block_objects
 from kvservice.tier.base import WriteResult
+from kvservice.tier.object_store import open_store
 from kvservice.tier.objects import READS_MAX, ObjectTier
+from tests.contract.test_tiers import ObjectPlace, ObjectsContract
 
 pytestmark = pytest.mark.processes
 
@@ -150,3 +152,12 @@ def test_a_tier_ends_while_its_store_hangs(front: FaultyStore, tier: ObjectTier,
     began = time.monotonic()
     tier.close()
     assert answers == [(PullResult.FAILED,)] and time.monotonic() - began < 5.0
+
+
+class TestObjectsOverS3(ObjectsContract):
+    @pytest.fixture
+    def place(self, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> ObjectPlace:
+        s3.empty()
+        for name, value in s3.environment().items():
+            monkeypatch.setenv(name, value)
+        return ObjectPlace(s3.url, open_store(s3.url))
