@@ -43,6 +43,11 @@ def wanted(model: Any) -> list[list[int]]:
     return [generated(model, tokens, COUNT)[0] for tokens in PROMPTS]
 
 
+@pytest.fixture(scope="module")
+def copy_worker(cluster: LocalCluster) -> None:
+    cluster.start_copy_worker("n0")
+
+
 @pytest.fixture
 def start(cluster: LocalCluster, model: Any) -> Iterator[Start]:
     """Engines of one test share no block with those of another. None leaves anything behind."""
@@ -76,7 +81,11 @@ def one(engine: ReferenceEngine, tokens: list[int], **given: Any) -> RequestOutp
     return output
 
 
-@pytest.mark.parametrize("options", [{}, {"layerwise": "both"}], ids=["whole", "layerwise"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layerwise": "both"}, {"slot_tokens": 2 * BLOCK, "offload": "eager"}],
+    ids=["whole", "layerwise", "slots"],
+)
 def test_an_engine_hits_what_another_stored(
     cluster: LocalCluster, start: Start, wanted: list[list[int]], options: dict[str, Any]
 ) -> None:
@@ -91,16 +100,18 @@ def test_an_engine_hits_what_another_stored(
         for tokens, answer in zip(PROMPTS, wanted, strict=True):
             output = one(second, tokens)
             assert output.token_ids == [answer]
-            assert output.loaded_tokens == (len(tokens) - 1) // BLOCK * BLOCK
+            slot = options.get("slot_tokens", BLOCK)
+            assert output.loaded_tokens == (len(tokens) - 1) // slot * slot
         counters = second.all_counters()
         assert bool(counters["load_blocks_remote"]) == (node == "n1")
-        assert bool(counters["loaded_blocks_layerwise"]) == bool(options)
+        assert bool(counters["loaded_blocks_layerwise"]) == ("layerwise" in options)
 
 
-def test_a_prompt_is_handed_over_between_two_engines(start: Start, wanted: list[list[int]]) -> None:
+@pytest.mark.parametrize("slot", [BLOCK, 2 * BLOCK])
+def test_a_prompt_is_handed_over_between_two_engines(start: Start, wanted: list[list[int]], slot: int) -> None:
     """One computes the prompt and its first token, the other on another node goes on, before any directory is asked."""
-    prefill = start("n0", "handed", role="both")
-    decode = start("n1", "handed", role="consumer")
+    prefill = start("n0", f"handed{slot}", role="both", slot_tokens=slot)
+    decode = start("n1", f"handed{slot}", role="consumer", slot_tokens=slot)
     for tokens, answer in zip(PROMPTS, wanted, strict=True):
         request = prefill.add(tokens, Sampling(max_tokens=1), transfer_params={"do_remote_decode": True})
         params: dict[str, object] | None = None
@@ -111,7 +122,7 @@ def test_a_prompt_is_handed_over_between_two_engines(start: Start, wanted: list[
         assert params is not None
         output = one(decode, tokens, transfer_params=params)
         assert output.token_ids == [answer]
-        assert output.loaded_tokens == (len(tokens) - 1) // BLOCK * BLOCK
+        assert output.loaded_tokens == (len(tokens) - 1) // slot * slot
     assert decode.all_counters()["handoffs_read"] == len(PROMPTS)
     assert not decode.all_counters()["store_blocks_planned"], "a consumer stores nothing"
 
@@ -122,10 +133,12 @@ def test_swaps_go_to_the_shard_and_come_back(start: Start, wanted: list[list[int
     assert engine.counters["swapped_out"] > 0 and engine.counters["swapped_in"] > 0
 
 
-def test_a_copy_worker_copies_for_it(cluster: LocalCluster, start: Start, wanted: list[list[int]]) -> None:
-    cluster.start_copy_worker("n0")
-    options = {"copier": "worker", "device_blocks": 20, "host_blocks": 64, "preempt_by": "swap"}
-    engine = start("n0", "worker", **options)
+@pytest.mark.parametrize("slot", [BLOCK, 2 * BLOCK])
+def test_a_copy_worker_copies_for_it(
+    cluster: LocalCluster, start: Start, wanted: list[list[int]], copy_worker: None, slot: int
+) -> None:
+    options = {"copier": "worker", "device_blocks": 20, "host_blocks": 64, "preempt_by": "swap", "slot_tokens": slot}
+    engine = start("n0", f"worker{slot}", **options)
     for turn in range(20):  # the engine copies itself until it has found the worker
         assert [output.token_ids[0] for output in engine.generate(PROMPTS, ANSWERS)] == wanted, turn
         engine.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from kvservice.connector.vllm.block_hashes import block_namer
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import block_keys
+from kvservice.errors import UnsupportedLayout
 from kvservice.serve.prompt import PromptTokenizer, question_of
 
 pytestmark = pytest.mark.vllm
@@ -141,9 +143,14 @@ def test_block_keys_are_the_connectors(algorithm: str, salt: str, monkeypatch: p
         block_hasher=get_request_block_hasher(BLOCK, function),
     )
     connector_keys = functools.partial(block_keys, fingerprint.digest)(request.block_hashes)
-    mine = block_keys(fingerprint.digest, block_namer(dict(fingerprint.fields), salt)(tokens))
+    name = partial(block_namer, cache_salt=salt)
+    mine = block_keys(fingerprint.digest, name(dict(fingerprint.fields))(tokens))
     assert len(mine) == 5
     assert mine == connector_keys
+    slots = {**dict(fingerprint.fields), "slot_tokens": str(2 * BLOCK)}
+    assert block_keys(fingerprint.digest, name(slots)(tokens)) == [mine[1], mine[3]], "the last block names a slot"
+    with pytest.raises(UnsupportedLayout):
+        name({**slots, "slot_tokens": str(BLOCK + 1)})
 
 
 def test_whatever_makes_a_prompt_another_one_is_in_its_keys() -> None:

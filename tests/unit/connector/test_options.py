@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.connector.options import ConnectorOptions, Offload, Verify
+from kvservice.connector.options import ConnectorOptions, Offload, Verify, slot_parts
 from kvservice.errors import ConfigError
 from kvservice.session.options import Mode
 from kvservice.units import GiB, MiB
@@ -46,6 +46,9 @@ def test_every_option_is_converted_to_its_type() -> None:
         ({"handoff_loans": True}, "auto, on or off"),
         ({"eviction": "No!"}, "default, lru, or the name of a policy"),
         ({"loan_seconds": -1}, "0 to 600"),
+        ({"slot_tokens": 0}, "a multiple of the engine's block size"),
+        ({"slot_tokens": 256, "offload": "evicting"}, "a slot is stored whole"),
+        ({"slot_tokens": 256, "handoff_loans": "on", "copier": "worker"}, "lent one by one"),
     ],
 )
 def test_wrong_option_is_refused_and_says_what_to_do(given: dict[str, object], says: str) -> None:
@@ -61,5 +64,17 @@ def test_blocks_are_lent_on_a_gpu_and_elsewhere_if_it_is_said(loans: str | None,
     assert ConnectorOptions.parse({"copier": "worker", **given}).loans_on(device) is on
 
 
-def test_nothing_is_lent_without_a_copy_worker() -> None:
+def test_nothing_is_lent_without_a_worker_or_from_large_slots() -> None:
     assert not ConnectorOptions.parse({"copier": "in_process"}).loans_on("cuda")
+    assert not ConnectorOptions.parse({"copier": "worker", "slot_tokens": 256}).loans_on("cuda")
+
+
+@pytest.mark.parametrize(("tokens", "block", "parts"), [(None, 16, 1), (16, 16, 1), (256, 16, 16), (256, 32, 8)])
+def test_blocks_of_a_slot(tokens: int | None, block: int, parts: int) -> None:
+    assert slot_parts(tokens, block) == parts
+
+
+@pytest.mark.parametrize(("tokens", "says"), [(8, "choose 16 or 32"), (40, "choose 32 or 48")])
+def test_slot_that_blocks_do_not_fill_is_refused(tokens: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        slot_parts(tokens, 16)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -561,6 +561,20 @@ def test_what_changes_the_bytes_changes_the_fingerprint(model: Path, change: Any
     base = compat.engine_spec(vllm_config(model, {}), cache_config(), bytes(16), "").fingerprint
     other = compat.engine_spec(vllm_config(model, {}, **change), cache_config(), bytes(16), "").fingerprint
     assert f"{field}:" in base.difference(other)
+
+
+def test_engines_with_other_slots_share_no_name(model: Path) -> None:
+    """A slot of one block is a slot as it is without the option."""
+    one, same, several = (
+        compat.engine_spec(vllm_config(model, {}), cache_config(), bytes(16), "", slot_tokens=tokens)
+        for tokens in (None, BLOCK, 4 * BLOCK)
+    )
+    assert one.fingerprint == same.fingerprint and one.layout == same.layout
+    assert "slot_tokens:" in one.fingerprint.difference(several.fingerprint)
+    assert several.layout == replace(one.layout, block_tokens=4 * BLOCK, parts=4)
+    assert dict(several.fingerprint.fields)["block_tokens"] == str(BLOCK)
+    with pytest.raises(ConfigError, match="no multiple of the engine's block size"):
+        compat.engine_spec(vllm_config(model, {}), cache_config(), bytes(16), "", slot_tokens=BLOCK + 1)
 
 
 def test_same_model_in_another_folder_has_the_same_fingerprint(model: Path, tmp_path_factory: Any) -> None:

@@ -29,7 +29,7 @@ from kvservice.connector.vllm.group_rules import stored_groups
 from kvservice.core.block import window_groups
 from kvservice.core.block.window_groups import Window
 from kvservice.core.segment import layout
-from kvservice.errors import UnsupportedLayout
+from kvservice.errors import ConfigError, UnsupportedLayout
 from tests.unit.connector.vllm.test_connector import model, vllm_config
 
 __all__ = ["model"]  # a fixture
@@ -152,6 +152,11 @@ def test_flag_is_advised_only_where_it_helps() -> None:
     with pytest.raises(UnsupportedLayout) as refused:
         stored_groups(cache(FULL, MAMBA))
     assert FLAG not in str(refused.value)
+
+
+def test_slots_of_several_blocks_need_one_group(model: Path) -> None:
+    with pytest.raises(ConfigError, match="one KV cache group, and this one has 2"):
+        compat.engine_spec(vllm_config(model, {}), cache(FULL, WINDOW), bytes(16), "", slot_tokens=256)
 
 
 def test_windows_are_named_by_their_numbers(model: Path) -> None:
