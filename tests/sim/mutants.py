@@ -28,6 +28,9 @@ VANISHED = "kvservice.pool.vanished"
 STORE_PLAN = "kvservice.connector.scheduler.store_plan"
 STORES = "kvservice.connector.scheduler.stores"
 LOADS = "kvservice.connector.scheduler.loads"
+TIERS = "kvservice.core.tier.tiers"
+BOOKS = "kvservice.core.tier.books"
+POOL_TIERS = "kvservice.pool.tiers"
 
 AIO = "kvservice.aio"
 ANNOUNCER = "kvservice.lookup.announce_pump"
@@ -341,5 +344,68 @@ MUTANTS = (
         "                loop = asyncio.get_running_loop()\n"
         "                loop.call_later(0.5, self._dispatch, ev.EngineGone(engine_id))\n",
         seed=354,
+    ),
+    Mutant(
+        "tier: a block is pinned while it is written down",
+        TIERS,
+        "        self._store.pin(block)\n        return written, block.slot",
+        "        return written, block.slot",
+        seed=2,
+    ),
+    Mutant(
+        "tier: the pins of a write end with its answer",
+        TIERS,
+        "                self._store.unpin(slot)\n",
+        "",
+        seed=2,
+    ),
+    Mutant(
+        "tier: what the disk has stays announced",
+        TIERS,
+        "        return not (isinstance(action, Announce | Retract) and self._own and self.holds(action.key))",
+        "        return True",
+        seed=5,
+    ),
+    Mutant(
+        "tier: what left memory and disk is retracted",
+        TIERS,
+        "            if block.key not in self._store and not self.holds(block.key):\n",
+        "            if False:\n",
+        seed=5,
+    ),
+    Mutant(
+        "tier: found blocks are announced",
+        TIERS,
+        "                if is_new:\n",
+        "                if False:\n",
+        seed=89,
+    ),
+    Mutant(
+        "tier: what is evicted from the disk is erased",
+        TIERS,
+        "            self._shard.emit(Erase(rules.name, (block.key,)))\n            self._counters",
+        "            self._counters",
+        seed=5,
+    ),
+    Mutant(
+        "tier: nothing is erased that the books name",
+        TIERS,
+        "                books.touch((key,), self._now)\n",
+        "                self._shard.emit(Erase('disk', (key,)))\n",
+        seed=8,
+    ),
+    Mutant(
+        "tier: the books are told what was not written",
+        POOL_TIERS,
+        "tuple(result is WriteResult.OK for result in results)",
+        "tuple(True for result in results)",
+        seed=107,
+    ),
+    Mutant(
+        "tier: the disk keeps its budget",
+        BOOKS,
+        "        while self.used_bytes + entry.file_bytes > self.budget_bytes:\n",
+        "        while False:\n",
+        seed=5,
     ),
 )

@@ -13,6 +13,7 @@ from kvservice.core.shard import ShardState
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_specs import TierSpec
+from kvservice.pool.tiers import TierPhase
 from kvservice.testing.sim.lookup import Herald, LookupPartition
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
@@ -151,6 +152,11 @@ class Node(NodeParts):
     def disks(self) -> list[TierStore]:
         """Stores of this node alone."""
         return [store for store in self._tiers.values() if not store.is_shared]
+
+    @property
+    def has_open_tiers(self) -> bool:
+        """Whether every tier of this boot could start."""
+        return self.runtime is not None and all(tier.phase is TierPhase.OPEN for tier in self.runtime.tier_states())
 
     @property
     def state(self) -> ShardState | None:

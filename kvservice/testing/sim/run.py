@@ -39,7 +39,7 @@ from kvservice.testing.sim.schedule import (
 from kvservice.testing.sim.tier import FAULTS as LASTING
 from kvservice.testing.sim.tier import TierStore
 from kvservice.testing.sim.world import Process, Violation, World
-from kvservice.units import HandoffId, MiB, NodeId
+from kvservice.units import BlockKey, HandoffId, MiB, NodeId
 
 # Virtual seconds after healing and the last pause. What has not converged by then is a violation.
 CONVERGE_SECONDS = 40.0
@@ -205,12 +205,24 @@ class SimulatedRun:
                 if counts.get(state):
                     raise Violation(f"{node.name} has {counts[state]} slots {state} after everything ended")
             held = {key for key, _ in node.runtime.inventory()} if node.runtime is not None else set()
+            self._check_disks(node, held)
             said = {key for lookup in self.lookups for key in lookup.keys_of(node.node_id)}
             if held != said:
                 raise Violation(
                     f"the directory says {node.name} holds {len(said)} blocks, it holds {len(held)}: "
                     f"{len(said - held)} too many, {len(held - said)} missing"
                 )
+
+    def _check_disks(self, node: Node, held: set[BlockKey]) -> None:
+        """Check that a disk has what the books of its node say, and no more, but for what its faults did."""
+        in_memory = set() if node.state is None else {block.key for block in node.state.blocks()}
+        for store in node.disks if node.has_open_tiers else ():
+            left = store.files.keys() - held - store.orphans
+            if left:
+                raise Violation(f"{len(left)} files of the disk of {node.name} are in no books: they are never erased")
+            missing = held - in_memory - store.files.keys() - store.lost
+            if missing:
+                raise Violation(f"the disk of {node.name} has not {len(missing)} blocks that its books name")
 
     # -- events of the schedule ----
 
