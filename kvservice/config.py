@@ -147,6 +147,14 @@ DiskWrite = Annotated[
         "costs no write."
     ),
 ]
+DiskIOName = Annotated[
+    Literal["auto", "direct", "buffered", "nixl-posix", "gds"],
+    Field(
+        description="How files in disk_path are read and written. auto: directly (O_DIRECT), but through the page "
+        "cache on file systems in memory and overlays. direct and buffered force one of the two. nixl-posix and gds: "
+        "NIXL's plug-ins of these names. What does not work at the start is left for auto, and the log says so."
+    ),
+]
 ObjectsUrl = Annotated[
     str,
     AfterValidator(_without_password),
@@ -190,7 +198,7 @@ MaxAge = Annotated[
 
 # The setting that says where a tier is → the others about it, which mean nothing without it.
 TIERS: Mapping[str, tuple[str, ...]] = {
-    "disk_path": ("disk_bytes", "disk_write", "disk_codec"),
+    "disk_path": ("disk_bytes", "disk_write", "disk_codec", "disk_io"),
     "objects_url": ("objects_write", "objects_codec", "objects_namespace"),
 }
 
@@ -333,6 +341,7 @@ class ServiceConfig(Settings):
     disk_bytes: Annotated[DiskBytes, Shown(chart="tiers.disk.size")] = 0
     disk_write: Annotated[DiskWrite, Shown(chart="tiers.disk.write")] = "evicted"
     disk_codec: Annotated[CodecName, Shown(chart="tiers.disk.codec")] = "none"
+    disk_io: Annotated[DiskIOName, Shown(chart="tiers.disk.io")] = "auto"
     objects_url: Annotated[ObjectsUrl, Shown(chart="tiers.objects.url")] = ""
     objects_write: Annotated[ObjectsWrite, Shown(chart="tiers.objects.write")] = "evicted"
     objects_codec: Annotated[CodecName, Shown(chart="tiers.objects.codec")] = "none"

@@ -19,8 +19,9 @@ def make_tier(spec: TierSpec) -> Tier:
     """The tier, not started. Imports what it needs, which takes a while. Raises TierError."""
     if spec.name == DISK:
         from kvservice.tier.disk import DiskTier
+        from kvservice.tier.disk_io import DiskIO
 
-        return DiskTier(Path(spec.place))
+        return DiskTier(Path(spec.place), io=DiskIO(spec.io))
     assert spec.name == OBJECTS, spec.name
     from kvservice.tier.objects import ObjectTier
 

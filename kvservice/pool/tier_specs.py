@@ -35,6 +35,8 @@ class TierSettings(Protocol):
     @property
     def disk_codec(self) -> str: ...
     @property
+    def disk_io(self) -> Literal["auto", "direct", "buffered", "nixl-posix", "gds"]: ...
+    @property
     def objects_url(self) -> str: ...
     @property
     def objects_write(self) -> Literal["evicted", "stored", "reused"]: ...
@@ -54,6 +56,7 @@ class TierSpec:
     write: Literal["evicted", "stored", "reused"]  # when a block is written down
     codec: str  # "none", or a name
     namespace: str = ""  # of an object store
+    io: str = "auto"  # of a disk: tier.disk_io.DiskIO
 
 
 def rules_of(spec: TierSpec) -> TierRules:
@@ -79,7 +82,7 @@ def tier_specs(settings: TierSettings, owner: str, free: Callable[[Path], int] |
     if settings.disk_path:
         place = Path(settings.disk_path) / owner
         budget = settings.disk_bytes or (free or free_bytes)(place)
-        found.append(TierSpec(DISK, str(place), budget, settings.disk_write, settings.disk_codec))
+        found.append(TierSpec(DISK, str(place), budget, settings.disk_write, settings.disk_codec, io=settings.disk_io))
     if settings.objects_url:
         write, codec = settings.objects_write, settings.objects_codec
         found.append(TierSpec(OBJECTS, settings.objects_url, 0, write, codec, settings.objects_namespace))

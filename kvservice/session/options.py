@@ -14,6 +14,7 @@ from kvservice.config import (
     TIERS,
     CodecName,
     DiskBytes,
+    DiskIOName,
     DiskPath,
     DiskWrite,
     EvictionName,
@@ -77,6 +78,7 @@ class PoolOptions(Settings):
     disk_bytes: DiskBytes = 0
     disk_write: DiskWrite = "evicted"
     disk_codec: CodecName = "none"
+    disk_io: DiskIOName = "auto"
     objects_url: ObjectsUrl = ""
     objects_write: ObjectsWrite = "evicted"
     objects_codec: CodecName = "none"

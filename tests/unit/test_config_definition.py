@@ -108,6 +108,7 @@ TIERED = {
     "disk_bytes": "1TiB",
     "disk_write": "reused",
     "disk_codec": "planes+aesgcm",
+    "disk_io": "nixl-posix",
     "objects_url": "s3://bucket/prefix",
     "objects_write": "stored",
     "objects_namespace": "prod",
@@ -119,7 +120,7 @@ def test_tiers_are_settings_of_a_service_and_of_an_embedded_pool() -> None:
     variables = {f"KVSERVICE_{name.upper()}": text for name, text in TIERED.items()}
     assert load_config(None, variables) == service
     wanted = (
-        TierSpec("disk", "/mnt/blocks/prod/n0", 1 << 40, "reused", "planes+aesgcm"),
+        TierSpec("disk", "/mnt/blocks/prod/n0", 1 << 40, "reused", "planes+aesgcm", io="nixl-posix"),
         TierSpec("objects", "s3://bucket/prefix", 0, "stored", "none", "prod"),
     )
     assert tier_specs(service, "prod/n0") == wanted == tier_specs(engine, "prod/n0")

@@ -15,6 +15,7 @@ disk_bytes = {{ printf "%sB" . | quote }}
 {{- end }}
 disk_write = {{ .write | quote }}
 disk_codec = {{ .codec | quote }}
+disk_io = {{ .io | quote }}
 {{- end }}
 {{- end }}
 {{- with .Values.tiers.objects }}
