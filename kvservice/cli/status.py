@@ -69,6 +69,8 @@ def draw(seen: Overview, wide: bool) -> RenderableType:
     names = node_names(seen)
     parts: list[RenderableType] = [*_headline(seen), *_section("Nodes", _nodes(seen))]
     parts += _section("Memory by state", _memory(seen, names, wide))
+    if seen.tiers:
+        parts += _section("Tiers below the memory", draw_tiers(seen, names))
     parts += _section("Hits", draw_hits(seen))
     parts += _section("Models", _models(seen, names))
     if seen.refused:
@@ -212,6 +214,8 @@ def draw_hits(seen: Overview) -> RenderableType:
     made.add_row("hit rate", *(percent(window.hit_rate) for window in windows))
     made.add_row("  local", *(percent(window.local_hit_rate) for window in windows))
     made.add_row("  from other nodes", *(percent(window.remote_hit_rate) for window in windows))
+    if seen.tiers:
+        made.add_row("  from tiers", *(percent(window.tier_hit_rate) for window in windows))
     made.add_row("blocks asked", *(f"{window.asked_blocks:,}" for window in windows))
     made.add_row("loaded by engines", *(format_bytes(window.hit_bytes) for window in windows))
     made.add_row("stored by engines", *(format_bytes(window.stored_bytes) for window in windows))
@@ -219,6 +223,28 @@ def draw_hits(seen: Overview) -> RenderableType:
     made.add_row("blocks evicted", *(f"{window.evicted_blocks:,}" for window in windows))
     causes = [f"{count:,} {CAUSE_NAMES.get(cause, cause)}" for cause, count in seen.evictions.items() if count]
     return Group(made, Text(f"evicted since start: {', '.join(causes)}")) if causes else made
+
+
+def draw_tiers(seen: Overview, names: Mapping[str, str]) -> Table:
+    """A line for each tier of each node."""
+    numbers = ("blocks", "used", "of", "written", "read", "failed", "waiting")
+    made = table("node", "tier", "state", *numbers, right=numbers)
+    for node in seen.nodes:
+        for tier in node.tiers:
+            failed = sum(tier.counters.get(name, 0) for name in ("write_failed", "read_failed", "read_corrupt"))
+            made.add_row(
+                plain(names[node.node_id]),
+                plain(tier.name),
+                plain(tier.state),
+                f"{tier.blocks:,}",
+                format_bytes(tier.used_bytes),
+                format_bytes(tier.budget_bytes) if tier.budget_bytes else "-",
+                format_bytes(tier.counters.get("written_bytes", 0)),
+                format_bytes(tier.counters.get("read_bytes", 0)),
+                f"{failed:,}",
+                f"{tier.waiting_blocks:,}",
+            )
+    return made
 
 
 def _models(seen: Overview, names: Mapping[str, str]) -> RenderableType:

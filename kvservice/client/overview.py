@@ -19,6 +19,7 @@ import grpc
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
+from kvservice.client.tier_overview import UNUSABLE, TierOverview, sum_tiers, tiers_of
 from kvservice.core.explain.evictions import EvictionCause
 from kvservice.core.store.blocks import EVICTED
 from kvservice.core.store.slots import SHOWN_STATES
@@ -64,9 +65,11 @@ class HitWindow:
     asked_blocks: int
     hit_local_blocks: int
     hit_remote_blocks: int
+    hit_tier_blocks: int  # brought back from a tier below the memory
     hit_rate: float | None  # of the asked blocks, 0 to 1; None when none was asked
     local_hit_rate: float | None
     remote_hit_rate: float | None
+    tier_hit_rate: float | None
     stored_bytes: int  # by engines
     hit_bytes: int  # promised to engines
     pulled_bytes: int  # read from other nodes
@@ -113,6 +116,7 @@ class NodeOverview:
     counters: dict[str, int]
     lookup_keys: int  # blocks that the directory has of it
     mirror: MirrorOverview | None
+    tiers: tuple[TierOverview, ...] = ()  # below its memory
 
     @property
     def label(self) -> str:
@@ -228,6 +232,7 @@ class Overview:
     slowest: tuple[SlowestRequest, ...]
     lookups: tuple[LookupOverview, ...]
     problems: tuple[str, ...]
+    tiers: tuple[TierOverview, ...] = ()  # of all nodes, by name
 
 
 def as_json(overview: Overview) -> dict[str, Any]:
@@ -318,6 +323,12 @@ def _overview(
         evictions.update(node.evictions)
     problems = [f"lookup partition {lookup.address}: {lookup.error}" for lookup in lookups if lookup.error]
     problems += [f"node {node.label} at {node.address}: {node.error}" for node in nodes if node.error]
+    problems += [
+        f"tier {tier.name} of node {node.label} is not used: {tier.detail}"
+        for node in nodes
+        for tier in node.tiers
+        if tier.state == UNUSABLE
+    ]
     return Overview(
         service,
         time.time(),
@@ -340,6 +351,7 @@ def _overview(
         tuple(slowest[:SLOWEST_SHOWN]),
         tuple(lookups),
         tuple(problems),
+        sum_tiers(tier for node in nodes for tier in node.tiers),
     )
 
 
@@ -366,6 +378,7 @@ def _node(answer: _NodeAnswer, lookup_keys: int) -> NodeOverview:
         counters,
         lookup_keys,
         _mirror(counters),
+        tiers_of(reply, counters),
     )
 
 
@@ -405,7 +418,7 @@ def sum_pools(pools: Sequence[PoolUsage]) -> PoolUsage:
 def hit_window(name: str, seconds: float, counters: Mapping[str, int]) -> HitWindow:
     """A window from what a shard's counters grew by."""
     asked = counters.get("asked_blocks", 0)
-    local, remote = counters.get("hit_local_blocks", 0), counters.get("hit_remote_blocks", 0)
+    local, remote, tier = (counters.get(f"hit_{source}_blocks", 0) for source in ("local", "remote", "tier"))
     return HitWindow(
         name,
         seconds,
@@ -413,9 +426,11 @@ def hit_window(name: str, seconds: float, counters: Mapping[str, int]) -> HitWin
         asked,
         local,
         remote,
-        (local + remote) / asked if asked else None,
+        tier,
+        (local + remote + tier) / asked if asked else None,
         local / asked if asked else None,
         remote / asked if asked else None,
+        tier / asked if asked else None,
         counters.get("stored_bytes", 0),
         counters.get("hit_bytes", 0),
         counters.get("fetched_bytes", 0),
@@ -434,6 +449,7 @@ def sum_windows(windows: Iterable[HitWindow]) -> tuple[HitWindow, ...]:
             asked_blocks=window.asked_blocks,
             hit_local_blocks=window.hit_local_blocks,
             hit_remote_blocks=window.hit_remote_blocks,
+            hit_tier_blocks=window.hit_tier_blocks,
             stored_bytes=window.stored_bytes,
             hit_bytes=window.hit_bytes,
             fetched_bytes=window.pulled_bytes,

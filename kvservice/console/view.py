@@ -23,10 +23,12 @@ COUNTERS = {
     "asked": "asked_blocks",
     "local": "hit_local_blocks",
     "remote": "hit_remote_blocks",
+    "tier": "hit_tier_blocks",
     "pulled": "fetched_bytes",
     "stored": "stored_bytes",
     "served": "served_bytes",
 }
+HIT_SOURCES = ("local", "remote", "tier")
 
 
 class View:
@@ -115,7 +117,7 @@ class View:
 def _hit_rates(rates: Json) -> Json:
     """Shares of the blocks that were asked for in the last seconds; None if none were."""
     asked = rates["asked"]
-    return {f"{name}_hits": round(min(rates[name] / asked, 1.0), 4) if asked else None for name in ("local", "remote")}
+    return {f"{name}_hits": round(min(rates[name] / asked, 1.0), 4) if asked else None for name in HIT_SOURCES}
 
 
 def _hit_rate(hits: Iterable[Json], by: str, name: str) -> float | None:

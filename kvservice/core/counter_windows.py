@@ -19,6 +19,7 @@ WINDOW_COUNTERS = (
     "asked_blocks",
     "hit_local_blocks",
     "hit_remote_blocks",
+    "hit_tier_blocks",
     "hit_bytes",
     "stored_bytes",
     "fetched_bytes",

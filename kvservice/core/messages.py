@@ -367,6 +367,20 @@ class ListedSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class TierFigures:
+    """One tier of a node at one moment, for people."""
+
+    name: str
+    state: str  # opening, open, failed or closed
+    detail: str = ""  # why it failed
+    is_shared: bool = False
+    blocks: int = 0
+    used_bytes: int = 0
+    budget_bytes: int = 0  # 0 = no bound
+    waiting_blocks: int = 0  # to be written
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
     """One shard's figures at one moment."""
 
@@ -381,3 +395,4 @@ class PoolStats:
     tenants: tuple[TenantUsage, ...] = ()
     usage: tuple[UsageRow, ...] = ()
     slot_bytes: dict[str, int] = field(default_factory=dict)  # payload bytes of `slots`
+    tiers: tuple[TierFigures, ...] = ()

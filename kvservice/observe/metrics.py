@@ -113,6 +113,23 @@ CUTS: Mapping[str, str] = {
     "acquires_cut": "acquires that were promised less than they asked for, by the reason at the first missing block",
     "window_acquires_cut": "the same for the window groups of such an acquire, by the reason at the first one",
 }
+# Counters tier_<name>_<words> of a shard -> help text. Exported as kvservice_tier_<words>_total{tier}.
+TIER_COUNTERS: Mapping[str, str] = {
+    "written_blocks": "blocks written down into the tier",
+    "written_bytes": "their bytes, as engines read them: for the endurance of a disk",
+    "write_failed": "blocks that the tier could not write",
+    "dropped_full": "blocks not written because too many waited already",
+    "dropped_evicted": "blocks that left the memory before they were written",
+    "dropped_no_room": "blocks not written because the tier could make no room",
+    "read_blocks": "blocks brought back from the tier and verified",
+    "read_bytes": "their bytes",
+    "read_stale": "reads of blocks that the tier no longer had, or that were not those asked for",
+    "read_corrupt": "reads of blocks whose digest did not match; they are erased",
+    "read_failed": "reads that failed or came too late",
+    "evicted": "blocks erased from the tier to make room",
+    "refused": "reads and writes refused because the tier is not open",
+    "start_failed": "starts of the tier that failed",
+}
 TRANSPORTS = ("nixl", "shm")  # their byte counters are exported from the start, as 0
 _PREFIX = "kvservice"
 _TRANSPORT_BYTES = ("transfer_", "_bytes")  # transfer_<transport>_bytes
@@ -132,6 +149,23 @@ class TenantRow(Protocol):
     def in_flight(self) -> int: ...
     @property
     def counters(self) -> Mapping[str, int]: ...
+
+
+class TierRow(Protocol):
+    """One tier, as core.messages.TierFigures has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def waiting_blocks(self) -> int: ...
 
 
 class UsageNumbers(Protocol):
@@ -174,6 +208,8 @@ class ShardNumbers(Protocol):
     def usage(self) -> Sequence[UsageNumbers]: ...
     @property
     def slot_bytes(self) -> Mapping[str, int]: ...
+    @property
+    def tiers(self) -> Sequence[TierRow]: ...
 
 
 class ShardCollector(Collector):
@@ -223,6 +259,7 @@ class ShardCollector(Collector):
         yield self._events(numbers, labels)
         yield from self._usage(numbers, labels)
         yield from self._tenants(numbers, labels)
+        yield from self._tiers(numbers, labels)
         if (timings := self._timings()) is not None:
             yield from timings.collect(names, labels)
 
@@ -231,6 +268,7 @@ class ShardCollector(Collector):
         """Every counter without a metric of its own; those that are known by name also while they are 0."""
         own = (
             {f"{name}_{reason}" for name in CUTS for reason in REASONS}
+            | {f"tier_{row.name}_{name}" for name in TIER_COUNTERS for row in numbers.tiers}
             | COUNTERS.keys()
             | GAUGES.keys()
             | {MIRROR_AGE_MS}
@@ -281,6 +319,27 @@ class ShardCollector(Collector):
                 events.add_metric([*labels, row.name, name], count)
         if numbers.tenants:
             yield from (used, quota, flight, events)
+
+    @staticmethod
+    def _tiers(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
+        names = ["service", "node", "tier"]
+        values: Mapping[str, tuple[str, Callable[[TierRow], int]]] = {
+            "open": ("1 while the tier is used, else 0", lambda row: int(row.state == "open")),
+            "blocks": ("blocks in the tier, of a shared one those that this node knows of", lambda row: row.blocks),
+            "used_bytes": ("bytes of these blocks", lambda row: row.used_bytes),
+            "budget_bytes": ("bytes that its blocks may take, 0 = no bound", lambda row: row.budget_bytes),
+            "waiting_blocks": ("blocks that wait to be written", lambda row: row.waiting_blocks),
+        }
+        for name, (text, value) in values.items() if numbers.tiers else ():
+            gauge = GaugeMetricFamily(f"{_PREFIX}_tier_{name}", text, labels=names)
+            for row in numbers.tiers:
+                gauge.add_metric([*labels, row.name], value(row))
+            yield gauge
+        for name, text in TIER_COUNTERS.items() if numbers.tiers else ():
+            family = CounterMetricFamily(f"{_PREFIX}_tier_{name}", text, labels=names)
+            for row in numbers.tiers:
+                family.add_metric([*labels, row.name], numbers.counters.get(f"tier_{row.name}_{name}", 0))
+            yield family
 
     @staticmethod
     def _gauges(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:

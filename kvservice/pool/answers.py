@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.counter_windows import CounterWindow, CounterWindows
 from kvservice.core.drain.sender import DrainProgress
 from kvservice.core.explain.records import Explanation, HistoryEntry
-from kvservice.core.messages import EngineStats, PoolStats
+from kvservice.core.messages import EngineStats, PoolStats, TierFigures
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.shard import ShardState
 from kvservice.pool.runtime_ports import MemoryPort, PoolConfig, PullerPort
@@ -112,7 +112,26 @@ class PoolAnswers:
             self._state.tenants(),
             self._state.model_usage(),
             {state: size for state, (_, size) in slots.items()},
+            tuple(self._tier_figures()),
         )
+
+    def _tier_figures(self) -> Iterator[TierFigures]:
+        usage = {tier.name: tier for tier in self._state.tier_usage()}
+        for state in self._tiers.states():
+            if (tier := usage.get(state.name)) is None:
+                yield TierFigures(state.name, state.phase.value, state.detail)
+                continue
+            budget = 0 if tier.is_shared else tier.budget_bytes
+            yield TierFigures(
+                state.name,
+                state.phase.value,
+                state.detail,
+                tier.is_shared,
+                tier.blocks,
+                tier.used_bytes,
+                budget,
+                tier.waiting,
+            )
 
     def windows(self) -> tuple[CounterWindow, ...]:
         return self._windows.read(self._clock(), self._state.all_counters())

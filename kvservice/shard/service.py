@@ -38,6 +38,7 @@ from kvservice.wire.figures import (
     encode_refused,
     encode_slow,
     encode_tenant,
+    encode_tiers,
     encode_windows,
 )
 from kvservice.wire.leaving import decode_items, encode_progress
@@ -268,6 +269,7 @@ class AdminServicer:
             windows=encode_windows(self._pool.windows()),
             pulls=[codec.encode_peer_speed(peer) for peer in state.peer_speeds()],
             tenants=[encode_tenant(usage) for usage in stats.tenants],
+            tiers=encode_tiers(stats.tiers),
             refused=[encode_refused(one, now) for one in refused],
             slowest=[encode_slow(record, now) for record in slowest],
             restricted=restricted,

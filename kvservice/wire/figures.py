@@ -11,16 +11,17 @@ from kvservice.core.block.keys import KEY_BYTES
 from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.counter_windows import CounterWindow
 from kvservice.core.explain.records import LOCAL, RefusedAttach, RequestRecord, took_seconds
-from kvservice.core.messages import AttachedEngine, ListedSlot, UsageRow
+from kvservice.core.messages import AttachedEngine, ListedSlot, TierFigures, UsageRow
 from kvservice.core.store.listing import SlotFilter, SlotPage
 from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import InvalidRequest
-from kvservice.units import SlotIndex
+from kvservice.units import SlotIndex, printable
 from kvservice.wire.v1 import shard_pb2
 
 SLOWEST_MAX = 16  # requests in one answer; more do not help a reader
 SLOTS_MAX = 1 << 32  # a slot's index has 32 bits
 KEY_DIGITS_MAX = 32  # of a block's key in hex
+DETAIL_CHARS_MAX = 500  # of why a tier failed; a person reads it on a line or two
 
 
 def encode_tenant(usage: TenantUsage) -> shard_pb2.TenantNumbers:
@@ -59,6 +60,22 @@ def encode_hits(rows: Iterable[UsageRow]) -> list[shard_pb2.ModelHits]:
             hit_remote_blocks=row.hit_remote_blocks,
         )
         for row in rows
+    ]
+
+
+def encode_tiers(tiers: Iterable[TierFigures]) -> list[shard_pb2.TierNumbers]:
+    return [
+        shard_pb2.TierNumbers(
+            name=one.name,
+            state=one.state,
+            detail=printable(one.detail)[:DETAIL_CHARS_MAX],
+            shared=one.is_shared,
+            blocks=one.blocks,
+            used_bytes=one.used_bytes,
+            budget_bytes=one.budget_bytes,
+            waiting_blocks=one.waiting_blocks,
+        )
+        for one in tiers
     ]
 
 

@@ -29,13 +29,14 @@ class NodeRates:
     served_bytes: float = 0.0
     acquires: float = 0.0
     evicted_blocks: float = 0.0
+    hit_tier_blocks: float = 0.0
 
     @property
     def hit_rate(self) -> float | None:
         """Of the asked blocks, 0 to 1; None when none was asked."""
         if not self.asked_blocks:
             return None
-        return (self.hit_local_blocks + self.hit_remote_blocks) / self.asked_blocks
+        return (self.hit_local_blocks + self.hit_remote_blocks + self.hit_tier_blocks) / self.asked_blocks
 
 
 NO_RATES = NodeRates()

@@ -153,7 +153,7 @@ function makeCharts() {
     onAxis: (value) => `${Math.round(value * 100)}%`,
     empty: "No engine has asked for a prefix in this time.",
     series: [
-      { name: "all", label: "all", colour: "--c-local", swatch: "b-local", value: (point) => point.local_hits === null ? null : Math.min(point.local_hits + point.remote_hits, 1) },
+      { name: "all", label: "all", colour: "--c-local", swatch: "b-local", value: (point) => point.local_hits === null ? null : Math.min(point.local_hits + point.remote_hits + point.tier_hits, 1) },
       { name: "remote", label: "from other nodes", colour: "--c-remote", swatch: "b-remote", value: (point) => point.remote_hits },
     ],
   });

@@ -47,7 +47,7 @@ def test_hit_rates_are_of_the_blocks_that_were_asked() -> None:
     counters = {"asked_blocks": 200, "hit_local_blocks": 100, "hit_remote_blocks": 50, "fetched_bytes": 4096}
     page, point = view.take(overview(node("n0", counters)), 2.0)
     assert (point["local_hits"], point["remote_hits"], point["pulled"]) == (0.5, 0.25, 2048)
-    assert page["nodes"][0]["hit_rates"] == {"local_hits": 0.5, "remote_hits": 0.25}
+    assert page["nodes"][0]["hit_rates"] == {"local_hits": 0.5, "remote_hits": 0.25, "tier_hits": 0.0}
 
 
 def test_nothing_asked_is_no_hit_rate() -> None:

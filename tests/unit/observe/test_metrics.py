@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from kvservice.core.block.tenants import TenantUsage
-from kvservice.core.messages import PoolStats, UsageRow
+from kvservice.core.messages import PoolStats, TierFigures, UsageRow
 from kvservice.observe import logs
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, LookupNumbers
@@ -59,6 +59,23 @@ def test_bytes_are_exported_by_transport() -> None:
 def test_a_nodes_machine_is_named_beside_its_id() -> None:
     text = exported(stats())
     assert f'kvservice_node_info{{host="{socket.gethostname()}",node="n0",service="s"}} 1.0' in text
+
+
+def test_tiers_have_figures_and_counters_of_their_own() -> None:
+    disk = TierFigures("disk", "open", blocks=7, used_bytes=70, budget_bytes=100, waiting_blocks=2)
+    counted = stats(tier_disk_written_bytes=4096, tier_disk_read_corrupt=1, tier_disk_other=3)
+    text = exported(replace(counted, tiers=(disk, TierFigures("objects", "failed", "no bucket", is_shared=True))))
+    for line in (
+        'kvservice_tier_open{node="n0",service="s",tier="disk"} 1.0',
+        'kvservice_tier_open{node="n0",service="s",tier="objects"} 0.0',
+        'kvservice_tier_used_bytes{node="n0",service="s",tier="disk"} 70.0',
+        'kvservice_tier_waiting_blocks{node="n0",service="s",tier="disk"} 2.0',
+        'kvservice_tier_written_bytes_total{node="n0",service="s",tier="disk"} 4096.0',
+        'kvservice_tier_read_corrupt_total{node="n0",service="s",tier="objects"} 0.0',
+        'kvservice_events_total{event="tier_disk_other",node="n0",service="s"} 3.0',
+    ):
+        assert line in text, line
+    assert "tier_disk_written" not in text and "kvservice_tier" not in exported(stats())
 
 
 def test_slots_are_exported_by_state() -> None:
