@@ -49,7 +49,7 @@ class PeerPort(Protocol):
     async def handshake(self, holder: Holder, timeout: float) -> PeerInfo: ...
 
     async def locate(
-        self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float
+        self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float, wait_seconds: float = 0.0
     ) -> LocateResult: ...
 
     async def follow(
@@ -124,8 +124,12 @@ class PeerClient:
             raise StaleEpoch(f"node {holder.node_id} restarted: epoch {info.epoch}, the directory said {holder.epoch}")
         return info
 
-    async def locate(self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float) -> LocateResult:
-        request = shard_pb2.LocateRequest(epoch=holder.epoch, keys=pack_keys(keys), reader=reader)
+    async def locate(
+        self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float, wait_seconds: float = 0.0
+    ) -> LocateResult:
+        request = shard_pb2.LocateRequest(
+            epoch=holder.epoch, keys=pack_keys(keys), reader=reader, wait_seconds=wait_seconds
+        )
         reply = await self._call(
             holder, lambda stub: stub.Locate(request, timeout=timeout, metadata=self._proof(holder)), "locate"
         )

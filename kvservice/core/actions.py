@@ -86,12 +86,16 @@ class Resolve:
 
 @dataclass(frozen=True, slots=True)
 class Locate:
-    """Lease blocks of a peer for reading. Answered by Located."""
+    """Lease blocks of a peer for reading. Answered by Located.
+
+    The peer may take `wait_seconds` of the timeout to bring back blocks that it has only in a tier.
+    """
 
     fetch: int
     holder: Holder
     keys: tuple[BlockKey, ...]
     timeout_seconds: float
+    wait_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

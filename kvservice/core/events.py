@@ -157,6 +157,7 @@ class PeerLocate(Call):
     reader: NodeId
     epoch: BootEpoch
     keys: tuple[BlockKey, ...]
+    wait_seconds: float = 0.0  # blocks that are only in a tier here are brought back if that takes no longer
 
 
 @dataclass(frozen=True, slots=True)

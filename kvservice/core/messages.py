@@ -174,6 +174,8 @@ class AcquireResult:
     window_blocks: tuple[tuple[BlockRef, ...], ...] = ()
     admitted: bool = True
     skipped_held: int = 0  # how many of the `skip` blocks this node holds, from the first on; they are not leased
+    tier_count: int = 0  # how many of `blocks` were brought back from a tier for this request
+    farthest: str = ""  # where a block came from: "peer" or the name of a tier, the one that takes longest; "" = here
 
 
 @dataclass(frozen=True, slots=True)

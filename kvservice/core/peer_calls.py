@@ -8,14 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvservice.core import events as ev
+from kvservice.core.acquire.acquisition import Acquisition
+from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
+from kvservice.core.acquire.pulls import LOCATE_WAIT_SECONDS_MAX
 from kvservice.core.actions import Reply
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX, TakeOvers
 from kvservice.core.drain.sender import DrainPhase, Leaving
+from kvservice.core.messages import AcquireRequest
+from kvservice.core.tier.tier_block import TierBlock
+from kvservice.core.tier.tiers import Tiers
 from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
-from kvservice.units import BlockKey, BootEpoch
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, SlotIndex
 
 TIMEOUT_SECONDS_MAX = 600.0  # ten minutes, as long as the longest lease; a longer timeout is a mistake and refused
 assert WAIT_SECONDS_MAX <= TIMEOUT_SECONDS_MAX
@@ -31,6 +37,8 @@ class PeerCalls:
         takeovers: TakeOvers,
         leaving: Leaving,
         is_offered: Callable[[BlockKey], bool],
+        tiers: Tiers,
+        acquisitions: Acquisitions,
     ) -> None:
         """`is_offered`: whether this node has offered the block to others, so that their reading is no use of it."""
         self._shard = shard
@@ -38,6 +46,8 @@ class PeerCalls:
         self._handoffs = handoffs
         self._takeovers = takeovers
         self._leaving = leaving
+        self._tiers = tiers
+        self._acquisitions = acquisitions
 
     def handlers(self) -> dict[type, Callable[..., None]]:
         return {
@@ -68,11 +78,38 @@ class PeerCalls:
 
     def _locate(self, event: ev.PeerLocate, now: float) -> None:
         self._check_epoch(event.epoch)
+        if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX:
+            raise InvalidRequest(f"wait {event.wait_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
+        first = self._to_bring_back(event, now)
+        if first is None:
+            self._lend(event, now)
+            return
+        check_keys(event.keys)
+        request = AcquireRequest(event.keys, 0, min(event.wait_seconds, LOCATE_WAIT_SECONDS_MAX))
+
+        def answer(part: Acquisition, slots: list[SlotIndex], _: int, now: float) -> None:
+            self._lend(event, now)
+            for slot in slots:
+                self._shard.store.unpin(slot)
+
+        account, size = self._shard.store.accounts.account_of(first.account_tag), first.payload_bytes
+        start = self._acquisitions.start
+        start(event.op, AttachmentId(0), account, request, size, now, on_answer=answer, is_for_here=True)
+
+    def _to_bring_back(self, event: ev.PeerLocate, now: float) -> TierBlock | None:
+        """The first requested block that only a tier of this node has, if the reader waits for it."""
+        if event.wait_seconds == 0 or self._leaving.promises_nothing or len(set(event.keys)) < len(event.keys):
+            return None
+        return self._tiers.first_of((key for key in event.keys if key not in self._shard.store), now)
+
+    def _lend(self, event: ev.PeerLocate, now: float) -> None:
+        """Lease what is in memory."""
         going = self._leaving.promises_nothing
         blocks = [None if going else self._shard.store.get(key) for key in event.keys]
         held = len(blocks) - blocks.count(None)
         used = [key for key in event.keys if not self._is_offered(key)]
         self._shard.store.policy.touch(used, now)
+        self._tiers.used(used, now)
         self._shard.admission.on_peer_read(min(held, len(used)))
         self._shard.counters["peer_located_blocks"] += held
         self._shard.counters["peer_absent_blocks"] += len(blocks) - held

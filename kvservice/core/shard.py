@@ -132,7 +132,7 @@ class ShardState:
         self._holds = Holds(shard)
         self._answers = Answers(shard, lambda *held: self._warming.held(*held))
         self._pulls = Pulls(shard)
-        self._acquisitions = Acquisitions(shard, self._pulls, self._answers)
+        self._acquisitions = Acquisitions(shard, self._pulls, self._tiers, self._answers)
         self._handoffs = Handoffs(shard, self._acquisitions.handoff_over)
         self._windowed = WindowedAcquisitions(shard, self._acquisitions, self._answers, self._watch)
         self._warming = Warming(shard, self._acquisitions, self._windowed, self._holds, lambda: self._attached.values())
@@ -143,8 +143,9 @@ class ShardState:
         # The last attempt of each engine that was answered.
         self._attempts: BoundedTable[bytes, int] = BoundedTable(ENGINES_REMEMBERED)
         self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # no id of an earlier boot is valid
-        peers = PeerCalls(shard, self._handoffs, self._takeovers, self._leaving, self._tiers.spill.is_offered)
-        self._handlers = self._handlers_with(peers)
+        is_offered = self._tiers.spill.is_offered
+        given = (self._handoffs, self._takeovers, self._leaving, is_offered, self._tiers, self._acquisitions)
+        self._handlers = self._handlers_with(PeerCalls(shard, *given))
 
     def _handlers_with(self, peers: PeerCalls) -> dict[type, Callable[..., None]]:
         return {
@@ -168,7 +169,7 @@ class ShardState:
             ev.Resolved: lambda e, now: self._acquisitions.resolved(e.op, e.runs, e.complete, now),
             ev.Located: lambda e, now: self._pulls.located(e.fetch, e.result, e.sent_at, now),
             ev.Followed: lambda e, now: self._acquisitions.followed(e, now),
-            ev.Pulled: lambda e, now: self._pulls.pulled(e.job, e.results, now),
+            ev.Pulled: lambda e, now: self._pulls.pulled(e.job, e.results, now, e.digests),
             ev.WritesEnded: lambda e, now: self._pulls.writes_ended(e.job),
             ev.TakersFound: lambda e, now: self._offering(e.is_spill).takers_found(e.peers, e.holders, now),
             ev.Offered: lambda e, now: self._offering(is_spill_offer(e.offer)).offered(e.offer, e.result, now),
@@ -176,6 +177,7 @@ class ShardState:
             ev.Drain: self._drain,
             ev.SetTenants: lambda e, now: self._set_tenants(e.limits),
             ev.WrittenDown: self._tiers.written,
+            ev.Probed: self._acquisitions.probed,
             ev.TierFound: self._tiers.found,
             ev.Tick: self._tick,
         }
@@ -225,6 +227,10 @@ class ShardState:
         found = {block.key: block.route for block in self._tiers.blocks()}
         found.update((block.key, block.route) for block in self._store.blocks())
         return list(found.items())
+
+    def tier_speeds(self) -> tuple[PeerSpeed, ...]:
+        """How fast blocks came back from each tier, which is named with a "~"."""
+        return self._acquisitions.tier_speeds()
 
     def tier_usage(self) -> tuple[TierUsage, ...]:
         return self._tiers.usage()

@@ -140,7 +140,9 @@ class RemoteShards:
                 try:
                     await self._meet(self._peers, action.holder, action.timeout_seconds)
                     sent_at = self._clock()
-                    result = await self._peers.locate(action.holder, action.keys, self._node_id, action.timeout_seconds)
+                    result = await self._peers.locate(
+                        action.holder, action.keys, self._node_id, action.timeout_seconds, action.wait_seconds
+                    )
                     span.set(leased=sum(handle is not None for handle in result.handles))
                 except KVServiceError as error:
                     self._counters["locate_failed"] += 1

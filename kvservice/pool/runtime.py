@@ -267,8 +267,10 @@ class PoolRuntime(PoolAnswers):
         if not self._closed:
             self._dispatch(ev.AttachmentLost(attachment))
 
-    async def locate(self, reader: NodeId, epoch: BootEpoch, keys: tuple[BlockKey, ...]) -> LocateResult:
-        result: LocateResult = await self._call(lambda op: ev.PeerLocate(op, reader, epoch, keys), None)
+    async def locate(
+        self, reader: NodeId, epoch: BootEpoch, keys: tuple[BlockKey, ...], wait_seconds: float = 0.0
+    ) -> LocateResult:
+        result: LocateResult = await self._call(lambda op: ev.PeerLocate(op, reader, epoch, keys, wait_seconds), None)
         return result
 
     async def follow(

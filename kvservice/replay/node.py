@@ -188,7 +188,7 @@ class ReplayNode:
         assert self._directory is not None
         start = fetched = 0
         while start < len(wanted):
-            source, end = longest_run(wanted, start, len(wanted), holders)
+            source, end = longest_run(wanted, start, holders, holders[wanted[start]])
             indices = wanted[start:end]
             names = [keys[index] for index in indices]
             lender = self._directory.node(source)

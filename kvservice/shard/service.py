@@ -184,7 +184,8 @@ class PeerServicer:
     async def locate(self, request: shard_pb2.LocateRequest, context: Context) -> shard_pb2.LocateReply:
         reader = self._reader(request.reader, context)
         keys = tuple(unpack_keys(request.keys))
-        return codec.encode_located(await self._pool.locate(reader, BootEpoch(request.epoch), keys))
+        epoch = BootEpoch(request.epoch)
+        return codec.encode_located(await self._pool.locate(reader, epoch, keys, request.wait_seconds))
 
     async def follow(self, request: shard_pb2.FollowRequest, context: Context) -> shard_pb2.FollowReply:
         reader = self._reader(request.reader, context)

@@ -408,6 +408,24 @@ class CoreHarness:
             self.written(writes[0], True)
         return found
 
+    def reads(self, tier: str = "disk") -> list[act.BringBack]:
+        """Blocks being brought back from a tier that were not answered with `brought`."""
+        return [work for work in self.tier_work if isinstance(work, act.BringBack) and work.tier == tier]
+
+    def brought(self, read: act.BringBack, *results: ev.PullResult) -> list[act.Action]:
+        """Answer a read. Blocks that are OK arrive with their right bytes. One result stands for all."""
+        self.tier_work.remove(read)
+        each = results * len(read.items) if len(results) == 1 else results
+        digests = [0] * len(each)
+        for place, ((block, slot), result) in enumerate(zip(read.items, each, strict=False)):
+            if result is ev.PullResult.OK:
+                self.contents[slot] = content_of(block.key)
+                digests[place] = self.digest_now(slot, block.key)
+        return self.send(ev.Pulled(read.job, each, tuple(digests)))
+
+    def probed(self, op: int, count: int, tier: str = "objects") -> list[act.Action]:
+        return self.send(ev.Probed(op, tier, count))
+
     # -- state ----
 
     def slots(self, state: str) -> int:

@@ -47,6 +47,7 @@ from kvservice.units import (
     NodeId,
     SlotIndex,
     SpanRoute,
+    printable,
 )
 from kvservice.wire.v1 import common_pb2, shard_pb2
 from kvservice.wire.versions import PROTOCOL_VERSION
@@ -271,6 +272,8 @@ def encode_acquired(result: AcquireResult) -> shard_pb2.AcquireReply:
         window_counts=[len(refs) for refs in result.window_blocks],
         not_admitted=not result.admitted,
         skipped_held=result.skipped_held,
+        tier_count=result.tier_count,
+        farthest=result.farthest,
     )
 
 
@@ -291,7 +294,17 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
     windows = tuple(refs[end - count : end] for end, count in zip(ends, counts, strict=True))
     blocks = decode_refs(message.blocks)
     lease_id, admitted = LeaseId(message.lease_id), not message.not_admitted
-    return AcquireResult(lease_id, blocks, message.fetched_count, miss, windows, admitted, message.skipped_held)
+    return AcquireResult(
+        lease_id,
+        blocks,
+        message.fetched_count,
+        miss,
+        windows,
+        admitted,
+        message.skipped_held,
+        message.tier_count,
+        printable(message.farthest),
+    )
 
 
 def encode_removed(removed: Removed) -> shard_pb2.RenewReply:

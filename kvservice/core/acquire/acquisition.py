@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import AcquireRequest, Holder, HolderRun, MissReason
+from kvservice.core.tier.tier_block import TierBlock
 from kvservice.units import AttachmentId, BlockKey, NodeId, SlotIndex
 
 
@@ -50,6 +51,7 @@ TRANSITIONS: dict[tuple[AcquisitionState, AcquisitionEvent], AcquisitionState] =
     (_S.WAITING, _E.ANSWER): _S.OVER,
     (_S.WAITING, _E.CANCEL): _S.OVER,
 }
+DIRECTORY = "directory"  # among the sources that an acquisition awaits
 FOLLOWING = frozenset((AcquisitionState.WATCHING, AcquisitionState.ASKING))
 
 
@@ -72,9 +74,15 @@ class Acquisition:
     question: int = 0  # the number of the question that is open while ASKING; 0 = none
     held: dict[int, SlotIndex] = field(default_factory=dict)  # pinned by this acquisition, by index in the chain
     pending: set[int] = field(default_factory=set)  # indices of blocks on their way
-    fetched: set[int] = field(default_factory=set)
-    origins: dict[int, NodeId] = field(default_factory=dict)  # the node that each of `fetched` came from
+    origins: dict[int, NodeId] = field(default_factory=dict)  # the node or tier that each fetched block came from
     found_until: int = 0  # the directory knew a holder of each block before this index
+    is_for_here: bool = False  # nobody else is asked: only what is here or in a tier of this node counts
+    awaits: set[str] = field(default_factory=set)  # while RESOLVING: DIRECTORY and shared tiers that have not answered
+    runs: tuple[HolderRun, ...] = ()  # the directory's answer
+    is_complete: bool = True  # whether every part of the directory has answered
+    probed: dict[str, int] = field(default_factory=dict)  # by shared tier: the end of the run that it has
+    probes_from: int = 0  # the index that the probes began at
+    asked_at: float = 0.0
     handed_from: int | None = None  # index of the first block that it waited for in a hand-off
     miss_node: str = ""  # the node that was asked for the block at break_at and did not deliver it
 
@@ -102,6 +110,10 @@ class Fetch:
     model: str = ""  # of the engine that it is for
     started: float = 0.0
     give_up_at: float = 0.0  # waiting for its blocks ends here, even if its answer never comes
+    until: float = 0.0  # the deadline of the acquisition that it was begun for
+    urgent: bool = True  # an engine waits for it
+    fingerprint: bytes = b""  # first bytes of the digest of its engine's, for a tier; b"" = not known
+    blocks: dict[BlockKey, TierBlock] = field(default_factory=dict)  # of a tier: those being read
 
 
 def holders_by_index(runs: Sequence[HolderRun], end: int, own: NodeId) -> dict[int, tuple[Holder, ...]]:
@@ -115,13 +127,13 @@ def holders_by_index(runs: Sequence[HolderRun], end: int, own: NodeId) -> dict[i
 
 
 def longest_run(
-    wanted: list[int], start: int, end_max: int, holders: dict[int, tuple[Holder, ...]]
+    wanted: list[int], start: int, holders: Mapping[int, tuple[Holder, ...]], among: Sequence[Holder]
 ) -> tuple[Holder, int]:
-    """The holder with the most consecutive wanted blocks from `wanted[start]` on, and the end of its run."""
+    """Which of these holders of `wanted[start]` has the most consecutive wanted blocks, and the end of its run."""
     best: tuple[Holder, int] | None = None
-    for holder in holders[wanted[start]]:
+    for holder in among:
         end = start + 1
-        while end < end_max and wanted[end] == wanted[end - 1] + 1 and holder in holders[wanted[end]]:
+        while end < len(wanted) and wanted[end] == wanted[end - 1] + 1 and holder in holders[wanted[end]]:
             end += 1
         if best is None or end > best[1]:
             best = (holder, end)

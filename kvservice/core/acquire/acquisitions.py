@@ -1,41 +1,41 @@
-"""Acquisitions: make a prefix local and promise it, fetching missing blocks from peers. Pure.
+"""Acquisitions: make a prefix local and promise it, fetching missing blocks from other nodes and from tiers. Pure.
 
-There is one acquisition per Acquire call, one fetch per (peer, run of blocks), and one arrival per block, however many
-acquisitions wait for it. An acquisition promises only blocks that are sealed here, and so verified. It answers when its
-prefix is complete, when its first gap is certain, or at its deadline. Fetches continue after the deadline, for the next
-request.
+There is one acquisition per Acquire call, one fetch per (holder, run of blocks), and one arrival per block, however
+many acquisitions wait for it. An acquisition promises only blocks that are sealed here, and so verified. It answers
+when its prefix is complete, when its first gap is certain, or at its deadline. Fetches continue after the deadline, for
+the next request.
 
 With a hand-off, the acquisition first follows the writer, and blocks are fetched as they are sealed on the writer's
 node. When the hand-off has ended, the directory is asked for what is still missing.
+
+Shared tiers are asked beside the directory. What is missing and lies in a tier of this node needs neither.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvservice.core.acquire.acquisition import (
+    DIRECTORY,
     FOLLOWING,
     TRANSITIONS,
     Acquisition,
     AcquisitionEvent,
     AcquisitionState,
-    Fetch,
     OnAnswer,
     holders_by_index,
-    longest_run,
 )
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.arrivals import DIGESTING, Arrivals
-from kvservice.core.acquire.estimate import FetchEstimates
+from kvservice.core.acquire.fetches import Fetches
 from kvservice.core.acquire.handoff import APPEAR_SECONDS, WAIT_SECONDS_MAX
-from kvservice.core.acquire.pulls import LOCATE_GIVE_UP_SECONDS, PULL_BLOCKS_MAX, Pulls
-from kvservice.core.actions import Follow, ReleaseRemote, Resolve
-from kvservice.core.block.keys import span_route
+from kvservice.core.acquire.pulls import PULL_BLOCKS_MAX, Pulls
+from kvservice.core.acquire.sources import choose, nodes_are_faster
+from kvservice.core.actions import Follow, Probe, ReleaseRemote, Resolve
 from kvservice.core.context import ShardContext
-from kvservice.core.events import Followed, PullResult
+from kvservice.core.events import Followed, Probed
 from kvservice.core.messages import (
     AcquireRequest,
     FollowResult,
@@ -47,38 +47,32 @@ from kvservice.core.messages import (
     MissReason,
     PeerSpeed,
 )
-from kvservice.core.segment.refs import BlockHandle
-from kvservice.core.store.blocks import NO_KEY, Want
-from kvservice.core.store.slots import Slot
+from kvservice.core.tier.rules import is_tier, tier_holder
+from kvservice.core.tier.tiers import Tiers
 from kvservice.core.transitions import step
 from kvservice.units import AttachmentId, BlockKey, NodeId, SlotIndex
 
 LOOKUP_SECONDS_MAX = 0.25  # a directory that does not answer must not use up the engine's deadline
 FOLLOW_WAIT_SECONDS = 1.0  # for one question to a writer's node: its death is noticed after one without an answer
-PULL_GRACE_SECONDS = 5.0  # a pull is reported by its deadline; this long after it, its blocks are given up
+PROBE_SECONDS_MAX = 0.5  # a shared tier takes a few times its latency, and is then known not to have more
 assert FOLLOW_WAIT_SECONDS <= WAIT_SECONDS_MAX, "the writer's node would answer earlier than asked"
-MISS_OF = {
-    PullResult.STALE: MissReason.STALE,
-    PullResult.CORRUPT: MissReason.CORRUPT,
-    PullResult.FAILED: MissReason.PEER_FAILED,
-    PullResult.STUCK: MissReason.DEADLINE,
-}
 
 
 class Acquisitions:
-    """All open acquisitions and their fetches. Results go out as actions, and as answers through `answers`."""
+    """All open acquisitions. Results go out as actions, and as answers through `answers`."""
 
-    def __init__(self, shard: ShardContext, pulls: Pulls, answers: Answers) -> None:
+    def __init__(self, shard: ShardContext, pulls: Pulls, tiers: Tiers, answers: Answers) -> None:
         self._shard = shard
         self._store = shard.store
         self._emit = shard.emit
         self._counters = shard.counters
-        self._pulls = pulls
+        self._tiers = tiers
         self._answers = answers
         self._open: dict[int, Acquisition] = {}
-        self._fetches: dict[int, Fetch] = {}  # by the number of the pull
         self._arrivals = Arrivals()
-        self._estimates = FetchEstimates()
+        self._fetches = Fetches(shard, pulls, tiers, self._arrivals, self)
+        self._estimates = self._fetches.estimates
+        self._directory_answers = True  # the last time that it was asked
         self._last_question = 0
 
     # -- calls ----
@@ -94,13 +88,16 @@ class Acquisitions:
         *,
         base: int = 0,
         on_answer: OnAnswer | None = None,
+        is_for_here: bool = False,
     ) -> None:
         """Begin one. `account` is charged for fetched blocks; `base` is the position of the first key. If there is an
-        `on_answer`, it gets the outcome, with the blocks pinned, instead of the caller of `op`."""
+        `on_answer`, it gets the outcome, with the blocks pinned, instead of the caller of `op`. With `is_for_here`,
+        only blocks that are here or in a tier of this node count."""
         count, deadline = len(request.keys), now + request.timeout_seconds
         acquisition = Acquisition(
             op, attachment, account, request, payload_bytes, deadline, now, count, base=base, on_answer=on_answer
         )
+        acquisition.is_for_here = is_for_here
         self._open[op] = acquisition
         if not request.hold_seconds:  # to hold a block for somebody is no use of it
             self._store.policy.touch(request.keys[request.skip :] if base else request.keys, now)
@@ -108,7 +105,7 @@ class Acquisitions:
         if first_missing is None:
             self._move(acquisition, AcquisitionEvent.WAIT)
         elif request.handoff is None or self._shard.is_draining():
-            self._look_elsewhere(acquisition, first_missing, request.timeout_seconds)
+            self._look_elsewhere(acquisition, first_missing, now)
         else:
             self._begin_following(acquisition, request.handoff)
         self._settle(acquisition, now)
@@ -168,11 +165,62 @@ class Acquisitions:
             self._end_following(acquisition, now)
 
     def resolved(self, op: int, runs: Sequence[HolderRun], complete: bool, now: float) -> None:
+        """The directory has answered."""
+        self._directory_answers = complete
         acquisition = self._open.get(op)
-        if acquisition is None or acquisition.state is not AcquisitionState.RESOLVING:
-            return  # it was answered at its deadline
+        if acquisition is None or DIRECTORY not in acquisition.awaits:
+            return  # it was answered at its deadline, or did not need the directory after all
+        acquisition.awaits.discard(DIRECTORY)
+        acquisition.runs, acquisition.is_complete = tuple(runs), complete
+        self._use_answers(acquisition, now)
+
+    def probed(self, event: Probed, now: float) -> None:
+        """A shared tier has answered."""
+        acquisition = self._open.get(event.op)
+        if acquisition is None or event.tier not in acquisition.awaits:
+            return
+        acquisition.awaits.discard(event.tier)
+        acquisition.probed[event.tier] = acquisition.probes_from + event.count
+        estimate, start = self._estimates.of(tier_holder(event.tier)), acquisition.probes_from
+        estimate.observe_overhead(now - acquisition.asked_at)
+        if event.count:
+            self._tiers.has_shared(event.tier, acquisition.request.keys[start : start + event.count])
+        else:
+            estimate.refusals = 0
+        self._use_answers(acquisition, now)
+
+    def _use_answers(self, acquisition: Acquisition, now: float) -> None:
+        """Fetch what is missing, as soon as a holder of everything is known or nobody else is asked."""
+        keys, end = acquisition.request.keys, acquisition.break_at
+        holders = holders_by_index(acquisition.runs, end, self._shard.node_id)
+        missing = self._missing(acquisition, acquisition.request.skip)
+        for index, tiers in self._tiers.holders(keys, missing, acquisition.payload_bytes, now).items():
+            holders[index] = (*holders.get(index, ()), *tiers)
+        for name, until in acquisition.probed.items():
+            for index in range(acquisition.probes_from, min(until, end)):
+                holders[index] = (*holders.get(index, ()), tier_holder(name))
+        if acquisition.awaits and any(index not in holders for index in missing):
+            return
+        acquisition.awaits.clear()
         self._move(acquisition, AcquisitionEvent.WAIT)
-        holders = holders_by_index(runs, acquisition.break_at, self._shard.node_id)
+        self._fetch(acquisition, holders, now)
+        self._settle(acquisition, now)
+
+    def _missing(self, acquisition: Acquisition, start: int) -> list[int]:
+        """Blocks that are neither here nor on their way."""
+        indices, keys = range(start, acquisition.break_at), acquisition.request.keys
+        return [
+            i
+            for i in indices
+            if i not in acquisition.held and i not in acquisition.pending and not self._is_coming(acquisition, keys[i])
+        ]
+
+    def _is_coming(self, acquisition: Acquisition, key: BlockKey) -> bool:
+        block = self._store.get(key)
+        return (block is not None and block.payload_bytes == acquisition.payload_bytes) or key in self._arrivals
+
+    def _fetch(self, acquisition: Acquisition, holders: Mapping[int, tuple[Holder, ...]], now: float) -> None:
+        """Fetch the missing blocks up to the first one without a holder."""
         wanted: list[int] = []
         for index in range(acquisition.request.skip, acquisition.break_at):
             if index in acquisition.held or index in acquisition.pending:
@@ -180,7 +228,8 @@ class Acquisitions:
             if self._take_local(acquisition, range(index, index + 1)) is None:
                 continue
             if index not in holders:
-                acquisition.end(index, MissReason.NEVER_STORED if complete else MissReason.LOOKUP_FAILED)
+                is_certain = acquisition.is_complete
+                acquisition.end(index, MissReason.NEVER_STORED if is_certain else MissReason.LOOKUP_FAILED)
                 break
             wanted.append(index)
             acquisition.found_until = index + 1
@@ -188,67 +237,18 @@ class Acquisitions:
             acquisition.end(wanted[0], MissReason.DRAINING)
         else:
             self._fetch_worthwhile(acquisition, wanted, holders, now)
-        self._settle(acquisition, now)
 
-    # -- what pulls report ----
+    # -- what fetches report ----
 
-    def located(self, number: int, result: LocateResult | None, sent_at: float, now: float) -> None:
-        fetch = self._fetches[number]
-        if result is None:
-            self._pulls.drop(number)
-            self._end_fetch(fetch, 0, MissReason.PEER_FAILED, now)
-            return
-        self._estimates.of(fetch.holder).observe_overhead(now - sent_at)
-        self._pull(fetch, result, sent_at, now)
+    def came(self, key: BlockKey, origin: NodeId, now: float) -> None:
+        self._take_arrived(key, origin=origin, now=now)
 
-    def _pull(self, fetch: Fetch, result: LocateResult, sent_at: float, now: float) -> None:
-        """Read the blocks that the peer leased, if they are what was requested and there is room for them."""
-        handles: list[BlockHandle] = []
-        for index, handle in zip(fetch.indices, result.handles, strict=False):
-            if handle is None or handle.key != fetch.chain[index] or handle.length != fetch.payload_bytes:
-                break
-            handles.append(handle)
-        reserved = self._store.reserve(len(handles), NO_KEY, Want(fetch.payload_bytes, now, fetch.account))
-        kept = len(reserved.slots)
-        reason = reserved.short_because if kept < len(handles) else MissReason.STALE
-        if kept == 0:
-            self._pulls.drop(fetch.number, result)
-            self._end_fetch(fetch, 0, reason, now)
-            return
-        rest = fetch.indices[kept:]
-        del fetch.indices[kept:]
-        lost = self._ask_next if reason is MissReason.STALE else self._fail_indices
-        lost(fetch, rest, reason, now)
-        deadline = self._pulls.begin(fetch.number, result, handles[:kept], reserved.slots, sent_at)
-        fetch.started, fetch.give_up_at = now, max(deadline, now) + PULL_GRACE_SECONDS
-
-    def arrived(self, number: int, position: int, handle: BlockHandle, slot: Slot, now: float) -> None:
-        fetch, key = self._fetches[number], handle.key
-        index = fetch.indices[position]
-        if key in self._store:  # an engine of this node sealed the same block meanwhile
-            self._store.abort(slot)
-        else:
-            parent = fetch.chain[index - 1] if index else None
-            route = span_route(fetch.chain, index)
-            place = fetch.base + index
-            self._store.seal(slot, key, parent, place, route, handle.digest, now, is_secondary=True, model=fetch.model)
-        self._arrivals.end(key, number)
-        self._take_arrived(key, origin=fetch.holder.node_id, now=now)
-
-    def pulled(self, number: int, results: tuple[PullResult, ...], now: float) -> None:
-        fetch = self._fetches[number]
-        for result in results:
-            self._counters[f"pull_{result.value}"] += 1
-        good = results.count(PullResult.OK)
-        if good:
-            self._estimates.of(fetch.holder).observe_pull(good * fetch.payload_bytes, now - fetch.started)
-            self._counters["fetched_blocks"] += good
-            self._counters["fetched_bytes"] += good * fetch.payload_bytes
-        bad = next((position for position, result in enumerate(results) if result is not PullResult.OK), None)
-        if bad is None:
-            del self._fetches[number]
-        else:
-            self._end_fetch(fetch, bad, MISS_OF[results[bad]], now)
+    def failed(self, key: BlockKey, reason: MissReason, now: float, miss_node: str = "") -> None:
+        """A block does not come."""
+        for acquisition, index in self._take_waiters(key):
+            acquisition.pending.discard(index)
+            acquisition.end(index, reason, miss_node)
+            self._settle(acquisition, now)
 
     # -- blocks written on this node ----
 
@@ -266,7 +266,7 @@ class Acquisitions:
 
     def seal_failed(self, key: BlockKey, now: float) -> None:
         if self._arrivals.end(key, DIGESTING):
-            self._fail_key(key, MissReason.CORRUPT, now)
+            self.failed(key, MissReason.CORRUPT, now)
 
     # -- time ----
 
@@ -277,13 +277,12 @@ class Acquisitions:
             )
             acquisition.end(gap, MissReason.DEADLINE)
             self._answer(acquisition, now)
-        for fetch in [f for f in self._fetches.values() if f.give_up_at <= now]:
-            self._give_up(fetch, now)
+        self._fetches.tick(now)
 
     def next_deadline(self) -> float | None:
         times = [a.deadline for a in self._open.values()]
-        times += [f.give_up_at for f in self._fetches.values() if f.give_up_at < math.inf]
-        return min(times, default=None)
+        due = self._fetches.next_deadline()
+        return min([*times, *([] if due is None else [due])], default=None)
 
     def is_open(self, op: int) -> bool:
         return op in self._open
@@ -301,18 +300,55 @@ class Acquisitions:
         if acquisition.state is AcquisitionState.OVER:
             del self._open[acquisition.op]
 
-    def _look_elsewhere(self, acquisition: Acquisition, start: int, seconds: float) -> None:
-        """Ask the directory for holders of the blocks from `start` on, if those may be fetched at all."""
+    def _look_elsewhere(self, acquisition: Acquisition, start: int, now: float) -> None:
+        """Fetch the blocks from `start` on, if those may be fetched at all: from tiers of this node, if these have all
+        of them; else the directory and shared tiers are asked who has them."""
         if self._shard.is_draining():
             acquisition.end(start, MissReason.DRAINING)
-        elif not self._shard.has_directory:
-            acquisition.end(start, MissReason.NEVER_STORED)
-        else:
-            self._move(acquisition, AcquisitionEvent.RESOLVE)
-            timeout = min(seconds, LOOKUP_SECONDS_MAX)
-            self._emit(Resolve(acquisition.op, acquisition.request.keys, start, timeout))
+            self._move(acquisition, AcquisitionEvent.WAIT)
             return
-        self._move(acquisition, AcquisitionEvent.WAIT)
+        keys = acquisition.request.keys
+        left = acquisition.request.timeout_seconds - (now - acquisition.started)
+        missing = self._missing(acquisition, start)
+        tiers = self._tiers.holders(keys, missing, acquisition.payload_bytes, now)
+        asked = (
+            ()
+            if acquisition.is_for_here or self._need_nobody(acquisition, missing, tiers)
+            else self._whom(acquisition, missing, now)
+        )
+        if not asked:
+            self._move(acquisition, AcquisitionEvent.WAIT)
+            self._fetch(acquisition, tiers, now)
+            return
+        self._move(acquisition, AcquisitionEvent.RESOLVE)
+        acquisition.awaits, acquisition.probes_from, acquisition.asked_at = set(asked), start, now
+        for source in asked:
+            if source == DIRECTORY:
+                self._emit(Resolve(acquisition.op, keys, start, min(left, LOOKUP_SECONDS_MAX)))
+            else:
+                self._emit(Probe(acquisition.op, source, keys, start, min(left, PROBE_SECONDS_MAX)))
+
+    def _need_nobody(
+        self, acquisition: Acquisition, missing: list[int], tiers: Mapping[int, tuple[Holder, ...]]
+    ) -> bool:
+        """Whether tiers of this node have everything, and no other node was measured to be faster. A directory that
+        does not answer is not waited for."""
+        if len(tiers) < len(missing):
+            return False
+        if not (missing and self._shard.has_directory and self._directory_answers):
+            return True
+        return not nodes_are_faster(self._estimates, tiers[missing[0]], len(missing), acquisition.payload_bytes)
+
+    def _whom(self, acquisition: Acquisition, missing: list[int], now: float) -> tuple[str, ...]:
+        """The directory, and the shared tiers that may give the missing blocks sooner than they are computed."""
+        count, size = len(missing), acquisition.payload_bytes
+        recompute = acquisition.request.recompute_seconds_per_block
+        shared = [
+            name
+            for name in self._tiers.shared
+            if self._tiers.may_probe(name, now) and self._estimates.of(tier_holder(name)).asks(count, size, recompute)
+        ]
+        return (*([DIRECTORY] if self._shard.has_directory else []), *shared)
 
     def _take_local(self, acquisition: Acquisition, indices: range) -> int | None:
         """Pin blocks that are here, and wait for blocks on their way. The first index that is neither, or None."""
@@ -367,8 +403,8 @@ class Acquisitions:
         if not handles:
             self._release(holder, located)
             return
-        fetch = self._new_fetch(acquisition, holder, [], [wanted[key] for key in handles])
-        self._pull(fetch, replace(located, handles=tuple(handles.values())), sent_at, now)
+        leased = replace(located, handles=tuple(handles.values()))
+        self._fetches.start_leased(acquisition, holder, [wanted[key] for key in handles], leased, sent_at, now)
 
     def _release(self, holder: Holder, located: LocateResult) -> None:
         if located.lease_id:
@@ -381,9 +417,8 @@ class Acquisitions:
         else:
             self._counters["handoffs_ended_short"] += 1
             self._forget_waits(acquisition)
-            left = acquisition.deadline - now
-            if left > 0 or self._shard.is_draining():
-                self._look_elsewhere(acquisition, start, left)
+            if acquisition.deadline > now or self._shard.is_draining():
+                self._look_elsewhere(acquisition, start, now)
             else:
                 acquisition.end(start, MissReason.NEVER_STORED)
                 self._move(acquisition, AcquisitionEvent.WAIT)
@@ -400,99 +435,25 @@ class Acquisitions:
         self._arrivals.wait(acquisition.request.keys[index], acquisition.op, index)
 
     def _fetch_worthwhile(
-        self, acquisition: Acquisition, wanted: list[int], holders: dict[int, tuple[Holder, ...]], now: float
+        self, acquisition: Acquisition, wanted: list[int], holders: Mapping[int, tuple[Holder, ...]], now: float
     ) -> None:
-        if not wanted:
-            return
-        estimate = self._estimates.of(holders[wanted[0]][0])
-        remaining = acquisition.deadline - now
-        recompute = acquisition.request.recompute_seconds_per_block
-        count = estimate.worthwhile(len(wanted), acquisition.payload_bytes, recompute, remaining)
-        if count < len(wanted):
-            acquisition.end(wanted[count], MissReason.SLOWER_THAN_RECOMPUTE)
-            self._counters["fetch_not_worthwhile"] += len(wanted) - count
-        start = 0
-        while start < count:
-            holder, end = longest_run(wanted, start, min(count, start + PULL_BLOCKS_MAX), holders)
-            indices = wanted[start:end]
-            alternates = [h for h in holders[indices[0]] if h != holder and all(h in holders[i] for i in indices)]
-            self._start_fetch(acquisition, holder, alternates, indices, now)
-            start = end
-
-    def _start_fetch(
-        self, acquisition: Acquisition, holder: Holder, alternates: list[Holder], indices: list[int], now: float
-    ) -> None:
-        fetch = self._new_fetch(acquisition, holder, alternates, indices)
-        for index in indices:
-            self._await(acquisition, index)
-        self._locate(fetch, now)
-
-    def _new_fetch(
-        self, acquisition: Acquisition, holder: Holder, alternates: list[Holder], indices: list[int]
-    ) -> Fetch:
-        number = self._pulls.open(self, holder, acquisition.payload_bytes)
-        fetch = Fetch(
-            number,
-            holder,
-            alternates,
-            acquisition.request.keys,
-            indices,
+        choice = choose(
+            wanted,
+            holders,
+            self._estimates,
             acquisition.payload_bytes,
-            acquisition.base,
-            acquisition.account,
-            self._shard.model_of(acquisition.attachment),
+            acquisition.request.recompute_seconds_per_block,
+            acquisition.deadline - now,
+            PULL_BLOCKS_MAX,
         )
-        self._register(fetch)
-        self._counters["fetches_started"] += 1
-        return fetch
-
-    def _register(self, fetch: Fetch) -> None:
-        self._fetches[fetch.number] = fetch
-        for index in fetch.indices:
-            self._arrivals.expect(fetch.chain[index], fetch.number)
-
-    def _locate(self, fetch: Fetch, now: float) -> None:
-        fetch.give_up_at = now + LOCATE_GIVE_UP_SECONDS
-        self._pulls.locate(fetch.number, tuple(fetch.chain[index] for index in fetch.indices))
-
-    def _end_fetch(self, fetch: Fetch, from_position: int, reason: MissReason, now: float) -> None:
-        """The blocks from this position on did not come: ask the next holder, or fail their waiters.
-
-        Blocks that did come are not expected any more, so both ways skip them.
-        """
-        left = [i for i in fetch.indices[from_position:] if self._arrivals.is_brought_by(fetch.chain[i], fetch.number)]
-        self._counters["fetches_failed"] += 1
-        del self._fetches[fetch.number]
-        self._ask_next(fetch, left, reason, now)
-
-    def _ask_next(self, fetch: Fetch, left: list[int], reason: MissReason, now: float) -> None:
-        """Fetch from the next holder what this one did not give; without a next holder it does not come."""
-        if not left or not fetch.alternates:
-            self._fail_indices(fetch, left, reason, now)
-            return
-        holder, *others = fetch.alternates
-        # An id names one pull: a late WritesEnded of the old pull must not touch the slots of the new one.
-        number = self._pulls.open(self, holder, fetch.payload_bytes)
-        again = replace(fetch, number=number, holder=holder, alternates=others, indices=left, started=0.0)
-        self._register(again)
-        self._locate(again, now)
-
-    def _give_up(self, fetch: Fetch, now: float) -> None:
-        """The performer's answer does not come: whoever wants the blocks may fetch them again."""
-        self._counters["fetches_overdue"] += 1
-        if self._pulls.is_locating(fetch.number):
-            self._pulls.drop(fetch.number)
-            self._end_fetch(fetch, 0, MissReason.PEER_FAILED, now)
-            return
-        fetch.give_up_at = math.inf  # its slots stay reserved until Pulled, because the transport may still write them
-        self._fail_indices(fetch, fetch.indices, MissReason.DEADLINE, now)
-
-    def _fail_indices(self, fetch: Fetch, indices: Sequence[int], reason: MissReason, now: float) -> None:
-        """These blocks, which the fetch still brings, do not come."""
-        for index in indices:
-            key = fetch.chain[index]
-            self._arrivals.end(key, fetch.number)
-            self._fail_key(key, reason, now, fetch.holder.node_id)
+        if choice.refused is not None:
+            reason = MissReason.SLOWER_THAN_RECOMPUTE
+            acquisition.end(wanted[choice.count], reason, choice.refused.node_id)
+            self._counters["fetch_not_worthwhile"] += len(wanted) - choice.count
+        for run in choice.runs:
+            for index in run.indices:
+                self._await(acquisition, index)
+            self._fetches.start(acquisition, run.holder, run.alternates, run.indices, now)
 
     def _take_waiters(self, key: BlockKey) -> list[tuple[Acquisition, int]]:
         found: list[tuple[Acquisition, int]] = []
@@ -513,14 +474,7 @@ class Acquisitions:
                 self._store.pin(block)
                 acquisition.held[index] = block.slot
                 if origin is not None:
-                    acquisition.fetched.add(index)
                     acquisition.origins[index] = origin
-            self._settle(acquisition, now)
-
-    def _fail_key(self, key: BlockKey, reason: MissReason, now: float, miss_node: str = "") -> None:
-        for acquisition, index in self._take_waiters(key):
-            acquisition.pending.discard(index)
-            acquisition.end(index, reason, miss_node)
             self._settle(acquisition, now)
 
     def _settle(self, acquisition: Acquisition, now: float) -> None:
@@ -540,7 +494,7 @@ class Acquisitions:
         promised = [acquisition.held.pop(index) for index in range(skip, end)]
         for index in acquisition.held.values():
             self._store.unpin(index)
-        fetched = sum(1 for index in acquisition.fetched if index < end)
+        fetched = sum(1 for index, origin in acquisition.origins.items() if index < end and not is_tier(origin))
         if acquisition.on_answer is not None:
             acquisition.on_answer(acquisition, promised, fetched, now)
             return
@@ -549,6 +503,9 @@ class Acquisitions:
     def peer_speeds(self) -> tuple[PeerSpeed, ...]:
         return self._estimates.speeds()
 
+    def tier_speeds(self) -> tuple[PeerSpeed, ...]:
+        return self._estimates.speeds(tiers=True)
+
     def pinned(self) -> Counter[SlotIndex]:
         """Slots pinned by open acquisitions, for the shard's check of pin counts."""
         return Counter(index for acquisition in self._open.values() for index in acquisition.held.values())
@@ -556,7 +513,7 @@ class Acquisitions:
     @property
     def is_idle(self) -> bool:
         """Whether nobody waits and nothing is on its way."""
-        return not (self._open or self._fetches) and self._arrivals.is_idle
+        return not self._open and self._fetches.is_idle and self._arrivals.is_idle
 
     def check_invariants(self) -> None:
         waiters = self._arrivals.waiters()
@@ -565,10 +522,12 @@ class Acquisitions:
             asks = acquisition.state is AcquisitionState.ASKING
             assert acquisition.state not in (AcquisitionState.STARTING, AcquisitionState.OVER), "it is not under way"
             assert bool(acquisition.question) == asks, "a question is out and nobody asks"
+            resolves = acquisition.state is AcquisitionState.RESOLVING
+            assert bool(acquisition.awaits) == resolves, "an acquisition awaits nobody, or answers that it does not use"
             for index in acquisition.pending:
                 assert (op, index) in waiters, "an acquisition waits for a block nobody would report"
                 on_its_way = acquisition.request.keys[index] in self._arrivals or acquisition.state in FOLLOWING
                 assert on_its_way, "an acquisition waits for a block that is not on its way"
         bringers = self._arrivals.bringers() - {DIGESTING}
-        assert bringers <= self._fetches.keys(), "a block arrives by a fetch that is over"
-        assert self._fetches.keys() == self._pulls.owned_by(self), "a fetch without a pull, or a pull without a fetch"
+        assert bringers <= self._fetches.numbers(), "a block arrives by a fetch that is over"
+        self._fetches.check_invariants()

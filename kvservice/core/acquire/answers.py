@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvservice.core.acquire.acquisition import Acquisition
 from kvservice.core.actions import Reply
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import AcquireResult, MissReason
 from kvservice.core.segment.refs import BlockRef
+from kvservice.core.tier.rules import is_tier, name_of_tier
 from kvservice.core.usage import UsageTable
-from kvservice.units import LeaseId, SlotIndex
+from kvservice.units import LeaseId, NodeId, SlotIndex
 
 # What becomes of blocks that are held instead of leased: (call, slots pinned for it, how many of them are of the chain,
 # why it ended there, now).
@@ -41,7 +42,9 @@ class Answers:
             self._on_hold(op, slots, len(promised), reason, now)
             return
         lease = self._shard.lease(("engine", int(main.attachment)), slots, now)
-        self._count(main, len(promised), fetched, reason)
+        sources = [origin for index, origin in main.origins.items() if index < main.request.skip + len(promised)]
+        brought = sum(map(is_tier, sources))
+        self._count(main, len(promised), fetched, brought, reason)
         table = self._shard.store.table
         in_windows = sum(table[slot].payload_bytes for window in windows for slot in window)
         self._shard.counters["hit_bytes"] += len(promised) * main.payload_bytes + in_windows
@@ -51,20 +54,21 @@ class Answers:
         skipped, request = 0, main.request
         while skipped < request.skip and request.keys[skipped] in self._shard.store:
             skipped += 1
-        self._reply(op, lease, promised, fetched, reason, windows, skipped)
+        self._reply(op, lease, promised, fetched, reason, windows, skipped, brought, _farthest(sources))
 
     def refuse(self, op: int, now: float) -> None:
         """Answer with nothing, because this node is leaving. The answer is not counted."""
         self._shard.records.answered(op, 0, {}, MissReason.DRAINING, str(self._shard.node_id), now)
         self._reply(op, LeaseId(0), (), 0, MissReason.DRAINING, ())
 
-    def _count(self, main: Acquisition, promised: int, fetched: int, reason: MissReason) -> None:
+    def _count(self, main: Acquisition, promised: int, fetched: int, brought: int, reason: MissReason) -> None:
         counters = self._shard.counters
         asked = len(main.request.keys) - main.request.skip
         counters["acquires"] += 1
         counters["asked_blocks"] += asked
-        counters["hit_local_blocks"] += promised - fetched
+        counters["hit_local_blocks"] += promised - fetched - brought
         counters["hit_remote_blocks"] += fetched
+        counters["hit_tier_blocks"] += brought
         self.usage.add(self._shard.model_of(main.attachment), main.account, asked, promised - fetched, fetched)
         if reason is not MissReason.NONE:
             counters[f"acquires_cut_{reason.value}"] += 1
@@ -78,11 +82,20 @@ class Answers:
         reason: MissReason,
         windows: Sequence[Sequence[SlotIndex]],
         skipped_held: int = 0,
+        brought: int = 0,
+        farthest: str = "",
     ) -> None:
         refs = tuple(map(self._ref, promised))
         window_refs = tuple(tuple(map(self._ref, window)) for window in windows)
         admitted = self._shard.admission.on_answer(op, len(refs))
-        self._shard.emit(Reply(op, AcquireResult(lease, refs, fetched, reason, window_refs, admitted, skipped_held)))
+        result = AcquireResult(lease, refs, fetched, reason, window_refs, admitted, skipped_held, brought, farthest)
+        self._shard.emit(Reply(op, result))
 
     def _ref(self, slot: SlotIndex) -> BlockRef:
         return BlockRef(slot, self._shard.store.table[slot].generation)
+
+
+def _farthest(sources: Iterable[NodeId]) -> str:
+    """The source that takes longest, as people know it: a shared tier, a tier of this node, another node, or none."""
+    names = {name_of_tier(node) if is_tier(node) else "peer" for node in sources}
+    return max(names, key=lambda name: (name == "objects", name != "peer", name), default="")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.core.messages import Holder, PeerSpeed
+from kvservice.core.tier.rules import is_tier
 from kvservice.units import NodeId
 
 WEIGHT = 0.3  # of the newest sample in an average: it follows a changed link within a handful of pulls
@@ -37,6 +38,27 @@ class FetchEstimate:
     def observe_overhead(self, seconds: float) -> None:
         self.overhead_seconds = _blend(self.overhead_seconds, max(seconds, 0.0))
 
+    def seconds(self, block_count: int, block_bytes: int) -> float | None:
+        """How long fetching takes; None when it was not measured."""
+        if self.bytes_per_second is None:
+            return None
+        return (self.overhead_seconds or 0.0) + block_count * block_bytes / self.bytes_per_second
+
+    def asks(self, block_count: int, block_bytes: int, recompute_seconds: float) -> bool:
+        """Whether to ask this source for blocks that it may not have: when fetching them would be faster than
+        computing, or `worthwhile` would try it by now. A refusal counts as one of `worthwhile`."""
+        seconds = self.seconds(block_count, block_bytes)
+        if seconds is None or recompute_seconds <= 0 or seconds <= block_count * recompute_seconds:
+            return True
+        if self.refusals >= REFUSALS_MAX or self._may_probe(block_bytes):
+            return True
+        self._refuse(block_count * recompute_seconds)
+        return False
+
+    def _refuse(self, computing_seconds: float) -> None:
+        self.refusals += 1
+        self.recomputed_seconds += computing_seconds
+
     def worthwhile(self, block_count: int, block_bytes: int, recompute_seconds: float, remaining_seconds: float) -> int:
         """How many of the first `block_count` blocks to fetch: all, as many as fit into the time left, or none.
 
@@ -44,8 +66,7 @@ class FetchEstimate:
         """
         count = self._fitting(block_count, block_bytes, recompute_seconds, remaining_seconds)
         if count == 0 and self.refusals < REFUSALS_MAX and not self._may_probe(block_bytes):
-            self.refusals += 1
-            self.recomputed_seconds += block_count * recompute_seconds
+            self._refuse(block_count * recompute_seconds)
             return 0
         self.refusals, self.recomputed_seconds = 0, 0.0
         return count or min(block_count, _probe_blocks(block_bytes))
@@ -69,7 +90,7 @@ class FetchEstimate:
 
 
 class FetchEstimates:
-    """One estimate for each peer that was fetched from lately."""
+    """One estimate for each peer and each tier that was fetched from lately."""
 
     def __init__(self) -> None:
         self._by_node: BoundedTable[NodeId, FetchEstimate] = BoundedTable(NODES_MAX)
@@ -77,10 +98,18 @@ class FetchEstimates:
     def of(self, holder: Holder) -> FetchEstimate:
         return self._by_node.get(holder.node_id) or self._by_node.put(holder.node_id, FetchEstimate())
 
-    def speeds(self) -> tuple[PeerSpeed, ...]:
+    def best_node_seconds(self, block_count: int, block_bytes: int) -> float | None:
+        """The shortest time in which another node would give so many blocks; None when none was measured."""
+        nodes = (estimate for node, estimate in self._by_node.items() if not is_tier(node))
+        times = (estimate.seconds(block_count, block_bytes) for estimate in nodes)
+        return min((seconds for seconds in times if seconds is not None), default=None)
+
+    def speeds(self, *, tiers: bool = False) -> tuple[PeerSpeed, ...]:
+        """Of other nodes, or of tiers."""
         return tuple(
             PeerSpeed(node, estimate.bytes_per_second or 0.0, estimate.overhead_seconds or 0.0, estimate.pulled_bytes)
             for node, estimate in sorted(self._by_node.items())
+            if is_tier(node) == tiers
         )
 
 

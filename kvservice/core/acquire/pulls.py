@@ -9,27 +9,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
-from kvservice.core.actions import Locate, Pull, ReleaseRemote
+from kvservice.core.actions import BringBack, Locate, Pull, ReleaseRemote
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.context import ShardContext
 from kvservice.core.events import PullResult
 from kvservice.core.messages import Holder, LocateResult
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.store.slots import Slot, SlotState
+from kvservice.core.tier.rules import is_tier
+from kvservice.core.tier.tier_block import TierBlock
 from kvservice.core.transitions import step
 from kvservice.units import BlockKey
 
 LOCATE_SECONDS_MAX = 1.0  # a peer answers from memory in milliseconds; after this it counts as failed
+LOCATE_WAIT_SECONDS_MAX = 0.8  # of these, a peer may spend bringing blocks back from its disk; it then says what it has
 # Connecting and asking take LOCATE_SECONDS_MAX each; after this no answer will come, and the owner drops the pull.
 LOCATE_GIVE_UP_SECONDS = 3.0
 PULL_BLOCKS_MAX = 512  # of one pull: bounds remote leases and headers in flight; longer runs are several pulls
 PULL_SECONDS_MAX = 60.0  # a pull ends after this even if the peer's lease is longer
 LEASE_MARGIN_SECONDS = 1.0  # reading stops this long before the peer's lease ends, so clocks need not run equally fast
 SUSPECT_SECONDS = 60.0  # a slot whose bytes failed verification is not used for this long, if something still writes it
+assert LOCATE_WAIT_SECONDS_MAX < LOCATE_SECONDS_MAX
 assert LOCATE_GIVE_UP_SECONDS > 2 * LOCATE_SECONDS_MAX
 assert PULL_BLOCKS_MAX <= KEYS_PER_REQUEST_MAX, "a Locate must have room for a pull"
 assert LEASE_MARGIN_SECONDS < PULL_SECONDS_MAX
@@ -108,9 +112,11 @@ class Pulls:
         self._open[number] = PeerPull(number, owner, holder, payload_bytes)
         return number
 
-    def locate(self, number: int, keys: tuple[BlockKey, ...]) -> None:
-        """Ask the peer to lease these blocks. The owner's `located` gets the answer."""
-        self._shard.emit(Locate(number, self._open[number].holder, keys, LOCATE_SECONDS_MAX))
+    def locate(self, number: int, keys: tuple[BlockKey, ...], wait_seconds: float = 0.0) -> None:
+        """Ask the peer to lease these blocks. It may take `wait_seconds` to bring back what it has only in a tier. The
+        owner's `located` gets the answer."""
+        wait = min(wait_seconds, LOCATE_WAIT_SECONDS_MAX)
+        self._shard.emit(Locate(number, self._open[number].holder, keys, LOCATE_SECONDS_MAX, wait))
 
     def begin(
         self,
@@ -131,6 +137,20 @@ class Pulls:
         self._shard.emit(Pull(number, pull.holder, leased.epoch, pull.payload_bytes, items, deadline))
         return deadline
 
+    def bring_back(
+        self, number: int, tier: str, blocks: Sequence[TierBlock], slots: Sequence[Slot], until: float, *, urgent: bool
+    ) -> None:
+        """Read blocks of a tier, each into its reserved slot. Nothing is located, and nothing is leased."""
+        pull = self._open[number]
+        self._move(pull, PullEvent.BEGIN)
+        pull.slots = tuple(slots)
+        pull.handles = tuple(
+            BlockHandle(b.key, s.index, s.generation, b.payload_bytes, b.digest, b.position)
+            for b, s in zip(blocks, slots, strict=True)
+        )
+        items = tuple((block, slot.index) for block, slot in zip(blocks, slots, strict=True))
+        self._shard.emit(BringBack(number, tier, items, until, urgent))
+
     def drop(self, number: int, leased: LocateResult | None = None) -> None:
         """End a pull without reading. Releases what was leased."""
         pull = self._open[number]
@@ -148,13 +168,16 @@ class Pulls:
             return  # too late: a lease that came with the answer expires
         pull.owner.located(number, result, sent_at, now)
 
-    def pulled(self, number: int, results: Sequence[PullResult], now: float) -> None:
-        """Take the transport's results. A slot without a result may still be written."""
+    def pulled(self, number: int, results: Sequence[PullResult], now: float, digests: Sequence[int] = ()) -> None:
+        """Take the results of the transport, or of a tier, which also says what the digests are. A slot without a
+        result may still be written."""
         pull = self._open.get(number)
         if pull is None or pull.state is not PullState.PULLING:
             return
         slots, pull.slots = pull.slots, ()
         known = (*results[: len(slots)], *[PullResult.STUCK] * (len(slots) - len(results)))
+        if is_tier(pull.holder.node_id):
+            known = self._with_digests(pull, known, digests)
         for position, (slot, result) in enumerate(zip(slots, known, strict=True)):
             if result is PullResult.OK:
                 pull.owner.arrived(number, position, pull.handles[position], slot, now)
@@ -166,6 +189,22 @@ class Pulls:
             self._move(pull, PullEvent.FINISH)
             self._release(pull.holder, pull.leased)
         pull.owner.pulled(number, known, now)
+
+    @staticmethod
+    def _with_digests(
+        pull: PeerPull, results: tuple[PullResult, ...], digests: Sequence[int]
+    ) -> tuple[PullResult, ...]:
+        """Give each block the digest that the tier verified: a codec that loses bits changes it, and of what others
+        wrote it was not known. A block without a digest did not come, and a tier that has answered writes no slot."""
+        handles: list[BlockHandle] = []
+        known: list[PullResult] = []
+        for place, (handle, result) in enumerate(zip(pull.handles, results, strict=True)):
+            digest = digests[place] if place < len(digests) else 0
+            handles.append(replace(handle, digest=digest or handle.digest))
+            lost = result is PullResult.STUCK or (result is PullResult.OK and not handles[-1].digest)
+            known.append(PullResult.FAILED if lost else result)
+        pull.handles = tuple(handles)
+        return tuple(known)
 
     def writes_ended(self, number: int) -> None:
         pull = self._open.get(number)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvservice.core.explain.evictions import EvictionCause
-from kvservice.core.explain.records import LOCAL, SourceRun
+from kvservice.core.explain.records import LOCAL, TIER_MARK, SourceRun
 from kvservice.core.messages import MissReason, RequestReport
 
 CLOSE_SECONDS = 0.05  # two events on two nodes that are closer than this count as simultaneous
@@ -25,7 +25,7 @@ class BlockOutcome(Enum):
 
     ENGINE = "engine"  # in the engine's own cache
     LOCAL = "local"  # in the pool of its node
-    FETCHED = "fetched"  # from another node
+    FETCHED = "fetched"  # from another node, or from a tier
     MISSED = "missed"  # computed again
 
 
@@ -79,6 +79,12 @@ _TEXT = {
     MissCause.NO_POOL: "the engine had no shard to ask, or lost it",
     MissCause.LOAD_FAILED: "was promised, but the load failed and everything was computed",
     MissCause.NOT_USED: "was promised, but the engine scheduled the request without it",
+}
+_OF_TIER = {
+    MissCause.SLOWER_THAN_RECOMPUTE: "bringing it back from {} was measured to be slower than recomputing",
+    MissCause.EVICTED: "{} did not have it any more when it was read",
+    MissCause.OWNER_GONE: "{} failed to read it",
+    MissCause.CORRUPT: "what {} gave did not match its digest",
 }
 _SINCE = "; the engine that asked has stored it since"
 _NEVER = (MissReason.NEVER_STORED, MissReason.NONE)
@@ -231,6 +237,8 @@ def _diagnose_miss(request: RecordedRequest, evidence: Evidence, index: int) -> 
 def _known_reason(request: RecordedRequest, evidence: Evidence, index: int) -> Diagnosis:
     """The diagnosis when the shard itself knew the reason at the time of its answer."""
     cause, node = _OF_MISS[request.miss], request.miss_node
+    if node.startswith(TIER_MARK) and cause in _OF_TIER:
+        return _missed(index, cause, node, _OF_TIER[cause].format(node))
     if cause is MissCause.EVICTED:
         found = _from_history(request, evidence, index)
         if found.miss_cause is MissCause.EVICTED:

@@ -28,6 +28,7 @@ REFUSED_MAX = 16  # refused attaches that are remembered, the newest
 assert KEEP_SECONDS <= EVICTIONS_KEEP_SECONDS, "a record is explained by evictions from before it"
 assert KEYS_MAX >= KEYS_PER_REQUEST_MAX
 LOCAL = "local"
+TIER_MARK = "~"  # a tier is a source, and a holder, whose name begins with it; no node's name does
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class SourceRun:
 
     start: int
     count: int
-    source: str  # LOCAL, or the node that they were fetched from
+    source: str  # LOCAL, or the node or tier that they came from
 
 
 @dataclass(slots=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kvservice.core.explain.records import TIER_MARK
 from kvservice.core.messages import Holder
 from kvservice.units import BootEpoch, NodeId
-
-TIER_MARK = "~"  # a tier is a holder whose node id begins with it; no node's name does
 
 
 class WriteMoment(Enum):
@@ -46,6 +45,10 @@ class TierUsage:
 def tier_holder(name: str) -> Holder:
     """The tier as a source of blocks, beside other nodes."""
     return Holder(NodeId(TIER_MARK + name), "", BootEpoch(0))
+
+
+def name_of_tier(node: str) -> str:
+    return node.removeprefix(TIER_MARK)
 
 
 def is_tier(node: str) -> bool:

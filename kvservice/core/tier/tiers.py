@@ -10,6 +10,7 @@ asked itself.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.context import ShardContext
 from kvservice.core.events import PullResult, TierFound, WrittenDown
 from kvservice.core.messages import Holder
+from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
 from kvservice.core.store.blocks import Block
 from kvservice.core.store.eviction import LeafFirstReuse
 from kvservice.core.tier.books import TierBooks
@@ -32,6 +34,7 @@ from kvservice.units import BlockKey, NodeId, SlotIndex
 
 CLEAN_FREE_SHARE = 1 / 8  # of the memory: while less is free, the cleaner writes down the coldest blocks ahead of need
 CLEAN_BLOCKS = 256  # that the cleaner looks at: it costs a millisecond
+CLEAN_TIER_SHARE = 0.5  # of a tier's budget, that one look may fill
 CLEAN_SECONDS = 0.1  # between two looks: with CLEAN_BLOCKS, more than any disk writes
 KNOWN_MAX = 262_144  # blocks that are known to be in a shared tier, about 40 MB; a forgotten one is written again
 CHECK_BLOCKS_MAX = 20_000  # larger books are not checked: a check would block the loop for too long
@@ -146,14 +149,17 @@ class Tiers:
                     self._offer(block, WriteMoment.REUSED, now)
 
     def _offer(self, block: Block, moment: WriteMoment, now: float) -> None:
-        """Queue the block for each tier that takes blocks at this moment and lacks it."""
+        """Queue the block for each tier that takes blocks at this moment."""
         for tier in self._tiers.values():
-            if tier.rules.write is not moment or tier.has(block.key) or not tier.takes(now):
-                continue
-            if not self._shard.admission.admits(self._store.account_of(block)):
-                continue
-            if not tier.queue.put(block.key):
-                self._count(tier, "dropped_full")
+            if tier.rules.write is moment and tier.takes(now):
+                self._offer_to(tier, block)
+
+    def _offer_to(self, tier: _Tier, block: Block) -> None:
+        """Queue the block if the tier lacks it, unless nothing of its tenant comes back."""
+        if tier.has(block.key) or not self._shard.admission.admits(self._store.account_of(block)):
+            return
+        if not tier.queue.put(block.key):
+            self._count(tier, "dropped_full")
 
     def work(self, now: float) -> None:
         """Clean, and begin what may begin. Called after every event; cheap when there is nothing to do."""
@@ -179,12 +185,24 @@ class Tiers:
         if free >= self._clean_below:
             return
         self._cleaned_at = now
-        for key in self._store.policy.coldest(CLEAN_BLOCKS):
-            block = self._store.get(key)
-            if block is not None and not block.is_secondary:
-                self._offer(block, WriteMoment.EVICTED, now)
-                if self.spill.is_on and self._shard.admission.admits(self._store.account_of(block)):
-                    self.spill.put(block, now)
+        found = (self._store.get(key) for key in self._store.policy.coldest(CLEAN_BLOCKS))
+        coldest = [block for block in found if block is not None and not block.is_secondary]
+        for tier in self._tiers.values():
+            if tier.rules.write is WriteMoment.EVICTED and tier.takes(now):
+                self._clean_into(tier, coldest)
+        for block in coldest if self.spill.is_on else ():
+            if self._shard.admission.admits(self._store.account_of(block)):
+                self.spill.put(block, now)
+
+    def _clean_into(self, tier: _Tier, coldest: Sequence[Block]) -> None:
+        """Offer no more than half of what the tier holds: if one block of the cold end evicted another from a small
+        tier, they would take turns for ever."""
+        room = math.inf if tier.books is None else tier.books.budget_bytes * CLEAN_TIER_SHARE
+        for block in coldest:
+            room -= block.payload_bytes + FILE_HEADER_BYTES
+            if room < 0:
+                return
+            self._offer_to(tier, block)
 
     def _prepare(self, tier: _Tier, key: BlockKey) -> Item | None:
         """Make room in the tier and pin the block in memory. None: it is not written."""
@@ -263,14 +281,18 @@ class Tiers:
     def may_probe(self, name: str, now: float) -> bool:
         return self._may_read(self._tiers[name], now)
 
-    def sizes(self, keys: Sequence[BlockKey], now: float) -> dict[BlockKey, int]:
-        """Payload bytes of those of these blocks that a tier of this node can give now."""
-        found: dict[BlockKey, int] = {}
-        for tier in self._tiers.values():
-            if tier.books is not None and self._may_read(tier, now):
-                blocks = (tier.books.get(key) for key in keys)
-                found.update((block.key, block.payload_bytes) for block in blocks if block is not None)
-        return found
+    def has_shared(self, name: str, keys: Sequence[BlockKey]) -> None:
+        """A shared tier said that it has these blocks: they are not written into it again."""
+        for key in keys:
+            self._tiers[name].known.put(key, True)
+
+    def first_of(self, keys: Iterable[BlockKey], now: float) -> TierBlock | None:
+        """The first of these blocks that a tier of this node can give now."""
+        open_books = [
+            tier.books for tier in self._tiers.values() if tier.books is not None and self._may_read(tier, now)
+        ]
+        found = (books.get(key) for key in keys for books in open_books)
+        return next((block for block in found if block is not None), None) if open_books else None
 
     def begin_read(
         self, number: int, holder: NodeId, wanted: Sequence[TierBlock], deadline: float, now: float

@@ -97,8 +97,11 @@ class SimPeers:
             raise StaleEpoch(f"{holder.node_id} restarted: epoch {memory.epoch}, the directory said {holder.epoch}")
         return PeerInfo(holder.epoch, memory.geometry, b"")
 
-    async def locate(self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float) -> LocateResult:
-        return await self._call(holder, timeout, lambda runtime: runtime.locate(reader, holder.epoch, keys))
+    async def locate(
+        self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float, wait_seconds: float = 0.0
+    ) -> LocateResult:
+        epoch = holder.epoch
+        return await self._call(holder, timeout, lambda runtime: runtime.locate(reader, epoch, keys, wait_seconds))
 
     async def follow(
         self,

@@ -140,7 +140,7 @@ class AcquireRequest(_message.Message):
     def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "window_blocks", "window_counts", "not_admitted", "skipped_held")
+    __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "window_blocks", "window_counts", "not_admitted", "skipped_held", "tier_count", "farthest")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +149,8 @@ class AcquireReply(_message.Message):
     WINDOW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     NOT_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_HELD_FIELD_NUMBER: _ClassVar[int]
+    TIER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FARTHEST_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
     fetched_count: int
@@ -157,7 +159,9 @@ class AcquireReply(_message.Message):
     window_counts: _containers.RepeatedScalarFieldContainer[int]
     not_admitted: bool
     skipped_held: int
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., window_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., window_counts: _Optional[_Iterable[int]] = ..., not_admitted: bool = ..., skipped_held: _Optional[int] = ...) -> None: ...
+    tier_count: int
+    farthest: str
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., window_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., window_counts: _Optional[_Iterable[int]] = ..., not_admitted: bool = ..., skipped_held: _Optional[int] = ..., tier_count: _Optional[int] = ..., farthest: _Optional[str] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("attachment_id", "epoch", "count", "group", "call")
@@ -342,14 +346,16 @@ class HandshakeReply(_message.Message):
     def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., transport: _Optional[str] = ..., description: _Optional[bytes] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
-    __slots__ = ("epoch", "keys", "reader")
+    __slots__ = ("epoch", "keys", "reader", "wait_seconds")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     keys: bytes
     reader: str
-    def __init__(self, epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., reader: _Optional[str] = ...) -> None: ...
+    wait_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., reader: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class Handle(_message.Message):
     __slots__ = ("held", "slot", "generation", "length", "digest", "position")
