@@ -3,7 +3,7 @@
     python -m benchmarks.local_bandwidth [--rounds N] [--total BYTES] [--out PATH]
 
 A real shard, a real attachment, and the connector's worker half with KV tensors as vLLM's CPU backend allocates them: a
-tensor a layer. The limit is one memcpy a block, from slot to ordinary memory or back, on one core; it alternates with
+tensor a layer. The limit is one memcpy a slot, from slot to ordinary memory or back, on one core; it alternates with
 what is measured, and ratios are medians of neighbours. `sealed`: until the shard has the digests as well.
 """
 
@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from tests.integration.engine import Engine, chain, spec
 
 LAYERS, HEADS, TOKENS = 16, 4, 16
 BLOCK_BYTES = (64 * KiB, 720 * KiB, 2 * MiB, 4 * MiB)
+SMALL_BYTES, PARTS = 64 * KiB, 16  # a small model's blocks of 16 tokens, with slot_tokens 256
 AT_ONCE_BYTES = 2 * MiB
 POOL_BYTES = 2 * GiB
 Work = Callable[[], object]
@@ -50,22 +51,30 @@ class Worker:
     """An engine's memory and its worker half."""
 
     def __init__(self, engine: Engine, layout: SlotLayout, blocks: int, verify: Verify) -> None:
-        width = layout.cell_bytes // layout.block_tokens
-        shape = (blocks, layout.kv_head_count, layout.block_tokens, width)
+        width = layout.cell_bytes // layout.part_tokens
+        shape = (blocks * layout.parts, layout.kv_head_count, layout.part_tokens, width)
         self.layers = [torch.randint(0, 255, shape, dtype=torch.uint8) for _ in range(layout.layer_count)]
         self._half = WorkerHalf(BlockCopier(self.layers, range(layout.kv_head_count)), verify)
         segment = engine.segment
         self._info = PoolInfo(str(segment.path), segment.geometry, segment.epoch, layout, bytes(16))
         self._stored = 0
 
+    def _entries(self, blocks: Iterable[tuple[BlockRef, BlockKey]]) -> tuple[CopyEntry, ...]:
+        parts = self._info.layout.parts
+        return tuple(
+            CopyEntry(row * parts + part, ref, key, part=part)
+            for row, (ref, key) in enumerate(blocks)
+            for part in range(parts)
+        )
+
     def load(self, blocks: Sequence[tuple[BlockRef, BlockKey]]) -> None:
-        entries = tuple(CopyEntry(row, ref, key) for row, (ref, key) in enumerate(blocks))
+        entries = self._entries(blocks)
         self._half.start_loads(StepPlan(pool=self._info, loads=[LoadPlan("request", entries)]))
         assert self._half.take_loaded() == ({"request"}, set())
 
     def store(self, refs: Sequence[BlockRef], keys: Sequence[BlockKey]) -> None:
         self._stored += 1
-        entries = tuple(CopyEntry(row, ref, key) for row, (ref, key) in enumerate(zip(refs, keys, strict=True)))
+        entries = self._entries(zip(refs, keys, strict=True))
         self._half.store(StepPlan(pool=self._info, stores=[StorePlan(self._stored, entries)]))
         report = self._half.take_report()
         assert report is not None and report.stored == {self._stored: 1}, report
@@ -123,8 +132,10 @@ async def stored(client: ShardClient, layout: SlotLayout, count: int) -> tuple[E
     return engine, list(zip(result.blocks, keys, strict=True))
 
 
-async def of_size(socket: str, block_bytes: int, total: int, rounds: int) -> dict[str, Any]:
-    layout = SlotLayout(LAYERS, HEADS, block_bytes // LAYERS // HEADS, TOKENS)
+async def of_size(socket: str, block_bytes: int, total: int, rounds: int, parts: int = 1) -> dict[str, Any]:
+    """`block_bytes` of a block of the engine, of which `parts` lie in a slot."""
+    layout = SlotLayout(LAYERS, HEADS, block_bytes // LAYERS // HEADS, TOKENS * parts, parts)
+    block_bytes = layout.payload_bytes
     count = max(1, total // block_bytes)
     client = ShardClient(socket)
     engine, blocks = await stored(client, layout, count)
@@ -208,6 +219,9 @@ def main() -> None:
             figures[f"{block_bytes // KiB} KiB"] = asyncio.run(
                 of_size(socket, block_bytes, options.total, options.rounds)
             )
+        figures[f"{PARTS} of {SMALL_BYTES // KiB} KiB in a slot"] = asyncio.run(
+            of_size(socket, SMALL_BYTES, options.total, options.rounds, PARTS)
+        )
         figures[f"{AT_ONCE_BYTES // KiB} KiB, two engines at once"] = two_at_once(socket, options.total, options.rounds)
     rows = [
         [f"{way}, {size}", *values.values()]
