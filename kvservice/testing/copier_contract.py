@@ -26,7 +26,7 @@ from kvservice.units import BlockKey, Generation, MiB, SlotIndex, SpanRoute
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 2, 6, 2, 256, 128
 LAYOUT = SlotLayout(LAYERS, HEADS, TOKENS * WIDTH * 2, 2 * TOKENS, parts=2)
 GEOMETRY = Geometry(slab_bytes=4 * MiB, slab_count=1)
-CACHE_BYTES = BLOCKS * LAYOUT.part_bytes
+CACHE_BYTES = BLOCKS * LAYERS * LAYOUT.part_bytes
 ENGINE_ID = bytes(range(16))
 SLOTS = [slot_index(0, index) for index in range(4)]
 KEYS = [BlockKey(bytes([1 + index]) * 16) for index in range(len(SLOTS))]
@@ -104,12 +104,16 @@ class CopierContract:
         assert bench.copied(Direction.LOAD, *entries)
         assert [bench.block(block) for block in range(4)] == wanted[::-1]
 
-    def test_blocks_of_one_slot_lie_behind_each_other(self, bench: CopierBench) -> None:
-        """Stored in one job or in several, and loaded each on its own."""
-        wanted = [bench.fill(block) for block in (1, 4)]
-        ref = bench.reserve(SLOTS[2])
-        assert bench.copied(Direction.STORE, CopyEntry(4, ref, KEYS[2], part=1), CopyEntry(1, ref, KEYS[2], part=0))
-        assert bench.slot(SLOTS[2]) == wanted[0] + wanted[1]
+    def test_blocks_of_one_slot_lie_side_by_side_in_each_layer(self, bench: CopierBench) -> None:
+        """Also those that are neighbours in the engine. They are loaded each on its own."""
+        for first, second in ((1, 4), (2, 3)):
+            wanted = [bench.fill(block) for block in (first, second)]
+            ref = bench.reserve(SLOTS[2])
+            entries = [CopyEntry(second, ref, KEYS[2], part=1), CopyEntry(first, ref, KEYS[2], part=0)]
+            assert bench.copied(Direction.STORE, *entries)
+            size = LAYOUT.part_bytes
+            layers = [block[layer * size : (layer + 1) * size] for layer in range(LAYERS) for block in wanted]
+            assert bench.slot(SLOTS[2]) == b"".join(layers)
         ref, beside = bench.seal(SLOTS[2], KEYS[2]), bench.block(0)
         assert bench.copied(Direction.LOAD, CopyEntry(5, ref, KEYS[2], part=1))
         assert bench.block(5) == wanted[1] and bench.block(0) == beside

@@ -156,10 +156,11 @@ class BlockCopier:
         """This rank's share of a slot as `[layer, head, kernel part, token, K‖V]`."""
         assert self._slots is not None and self._layout is not None
         _, parts, _, tokens, width = self._layers[0].shape
-        start = payload_offset + part * self._layout.part_bytes
-        shape = (self._layout.layer_count, self._layout.kv_head_count, parts, tokens, width)
-        whole = self._slots[start : start + self._layout.part_bytes].view(self._layers[0].dtype).view(shape)
-        return whole[self._slot_layers, self._heads.start : self._heads.stop]
+        layout = self._layout
+        payload = self._slots[payload_offset : payload_offset + layout.payload_bytes]
+        shape = (layout.layer_count, layout.parts, layout.kv_head_count, parts, tokens, width)
+        whole = payload.view(self._layers[0].dtype).view(shape)
+        return whole[self._slot_layers, part, self._heads.start : self._heads.stop]
 
     def _staging_like(self, slot: torch.Tensor) -> torch.Tensor:
         return torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
@@ -199,7 +200,7 @@ class GroupedBlockCopiers:
 
 
 def _runs(slot: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Contiguous pieces of one rank's share: the whole share, or one piece per layer if other ranks' heads lie
+    """Contiguous pieces of one rank's share: the whole share, or one piece per layer if other parts or other heads lie
     between."""
     if slot.is_contiguous():
         yield slot, staging

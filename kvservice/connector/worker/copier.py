@@ -216,7 +216,9 @@ class HostCopier(RunCopier):
             copy_entries(self._block_copiers, self._pool, direction, entries)
             return
         address, template = region
-        runs = template.expand_by_block([entry.block_id for entry in entries], self._part_offsets(template, entries))
+        # Parts of a slot may be neighbours in the engine too: then they are one run.
+        expand = template.expand if template.parts > 1 else template.expand_by_block
+        runs = expand([entry.block_id for entry in entries], self._part_offsets(template, entries))
         if direction is Direction.LOAD:
             copy_runs(address, self._memory, runs.engine, runs.segment, runs.lengths)
         else:

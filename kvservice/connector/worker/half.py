@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header import unpack_header
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved
 from kvservice.core.segment.layout import HeadShare
-from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
@@ -53,12 +52,13 @@ class WritingStore:
     ticket: Ticket
 
 
-def one_of_each_slot(entries: Sequence[CopyEntry]) -> Iterable[CopyEntry]:
-    """An entry of each slot, in their order. A slot may hold several blocks of the engine."""
-    found: dict[BlockRef, CopyEntry] = {}
+def one_of_each_slot(entries: Sequence[CopyEntry]) -> Iterator[CopyEntry]:
+    """An entry of each slot, in their order. A slot may hold several blocks of the engine, one behind the other."""
+    last: CopyEntry | None = None
     for entry in entries:
-        found.setdefault(entry.ref, entry)
-    return found.values()
+        if last is None or (entry.ref is not last.ref and entry.ref != last.ref):
+            yield entry
+        last = entry
 
 
 class WorkerHalf:

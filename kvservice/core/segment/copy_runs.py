@@ -97,7 +97,7 @@ class Descriptors:
 
 
 class CopyTemplate:
-    """The runs of one block: `engine` offsets for block 0, `slot` offsets in its part of a slot, and `lengths`.
+    """The runs of one block: `engine` offsets for block 0, `slot` offsets from where its part begins, and `lengths`.
 
     All three are int64 arrays of one length, in bytes, in the order of the slot.
     """

@@ -1,10 +1,10 @@
 """Slot layout: what one block looks like in a slot, whichever engine wrote it.
 
-A block of the pool is one or several of the engine's blocks, its parts, one after the other: `[part][layer][kv
-head][token][K‖V]`. So a part is copied in the same runs however many share a slot. The innermost `[token][K‖V]` cell
-is copied unchanged from the engine's cache page, so its inner order belongs to the attention backend and is part of the
-fingerprint. A rank of a tensor-parallel engine holds a range of kv heads of every layer. When there are more ranks than
-ranges, several ranks hold the same range and take turns in writing it. Pure.
+A block of the pool is one or several of the engine's blocks, its parts: `[layer][part][kv head][token][K‖V]`. Engines
+keep the blocks of a layer side by side, so parts that follow each other there are one run of bytes. The innermost
+`[token][K‖V]` cell is copied unchanged from the engine's cache page, so its inner order belongs to the attention
+backend and is part of the fingerprint. A rank of a tensor-parallel engine holds a range of kv heads of every layer.
+When there are more ranks than ranges, several ranks hold the same range and take turns in writing it. Pure.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ class SlotLayout:
             raise UnsupportedLayout(f"{self.block_tokens} tokens do not divide into {self.parts} parts")
 
     @property
-    def layer_bytes(self) -> int:
+    def part_bytes(self) -> int:
+        """Of one part in one layer."""
         return self.kv_head_count * self.cell_bytes
 
     @property
-    def part_bytes(self) -> int:
-        return self.layer_count * self.layer_bytes
+    def layer_bytes(self) -> int:
+        return self.parts * self.part_bytes
 
     @property
     def payload_bytes(self) -> int:
-        return self.parts * self.part_bytes
+        return self.layer_count * self.layer_bytes
 
     @property
     def part_tokens(self) -> int:

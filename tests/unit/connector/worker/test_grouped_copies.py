@@ -47,7 +47,7 @@ def test_groups_of_one_spec_lie_layer_behind_layer_in_one_slot(staged: bool) -> 
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_parts_of_a_slot_are_blocks_one_after_the_other(staged: bool) -> None:
-    """Each as it would lie in a slot of its own."""
+    """In each layer."""
     layout = SlotLayout(2, HEADS, TOKENS * WIDTH * 4, 2 * TOKENS, parts=2)
     tensors = layers(2)
     copier = BlockCopier(tensors, range(HEADS), staged=staged)
@@ -55,7 +55,7 @@ def test_parts_of_a_slot_are_blocks_one_after_the_other(staged: bool) -> None:
     copier.bind(segment, layout)
     copier.store(2, 0, 0)
     copier.store(5, 0, 1)
-    wanted = torch.stack([torch.stack([layer[block] for layer in tensors]) for block in (2, 5)])
+    wanted = torch.stack([torch.stack([layer[block] for block in (2, 5)]) for layer in tensors])
     assert torch.equal(payload(segment, layout, 0), wanted.reshape(-1))
     copier.load(0, 1, 1)
     assert torch.equal(tensors[1][1], tensors[1][5])

@@ -92,7 +92,7 @@ def test_runs_are_exactly_the_bytes_of_the_blocks(given_layouts: tuple[RegionLay
     region, slot = given_layouts
     blocks = data.draw(st.lists(st.integers(0, region.block_count - 1), unique=True, max_size=region.block_count))
     places = data.draw(st.permutations(range(8 * slot.parts)))[: len(blocks)]  # any part of any of eight slots
-    payloads = [index * slot.part_bytes for index in places]
+    payloads = [place // slot.parts * slot.payload_bytes + place % slot.parts * slot.part_bytes for place in places]
     runs = CopyTemplate(region, slot).expand(blocks, payloads)
     assert bytes_of(runs) == model(region, slot, blocks, payloads)
     joined = merge_runs(runs.engine, runs.segment, runs.lengths)

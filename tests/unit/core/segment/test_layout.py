@@ -15,14 +15,14 @@ LAYOUT = SlotLayout(layer_count=3, kv_head_count=8, cell_bytes=10, block_tokens=
 
 
 def test_sizes_multiply_up() -> None:
-    assert LAYOUT.layer_bytes == 80
-    assert LAYOUT.payload_bytes == LAYOUT.part_bytes == 240
+    assert LAYOUT.layer_bytes == LAYOUT.part_bytes == 80
+    assert LAYOUT.payload_bytes == 240
     assert LAYOUT.part_tokens == 16
 
 
-def test_parts_lie_behind_each_other_and_share_the_tokens() -> None:
+def test_parts_lie_side_by_side_in_a_layer_and_share_the_tokens() -> None:
     several = replace(LAYOUT, block_tokens=64, parts=4)
-    assert (several.part_bytes, several.payload_bytes) == (240, 960)
+    assert (several.part_bytes, several.layer_bytes, several.payload_bytes) == (80, 320, 960)
     assert several.part_tokens == 16
     with pytest.raises(UnsupportedLayout, match="parts"):
         replace(LAYOUT, parts=3)
