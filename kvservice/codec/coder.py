@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kvservice.codec.base import EXTRA_BYTES_MAX, Codec, Encoded, Numbers
 from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import BlockFileHeader
-from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.digest import copy_and_digest, digest_payload
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import CodecError, KeyUnknown
 
@@ -137,7 +137,9 @@ class Coder:
         if not steps:
             if len(data) != len(target):
                 raise CodecError("the lengths of header, file and block differ")
-            target[:] = data
+            if copy_and_digest(target, memoryview(data), header.block.key) != header.block.digest:
+                raise CodecError("the bytes do not have the digest of their header")
+            return
         for place in reversed(range(len(steps))):
             step = steps[place]
             if step.given_bytes != lengths[place]:

@@ -51,7 +51,7 @@ class FaultyStore:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="faulty-store", daemon=True)
         self._thread.start()
-        listening = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop)
+        listening = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._accept, "127.0.0.1", 0), self._loop)
         self._listener = listening.result()
         self.address = f"127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
@@ -77,10 +77,12 @@ class FaultyStore:
         self._thread.join()
         self._loop.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._serve(reader, writer))
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (request := await _message(reader)) is not None:
                 self._at_once += 1
@@ -93,7 +95,6 @@ class FaultyStore:
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # one of both sides went away
         finally:
-            self._tasks.discard(task)
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()

@@ -327,9 +327,11 @@ class ObjectTier:
     async def _read(self, reading: _ObjectReads, place: int) -> None:
         block, target = reading.job.items[place]
         result, digest = PullResult.FAILED, 0
+        began = time.perf_counter()
         try:
             found = await self._objects.get(block.key, FILE_HEADER_BYTES + block.payload_bytes + EXTRA_BYTES_MAX)
             if isinstance(found, memoryview):
+                self._coder.tier_read(len(found), time.perf_counter() - began)
                 result, digest = await self._unpack(found, block, target)
             else:
                 result = found

@@ -20,7 +20,7 @@ from kvservice.core.store.blocks import Block
 from kvservice.units import BlockKey, MiB, NodeId
 
 QUEUE_MAX = 4096  # blocks that wait; further ones are dropped
-KNOWN_MAX = 65_536  # blocks that a receiver took, about 10 MB; a forgotten one is offered again, and held there
+TAKEN_MAX = 65_536  # blocks here that a receiver took, about 10 MB; a forgotten one is offered again, and held there
 OFFER_BLOCKS_MAX = 64  # of one offer: as of a leaving node
 OFFER_BYTES_MAX = 64 * MiB  # the same in bytes
 OFFERED_SHARE = 1 / 16  # of the memory, in one offer: a receiver pins it while it reads
@@ -59,7 +59,7 @@ class Spill:
         memory_bytes = shard.geometry.slab_count * shard.geometry.slab_bytes
         self._offer_bytes_max = min(OFFER_BYTES_MAX, int(memory_bytes * OFFERED_SHARE))
         self._waiting: dict[BlockKey, None] = {}  # in their order
-        self._taken: BoundedTable[BlockKey, bool] = BoundedTable(KNOWN_MAX)
+        self._taken: BoundedTable[BlockKey, bool] = BoundedTable(TAKEN_MAX)
         self._receivers: dict[NodeId, _Receiver] = {}  # those that get offers
         self._offers: dict[int, _SpillOffer] = {}
         self._next_offer = OFFER_NUMBERS_FROM
@@ -79,6 +79,10 @@ class Spill:
             self._counters["spill_blocks_dropped"] += 1
             return
         self._waiting[block.key] = None
+
+    def left_memory(self, key: BlockKey) -> None:
+        """A block was evicted here. If it is ever computed again, the receiver has lost it, too."""
+        self._taken.pop(key)
 
     def work(self, now: float) -> None:
         """Ask who accepts blocks, and offer some. Called after every event; cheap when nothing waits."""

@@ -341,6 +341,7 @@ class Tiers:
     def left_memory(self, key: BlockKey) -> None:
         """A block was evicted from memory: in the books it counts as used until now. Uses in memory are not told to
         them, which would cost an acquire of what is in memory as much as it costs by itself."""
+        self.spill.left_memory(key)
         for books in self._own:
             if key in books:
                 books.touch((key,), self._now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.digest import PIECE_BYTES, copy_and_digest, digest_payload
 from kvservice.units import BlockKey
 
 KEY = BlockKey(bytes(range(16)))
@@ -33,3 +33,11 @@ def test_every_kind_of_buffer_has_the_same_digest(payload: bytes) -> None:
     digests = {digest_payload(kind, KEY) for kind in (payload, bytearray(payload), memoryview(payload))}
     assert len(digests) == 1
     assert 0 <= digests.pop() < 1 << 64
+
+
+def test_the_digest_of_a_copy_is_of_all_its_pieces() -> None:
+    whole = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end"
+    for payload in (whole, whole[: 2 * PIECE_BYTES], whole[:1], b""):
+        target = bytearray(len(payload))
+        assert copy_and_digest(memoryview(target), memoryview(payload), KEY) == digest_payload(payload, KEY)
+        assert target == payload

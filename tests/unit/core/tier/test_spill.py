@@ -95,6 +95,18 @@ def test_an_offered_block_is_evicted_when_room_is_needed(sender: Sender) -> None
     assert sender.count("spill_blocks_evicted") > 0, "what waited is gone"
 
 
+def test_a_block_computed_again_is_offered_again(sender: Sender) -> None:
+    engine = sender.fill()
+    sender.find(peer())
+    sender.take_all()
+    sender.store(engine, make_chain(32, "other"))
+    sender.clean()
+    sender.take_all()
+    sender.store(engine, CHAIN)
+    sender.clean()
+    assert set(sender.take_all()) >= set(CHAIN[-8:])
+
+
 def test_a_receivers_reading_is_no_use_of_the_block(sender: Sender) -> None:
     sender.fill()
     sender.find(peer())
