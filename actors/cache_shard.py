@@ -69,11 +69,12 @@ class CacheShard:
 
         self._hosted.call(apply())
 
-    def stop(self) -> int:
+    def stop(self, keep_blocks: bool = False) -> int:
         """Leave the directory, finish the calls under way, and remove every file, also those of nodes of this machine
-        that are gone. Returns the id of this process, which is about to end."""
+        that are gone; with `keep_blocks` not those of the disk tier. Returns the id of this process, which is about to
+        end."""
         self._end_metrics()
-        self._hosted.close(self._server.stop(leaving=True))
+        self._hosted.close(self._server.stop(leaving=True, forget_disk=not keep_blocks))
         tracing.stop()
         settings = self._config.settings
         remove_leftovers(settings.service, [], settings.runtime_root)

@@ -139,8 +139,9 @@ def find(service: str) -> ServiceHandle | None:
         return None
 
 
-def down(service: str) -> bool:
-    """Stop every part of the service and remove all its files. Blocks. Returns False if there was no such service.
+def down(service: str, *, keep_blocks: bool = False) -> bool:
+    """Stop every part of the service and remove all its files, with `keep_blocks` not those of disk tiers. Blocks.
+    Returns False if there was no such service.
 
     It works from the named actors and not from what the supervisor knows, because that may just have been restarted.
     """
@@ -161,8 +162,9 @@ def down(service: str) -> bool:
     shards = [name for name in parts if name.startswith(names.shard(""))]
     # Copy workers stop first, because they use the shards' memory. Shards stop before the lookup partitions, because
     # they tell them that they leave.
-    for group in (workers, shards, [name for name in parts if name not in {*workers, *shards}]):
-        _stop(service, group)
+    _stop(service, workers)
+    _stop(service, shards, keep_blocks=keep_blocks)
+    _stop(service, [name for name in parts if name not in {*workers, *shards}])
     return True
 
 
@@ -183,12 +185,12 @@ def _named(service: str) -> list[str]:
     return [row["name"] for row in rows if row["namespace"] == names.namespace(service)]
 
 
-def _stop(service: str, parts: list[str]) -> None:
+def _stop(service: str, parts: list[str], **how: bool) -> None:
     handles: list[Any] = []
     for part in parts:
         with contextlib.suppress(ValueError):  # the actor is gone meanwhile
             handles.append(ray.get_actor(part, namespace=names.namespace(service)))
-    calls = [handle.stop.remote() for handle in handles]
+    calls = [handle.stop.remote(**how) for handle in handles]
     if calls:
         ray.wait(calls, num_returns=len(calls), timeout=STOP_SECONDS)
     for handle in handles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -69,7 +70,7 @@ def up(config: Any, address: str | None) -> None:
     except BaseException:
         if started_ray or not found:
             console.print("the service is not complete; stopping what was started")
-            deploy.down(config.service)
+            deploy.down(config.service, keep_blocks=True)
         if started_ray:
             _stop_head(ray_auth.head_record(config.service))
         raise
@@ -99,8 +100,9 @@ def _tell_where(config: Any, console: Console) -> None:
     console.print(f"metrics: port {port} of each node" if port else "metrics: off; --metrics-port turns them on")
 
 
-def down(service: str, address: str | None) -> None:
-    """Stop the service, and remove what earlier ones left on this machine. Blocks. Raises NoService if there was
+def down(service: str, address: str | None, *, keep_blocks: bool = False, disk_path: str = "") -> None:
+    """Stop the service, and remove what earlier ones left on this machine; with `keep_blocks` not the blocks of its
+    disk tiers. `disk_path`: of this machine, as far as it is known here. Blocks. Raises NoService if there was
     neither, Unavailable if processes run that were started without Ray; they must be ended where they were started."""
     from kvservice.actors.leftovers import remove_leftovers
     from kvservice.client.members import services_here
@@ -109,7 +111,7 @@ def down(service: str, address: str | None) -> None:
 
     logs.configure(level=logging.WARNING)
     console = new_console(stderr=True)
-    found, stopped, no_ray = _stop_on_ray(service, address)
+    found, stopped, no_ray = _stop_on_ray(service, address, keep_blocks=keep_blocks)
     alone = [] if stopped else find_shards(service)
     if alone:
         processes = ", ".join(f"node {record.node_id} as pid {record.pid}" for record in alone)
@@ -123,6 +125,8 @@ def down(service: str, address: str | None) -> None:
     removed = remove_leftovers(service, [])
     for path in removed:
         console.print(f"removed {path}, which an earlier service left behind")
+    if disk_path and not keep_blocks:
+        removed += _remove_blocks(Path(disk_path) / service, console)
     found = found or bool(removed)
     others = services_here()
     there = f"; there is {', '.join(others)}; name it with --service" if others else ""
@@ -131,7 +135,20 @@ def down(service: str, address: str | None) -> None:
     console.print(f"service '{service}' is down")
 
 
-def _stop_on_ray(service: str, address: str | None) -> tuple[bool, bool, str]:
+def _remove_blocks(folder: Path, console: Console) -> list[Path]:
+    """Remove what disk tiers of the service left in this folder. Returns the folders of their nodes."""
+    from kvservice.tier.block_files import LOCK_NAME, remove_blocks
+
+    removed = [node for node in sorted(folder.glob("*")) if (node / LOCK_NAME).exists()]
+    for node in removed:
+        count = remove_blocks(node)
+        console.print(f"removed {count} {'block' if count == 1 else 'blocks'} on disk from {node}")
+    with contextlib.suppress(OSError):  # it is not there, or holds something else
+        folder.rmdir()
+    return removed
+
+
+def _stop_on_ray(service: str, address: str | None, *, keep_blocks: bool) -> tuple[bool, bool, str]:
     """Stop the service's actors, and the Ray cluster that `up` started. Returns whether there was anything, whether
     actors were stopped, and why Ray was not asked."""
     try:
@@ -144,7 +161,7 @@ def _stop_on_ray(service: str, address: str | None) -> tuple[bool, bool, str]:
         with Progress("stopping") as progress:
             progress.update(f"service '{service}'")
             deploy.connect(address or _recorded_address(head))
-            stopped = deploy.down(service)
+            stopped = deploy.down(service, keep_blocks=keep_blocks)
     except Unavailable as error:
         no_ray = error.message
     _stop_head(head)

@@ -79,14 +79,19 @@ def tier_specs(settings: TierSettings, owner: str, free: Callable[[Path], int] |
     """The tiers that these settings name, nearest first. `owner` is the path of this pool below `disk_path`, where no
     other pool writes. Blocks for a moment: it asks how much is free, and for seconds where many blocks lie."""
     found: list[TierSpec] = []
-    if settings.disk_path:
-        place = Path(settings.disk_path) / owner
+    place = disk_folder(settings, owner)
+    if place is not None:
         budget = settings.disk_bytes or (free or free_bytes)(place)
         found.append(TierSpec(DISK, str(place), budget, settings.disk_write, settings.disk_codec, io=settings.disk_io))
     if settings.objects_url:
         write, codec = settings.objects_write, settings.objects_codec
         found.append(TierSpec(OBJECTS, settings.objects_url, 0, write, codec, settings.objects_namespace))
     return tuple(found)
+
+
+def disk_folder(settings: TierSettings, owner: str) -> Path | None:
+    """Where the disk tier of this pool is; None without one."""
+    return Path(settings.disk_path) / owner if settings.disk_path else None
 
 
 def free_bytes(place: Path) -> int:

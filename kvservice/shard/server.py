@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -24,7 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvservice import discovery
-from kvservice.aio import end_tasks, is_set_within
+from kvservice.aio import DaemonThreads, end_tasks, in_thread, is_set_within
 from kvservice.auth.authenticator import Authenticator, room_of
 from kvservice.auth.tenants import open_tenants
 from kvservice.auth.tls import TlsFiles, check_listener, is_bound, is_loopback, listen, local_or_tcp, open_tls
@@ -47,11 +48,12 @@ from kvservice.observe.timings import Timings
 from kvservice.pool.eviction import find_policy
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
-from kvservice.pool.tier_specs import find_tiers
+from kvservice.pool.tier_specs import disk_folder, find_tiers
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.operator import OperatorServicer
 from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer
+from kvservice.tier.block_files import remove_blocks
 from kvservice.transfer.base import Transport
 from kvservice.transfer.nixl import NixlTransport, nixl_available
 from kvservice.transfer.shm import SharedMemoryTransport
@@ -65,6 +67,7 @@ STOP_GRACE_SECONDS = 1.0  # calls under way may finish within this; most take mi
 REPLACE_SECONDS_MAX = 5.0  # longest pause between two attempts to get memory for a new segment
 PART_END_SECONDS = 1.0  # for each part of the server to end; one that does not is reported, see ShardServer.stop
 DIRECTORY_END_SECONDS = 4.0  # it says farewell to all lookup partitions in parallel, for a second at most
+REMOVE_SECONDS = 60.0  # for a million files on a disk of today; what is left then, the next `down` here removes
 POOL_END_SECONDS = 8.0  # it waits for digests under way and closes the transport
 TELL_SECONDS = 2.0  # after a drain the process waits this long for the operator's next question
 assert EPOCH_MAX << BOOT_ATTACHMENTS_BITS < 1 << 63, "an attachment id must fit into 64 bits on the wire"
@@ -173,7 +176,7 @@ class ShardServer:
                 epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock())),
                 tenants={} if tenants is None else tenants.current.limits(room_of(geometry)),
                 eviction=eviction,
-                tiers=await find_tiers(config.settings, f"{config.settings.service}/{config.node_id}"),
+                tiers=await find_tiers(config.settings, self._owner),
                 accept_spill=config.settings.accept_spill,
                 spill=config.settings.spill == "evicted",
                 max_age_seconds=config.settings.max_age_seconds,
@@ -230,8 +233,10 @@ class ShardServer:
             await is_set_within(TELL_SECONDS, self._told_end)
             self.left.set()
 
-    async def stop(self, leaving: bool = True, keep_segment: bool = False) -> bool:
+    async def stop(self, leaving: bool = True, keep_segment: bool = False, forget_disk: bool = False) -> bool:
         """Stop in order: unregister, let calls finish for a moment, close. Idempotent.
+
+        `forget_disk`: remove the blocks of the disk tier too, which otherwise stay for the next start.
 
         Always returns. False means that a part did not end within its `*_END_SECONDS`. The log names it, and only the
         end of the process ends it. The files are removed in any case, also when this is cancelled.
@@ -260,6 +265,8 @@ class ShardServer:
             self._pool = None
             if pool is not None:
                 all_ended &= await _end("pool", pool.close(), POOL_END_SECONDS)
+                if forget_disk:
+                    all_ended &= await _end("blocks on disk", self._remove_blocks(), REMOVE_SECONDS)
         finally:
             self._pool = self._directory = self._leaver = None
             if record is not None:
@@ -270,6 +277,12 @@ class ShardServer:
                 pool.unlink()
             self._remove_files(leaving and served)
         return all_ended
+
+    async def _remove_blocks(self) -> None:
+        folder = disk_folder(self._config.settings, self._owner)
+        if folder is not None:
+            count = await in_thread(partial(remove_blocks, folder), DaemonThreads("kvservice-remove-blocks"))
+            log.info("disk_blocks_removed", extra={"path": str(folder), "blocks": count})
 
     def _remove_files(self, leaving: bool) -> None:
         if leaving:
@@ -292,6 +305,11 @@ class ShardServer:
         for empty in (directory, directory.parent):
             with contextlib.suppress(OSError):  # rmdir fails while there are other files; those stay
                 empty.rmdir()
+
+    @property
+    def _owner(self) -> str:
+        """The path of this node below disk_path."""
+        return f"{self._config.settings.service}/{self._config.node_id}"
 
     def holder(self) -> Holder:
         return Holder(self._config.node_id, self._peer_address, self.pool.epoch)

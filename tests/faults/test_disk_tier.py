@@ -6,20 +6,29 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from kvservice.cli.lifecycle import _remove_blocks
+from kvservice.config import ServiceConfig
 from kvservice.core.events import PullResult
 from kvservice.core.segment.digest import digest_payload
 from kvservice.errors import TierError
+from kvservice.pool.tiers import TierPhase
+from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.testing.eventually import eventually_async
 from kvservice.testing.tier_contract import OK, StartedTier, some
 from kvservice.tier.base import WriteResult
 from kvservice.tier.block_files import name_of
 from kvservice.tier.disk import DiskTier
 from kvservice.tier.folder_check import check_folder
-from kvservice.units import MiB
+from kvservice.units import MiB, NodeId
 from tests.faults.disk_writer import BLOCKS, payload_of
 
 KILLS = 5
@@ -113,3 +122,48 @@ def test_files_that_vanish_are_misses(tmp_path: Path) -> None:
     tier = StartedTier(DiskTier(tmp_path))
     assert tier.found == [] and tier.write(items[1]) == (WriteResult.OK,)
     tier.close()
+
+
+def has_open_tier(server: ShardServer) -> bool:
+    return [status.phase for status in server.pool.tier_states()] == [TierPhase.OPEN]
+
+
+async def test_blocks_stay_on_disk_unless_the_service_goes_down() -> None:
+    """A node that stops finds its blocks again; `kvservice down` removes them."""
+    with tempfile.TemporaryDirectory(prefix="kvs-") as root:
+        settings = ServiceConfig(
+            service=f"t{uuid.uuid4().hex[:8]}",
+            pool_bytes=4 * MiB,
+            runtime_dir=f"{root}/run",
+            slab_bytes=1 << 20,
+            transport="shm",
+            allow_plaintext=True,
+            disk_path=f"{root}/disk",
+            disk_bytes=64 * MiB,
+        )
+        folder = Path(root, "disk", settings.service, "n0")
+        block, payload = some(1)
+        earlier = StartedTier(DiskTier(folder))
+        earlier.write((block, payload))
+        earlier.close()
+        for forget in (False, True):
+            server = ShardServer(ShardServerConfig(settings, NodeId("n0")))
+            await server.start()
+            try:
+                await eventually_async(partial(has_open_tier, server), "the disk tier")
+            finally:
+                assert await server.stop(forget_disk=forget)
+            assert (folder / name_of(block.key)).exists() is not forget
+        assert not folder.exists()
+
+
+def test_down_removes_what_nodes_of_this_machine_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for node in ("prod/n0", "prod/n1", "other/n0"):
+        tier = StartedTier(DiskTier(tmp_path / node))
+        tier.write(some(1))
+        tier.close()
+    removed = _remove_blocks(tmp_path / "prod", Console(file=sys.stdout, width=200))
+    assert removed == [tmp_path / "prod" / "n0", tmp_path / "prod" / "n1"]
+    assert f"removed 1 block on disk from {tmp_path / 'prod' / 'n0'}" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert _remove_blocks(tmp_path / "prod", Console()) == []

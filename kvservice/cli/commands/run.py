@@ -26,7 +26,7 @@ def add(tree: typer.Typer) -> None:
         "kvservice up --address 10.0.0.5:6379 --config kvservice.toml",
         takes_settings=True,
     )(up)
-    command(tree, GROUP, "kvservice down", "kvservice down --service prod")(down)
+    command(tree, GROUP, "kvservice down", "kvservice down --service prod", "kvservice down --keep-blocks")(down)
     command(
         tree,
         GROUP,
@@ -75,14 +75,21 @@ def up(
     lifecycle.run_foreground(loaded) if no_ray else lifecycle.up(loaded, address)
 
 
-def down(service: Service = None, address: Address = None) -> None:
+def down(
+    service: Service = None,
+    address: Address = None,
+    keep_blocks: Annotated[
+        bool, typer.Option("--keep-blocks", help="Keep the blocks of disk tiers for the next `kvservice up`.")
+    ] = False,
+) -> None:
     """Stop the service and remove what it made.
 
     Blocks in shared memory are lost. A service that runs without Ray is ended where it was started."""
     from kvservice.cli import lifecycle
     from kvservice.config import load_config
 
-    lifecycle.down(load_config(service=service).service, address)
+    config = load_config(service=service)
+    lifecycle.down(config.service, address, keep_blocks=keep_blocks, disk_path=config.disk_path)
 
 
 def shard(
