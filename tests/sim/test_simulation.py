@@ -20,7 +20,6 @@ SEARCH = 2_000  # schedules in which a planted bug must show
 REACHED = ("blocks_stored", "blocks_loaded", "blocks_pulled", "loads_failed", "pulls_stuck", "messages_lost")
 
 
-@pytest.mark.timeout(7200)
 def test_no_schedule_breaks_a_promise() -> None:
     tally = run_campaign(0, SCHEDULES, processes=2)
     assert not tally.violations, f"see it happen: kvservice sim --seed {min(tally.violations)[0]}\n{tally.violations}"
