@@ -192,7 +192,7 @@ class PoolRuntime(PoolAnswers):
         began = self._clock()
         with logs.about(request.request_id):
             result: AcquireResult = await self._call(lambda op: ev.Acquire(op, attachment, request), attachment)
-        source = "peer" if result.fetched_count else "local" if result.blocks else "none"
+        source = result.farthest or ("local" if result.blocks else "none")
         self.timings.add("acquire_seconds", self._clock() - began, source, request.request_id)
         return result
 

@@ -34,6 +34,7 @@ from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import PAGE_BYTES
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError
+from kvservice.observe.failpoints import failpoint
 from kvservice.private_files import user_name
 from kvservice.tier.base import WriteResult
 from kvservice.tier.file_io import FileIO, aligned_memory
@@ -220,11 +221,13 @@ class BlockFiles:
         try:
             descriptor = os.open(draft, _WRITE | self._flags, 0o600, dir_fd=place)
             try:
+                failpoint("tier.write")
                 self._io.write(descriptor, parts)
                 if sum(map(len, parts)) != encoded.header.file_bytes:
                     os.ftruncate(descriptor, encoded.header.file_bytes)
             finally:
                 os.close(descriptor)
+            failpoint("tier.rename")
             os.rename(draft, name_of(block.key), src_dir_fd=place, dst_dir_fd=place)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -282,6 +285,7 @@ class BlockFiles:
         if size == FILE_HEADER_BYTES + len(target):
             pages = len(target) - len(target) % PAGE_BYTES
             parts = [self._header, *([target[:pages]] if pages else []), *([self._tail] if pages < len(target) else [])]
+            failpoint("tier.read")
             if self._io.read(descriptor, parts) != size:
                 return PullResult.FAILED, 0  # it is as long as it should be, and yet not all of it came
             header = unpack_file_header(self._header)

@@ -19,6 +19,7 @@ from kvservice.codec.coder import Coder
 from kvservice.core.events import PullResult
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError, TransferError
+from kvservice.observe.failpoints import failpoint
 from kvservice.tier.answers import ItemAnswers
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
 from kvservice.tier.block_files import BlockFiles, TierFolder
@@ -133,6 +134,7 @@ class DiskTier:
         with self._books:
             self._counters[f"write_{result.value}"] += 1
             if header is not None:
+                failpoint("tier.index")
                 self._counters["written_bytes"] += header.file_bytes
                 self._index.append([pack_row(header.block)], 1)
         answer(result)

@@ -46,6 +46,7 @@ CONVERGE_SECONDS = 40.0
 CHECK_EVERY = 150  # Events between full checks of all states: they are slow, and a contradiction does not go away.
 # More than the busiest schedule has. A run with more has a loop, which is a violation.
 EVENTS_MAX = 400_000
+WRONG_BYTES = ("garble", "tier_flip", "tier_torn", "tier_mix_up", "tier_stale")  # as they arrive
 BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verify what they load
 
 
@@ -135,7 +136,7 @@ class SimulatedRun:
             open_requests = [request for engine in self.engines for request in engine.unfinished.values()]
             raise Violation(f"after healing, {len(open_requests)} requests never end: {open_requests[:2]}")
         self._until(self._all_run_at() + 4 * LEASE_SECONDS, lambda: False)
-        bytes_were_wrong = self.verifies or self.world.counters["fault_garble"]
+        bytes_were_wrong = self.verifies or any(self.world.counters[f"fault_{name}"] for name in WRONG_BYTES)
         if bytes_were_wrong and any(node.state and node.state.slot_counts().get("quarantined") for node in self.nodes):
             # a slot that failed a check rests for this long
             self._until(self.world.now + SUSPECT_SECONDS, lambda: False)
