@@ -173,9 +173,19 @@ CodecName = Annotated[
     str,
     Field(
         pattern=r"^[a-z][a-z0-9_]{0,15}([+][a-z][a-z0-9_]{0,15}){0,3}$",
-        description="How the tier stores a block: none, or the name of a codec, or several names with + between.",
+        description="How the tier stores a block: none, planes (smaller), auto (planes where measured speeds say that "
+        "it pays), aesgcm (encrypted), or names with + between, such as auto+aesgcm. See docs/codecs.md.",
     ),
     Shown(allowed="none, or names of codecs with + between"),
+]
+CodecKeyFile = Annotated[
+    str,
+    Field(
+        pattern=r"^(/.*)?$",
+        description="File of at least 32 random bytes. The codec aesgcm encrypts with it the blocks that belong to no "
+        "tenant; those of a tenant are encrypted with the tenant's secret. The same file on all nodes.",
+    ),
+    Shown(allowed="an absolute path"),
 ]
 ObjectsNamespace = Annotated[
     str,
@@ -346,6 +356,7 @@ class ServiceConfig(Settings):
     objects_write: Annotated[ObjectsWrite, Shown(chart="tiers.objects.write")] = "evicted"
     objects_codec: Annotated[CodecName, Shown(chart="tiers.objects.codec")] = "none"
     objects_namespace: Annotated[ObjectsNamespace, Shown(chart="tiers.objects.namespace")] = "default"
+    codec_key_file: CodecKeyFile = ""
     max_age_seconds: Annotated[MaxAge, Shown(chart="tiers.maxAgeSeconds")] = 0.0
 
     accept_spill: Flag = False

@@ -22,7 +22,6 @@ class PluginGroup:
 
 
 EVICTION = PluginGroup("kvservice.eviction", "eviction policy", 1)
-# Nothing calls these two yet. Their groups and versions are fixed, so that no other use of the names grows.
 TIERS = PluginGroup("kvservice.tiers", "tier", 1)
 CODECS = PluginGroup("kvservice.codecs", "codec", 1)
 GROUPS = (EVICTION, TIERS, CODECS)

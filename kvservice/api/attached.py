@@ -19,6 +19,7 @@ from kvservice.api.mapped import MappedPool
 from kvservice.api.reasons import NO_POOL, TOO_LONG
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, KEYS_PER_REQUEST_MAX, block_keys, chain_packed, span_route
+from kvservice.core.block.numbers import number_fields
 from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import (
     AcquireRequest,
@@ -97,6 +98,7 @@ class AttachedModel:
             "block_tokens": layout.block_tokens,
             "shape": layout.shape,
             "dtype": layout.dtype,
+            **number_fields(layout.dtype, layout.shape[-1], 0, layout.accept_codec),
             **{f"identity.{name}": value for name, value in identity.items()},
         }
         self._fingerprint = Fingerprint.of(fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.core.block.numbers import ACCEPTED
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import InvalidRequest
 
@@ -35,6 +37,9 @@ class Layout:
     `dtype` is a name or a type of NumPy or torch. In NumPy's arrays `uint16` stands for `bfloat16`, and `uint8` for the
     8-bit floating-point types.
 
+    `accept_codec="int8"` lets tiers below the memory store rows of the last axis as 8-bit numbers, so that a block may
+    come back a little changed; programs with another choice do not share blocks. See docs/codecs.md.
+
     Raises InvalidRequest for a type that the pool cannot hold, or sizes that are not positive.
 
     >>> from kvservice import Layout
@@ -46,12 +51,16 @@ class Layout:
     block_tokens: int
     shape: tuple[int, ...]
     dtype: str = "float32"
+    accept_codec: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         object.__setattr__(self, "dtype", _type_name(self.dtype))
         if self.block_tokens <= 0 or not self.shape or min(self.shape) <= 0:
             raise InvalidRequest(f"block_tokens and every size of the shape must be positive: {self}")
+
+        if self.accept_codec and not re.fullmatch(ACCEPTED, self.accept_codec):
+            raise InvalidRequest(f"accept_codec is the name of a codec, such as int8, not {self.accept_codec!r}")
 
     @property
     def block_bytes(self) -> int:

@@ -107,6 +107,10 @@ class Tenants:
             for tenant in self.by_name.values()
         }
 
+    def secrets(self) -> dict[str, bytes]:
+        """The secret of each tenant, by name: the file's own bytes, not copies."""
+        return {tenant.name: tenant.secret for tenant in self.by_name.values()}
+
     def block_keys_of(self, tenant: Tenant) -> tuple[bytes, bytes]:
         """(the tenant's own key, the public key or b"" when it may not read public blocks)."""
         public = b"" if tenant.public is Public.NO else keys.public_key(self.public_secret)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import struct
 
-from kvservice.codec.base import Coded, Numbers
+from kvservice.codec.base import Coded
 from kvservice.codec.keys import KeyRing
+from kvservice.core.block.numbers import Numbers
 from kvservice.core.segment.blockfile import BlockFileHeader
 from kvservice.errors import CodecError, ConfigError
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from kvservice.core.block.numbers import Numbers
 from kvservice.core.segment.blockfile import BlockFileHeader
 
 INTERFACE_VERSION = 1  # of this file; a codec of another package names the one that it was written for
@@ -37,19 +38,6 @@ class Coded:
     digest: int | None = None  # of what decoding gives, from a codec that does not give back the same bytes
     key_id: str = ""  # from a codec that encrypts, for the header
     nonce: bytes = b""  # the same
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """What the bytes of a block mean: numbers of one type, in rows of one token, one head and K or V."""
-
-    type: str  # as torch calls it: "bfloat16", "float16", "float32", ...
-    item_bytes: int
-    row: int = 0  # numbers in a row; 0 = not known, or not the same for K and V
-    tokens: int = 0  # that follow one another, each a row of K and one of V; 0 = not known
-    accepts: str = ""  # the codec that may change the bytes of these blocks; "" = none may
-    drift_max: float = 0.0  # how far it may; 0 = as far as the codec itself allows
-    model: str = ""  # whose blocks they are, for people
 
 
 class Codec(Protocol):

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvservice.codec.base import EXTRA_BYTES_MAX, Codec, Encoded, Numbers
+from kvservice.codec.base import EXTRA_BYTES_MAX, Codec, Encoded
+from kvservice.core.block.numbers import Numbers
 from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import BlockFileHeader
 from kvservice.core.segment.digest import copy_and_digest, digest_payload

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.codec.base import Buffer
+from kvservice.core.block.numbers import ITEM_BYTES as ITEM_BYTES_OF
 
 Floats: TypeAlias = "npt.NDArray[np.float32]"
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # the types that are known here
+ITEM_BYTES = {kind: ITEM_BYTES_OF[kind] for kind in ("bfloat16", "float16", "float32")}  # the types that are known here
 FLOAT16_MAX = 65504.0  # of the type; a decoded number beyond it would become infinite
 BFLOAT16_ROUNDING = 0x7FFF  # half of what is cut off, less one
 

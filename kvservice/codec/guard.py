@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.codec.base import Buffer, Numbers
+from kvservice.codec.base import Buffer
 from kvservice.codec.floats import to_floats
+from kvservice.core.block.numbers import Numbers
 
 log = logging.getLogger("kvservice.codec")
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvservice.codec.base import Buffer, Coded, Numbers
+from kvservice.codec.base import Buffer, Coded
 from kvservice.codec.floats import ITEM_BYTES, from_floats, to_floats
 from kvservice.codec.guard import Guard
+from kvservice.core.block.numbers import Numbers
 from kvservice.core.segment.blockfile import BlockFileHeader
 from kvservice.core.segment.digest import digest_payload
 from kvservice.errors import CodecError

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvservice.codec.base import Coded, Numbers
+from kvservice.codec.base import Coded
+from kvservice.core.block.numbers import Numbers
 from kvservice.core.segment.blockfile import BlockFileHeader
 from kvservice.errors import CodecError, ConfigError
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from kvservice.codec.base import Codec, Coded, Numbers
+from kvservice.codec.base import Codec, Coded
 from kvservice.codec.worth import CodecWorth
+from kvservice.core.block.numbers import Numbers
 from kvservice.core.segment.blockfile import BlockFileHeader
 
 ONE_IN = 64  # blocks that are encoded, decoded and timed while the codec is not used

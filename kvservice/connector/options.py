@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from kvservice.config import Count, Seconds, Shown, Traces
 from kvservice.connector.weights import VERSION_CHARS_MAX, is_version
+from kvservice.core.block.numbers import ACCEPTED
 from kvservice.errors import ConfigError
 from kvservice.session.options import PoolOptions
 
@@ -167,6 +168,12 @@ class ConnectorOptions(PoolOptions):
     adapter_files: AdapterFiles = AdapterFiles.CHECKED
     """Which LoRA adapters are cached: checked caches those whose files did not change since the engine started,
     immutable all of them."""
+
+    accept_codec: Annotated[
+        Annotated[str, Field(pattern=rf"^({ACCEPTED})?$")], Shown(allowed="int8, or int8:0.1 with a limit of drift")
+    ] = ""
+    """A codec that loses something, which tiers below the memory may use for this engine's blocks. Engines with another
+    choice never share blocks with it. See docs/codecs.md."""
 
     cache_folder: Annotated[str | None, Shown(default="$XDG_CACHE_HOME/kvservice, else ~/.cache/kvservice")] = None
     """Directory for the digests of weight files."""

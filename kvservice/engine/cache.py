@@ -41,6 +41,7 @@ from kvservice.connector.worker.remote_copier import copier_for
 from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import block_keys
+from kvservice.core.block.numbers import number_fields
 from kvservice.core.messages import Attachment, EngineSpec, Handoff
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.engine.blocks import RELEASED, Pairs
@@ -65,13 +66,20 @@ TEXT_CHARS_MAX = 160  # of a configured value in the fingerprint; a longer one i
 def engine_spec(model: PagedModel, options: EngineOptions) -> EngineSpec:
     """The engine's identity towards the pool. May read all files of the model.
 
-    Raises ConfigError if nothing names the weights or a slot is no multiple of a block, UnnamedWeights if their files
-    cannot be read.
+    Raises ConfigError if nothing names the weights, or if slot_tokens or accept_codec do not fit the blocks,
+    UnnamedWeights if their files cannot be read.
     """
     shape, config = model.shape, model.config.to_dict()
     weights, parts = options.weights_name(), slot_parts(options.slot_tokens, shape.block_tokens)
     if weights is None and not model.name:
         raise ConfigError("a model made in memory has no files that name its weights: set weights_version")
+    row = shape.key_width if shape.key_width == shape.value_width else 0
+    if options.accept_codec and not row:
+        raise ConfigError(
+            f"accept_codec: K has {shape.key_width} numbers a head and V {shape.value_width}, and a lossy codec needs "
+            "rows of one length: leave it out",
+            key="accept_codec",
+        )
     cache = None if options.cache_folder is None else Path(options.cache_folder).expanduser()
     fields: dict[str, object] = {
         "engine": "kvservice-reference",
@@ -83,6 +91,7 @@ def engine_spec(model: PagedModel, options: EngineOptions) -> EngineSpec:
         "kv_heads": shape.head_count,
         "block_tokens": shape.block_tokens,
         "slot_tokens": shape.block_tokens * parts,
+        **number_fields(str(shape.dtype), row, shape.block_tokens, options.accept_codec),
         **{f"hf.{name}": _text(value) for name, value in config.items() if name not in LEFT_OUT},
     }
     called = Path(model.name).name or str(model.config.model_type)

@@ -144,7 +144,7 @@ class PoolRuntime(PoolAnswers):
             config.segment_path, config.directory, config.geometry, config.node_id, config.epoch_floor
         )
         puller: Puller | None = None
-        makers = tier_makers(config.tiers) if tiers is None else tiers
+        makers = tier_makers(config.tiers, config.coders) if tiers is None else tiers
         try:
             if transport is not None:
                 puller = Puller(segment, lambda: transport(segment))
@@ -174,6 +174,7 @@ class PoolRuntime(PoolAnswers):
             if (end := self._lost.pop(attachment, None)) is not None:
                 end("the engine attached again")
         self._lost[reply.attachment] = on_lost
+        self._config.coders.learn(spec)
         return Attachment(
             reply.attachment,
             self._config.node_id,
@@ -305,8 +306,9 @@ class PoolRuntime(PoolAnswers):
         self._dispatch(ev.Drain(undo, timeout_seconds, handover))
         return self.drain_progress()
 
-    def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
-        """Replace the tenants and their limits."""
+    def set_tenants(self, limits: Mapping[str, TenantLimits], secrets: Mapping[str, bytes] | None = None) -> None:
+        """Replace the tenants, their limits, and the secrets that their blocks are encrypted with below the memory."""
+        self._config.coders.keys.set_tenants(secrets or {})
         self._dispatch(ev.SetTenants(limits))
 
     def retire(self) -> None:

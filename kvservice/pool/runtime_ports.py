@@ -13,6 +13,7 @@ from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
+from kvservice.pool.coders import Coders
 from kvservice.pool.tier_specs import TierSpec
 from kvservice.transfer.puller import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.units import BootEpoch, NodeId, SlotIndex
@@ -79,3 +80,4 @@ class PoolConfig:
     accept_spill: bool = False
     spill: bool = True  # to nodes that accept it
     max_age_seconds: float = 0.0  # 0 = no limit
+    coders: Coders = field(default_factory=Coders)

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from kvservice.config import (
     PORT_MAX,
     TIERS,
+    CodecKeyFile,
     CodecName,
     DiskBytes,
     DiskIOName,
@@ -83,6 +84,7 @@ class PoolOptions(Settings):
     objects_write: ObjectsWrite = "evicted"
     objects_codec: CodecName = "none"
     objects_namespace: ObjectsNamespace = "default"
+    codec_key_file: CodecKeyFile = ""
     max_age_seconds: MaxAge = 0.0
 
     metrics_port: Annotated[int, Field(strict=True, ge=0, le=PORT_MAX)] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from kvservice.pool.eviction import find_policy
 from kvservice.pool.port import PoolPort
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
+from kvservice.pool.tier_factory import open_coders
 from kvservice.pool.tier_specs import find_tiers
 from kvservice.private_files import is_listening
 from kvservice.session.embedded_metrics import watched
@@ -89,9 +91,16 @@ def embedded(options: PoolOptions, geometry: Geometry, node_id: NodeId) -> Calla
 
     async def open_pool() -> PoolRuntime:
         # The segment has no name, so nothing is left behind however this process ends.
+        coders = await asyncio.to_thread(open_coders, options)
         tiers = await find_tiers(options, EMBEDDED)
         config = PoolConfig(
-            node_id, None, geometry, eviction=eviction, tiers=tiers, max_age_seconds=options.max_age_seconds
+            node_id,
+            None,
+            geometry,
+            eviction=eviction,
+            tiers=tiers,
+            max_age_seconds=options.max_age_seconds,
+            coders=coders,
         )
         pool = await PoolRuntime.open(config)
         return watched(pool, options.metrics_port) if options.metrics_port else pool

@@ -48,6 +48,7 @@ from kvservice.observe.timings import Timings
 from kvservice.pool.eviction import find_policy
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
+from kvservice.pool.tier_factory import open_coders
 from kvservice.pool.tier_specs import disk_folder, find_tiers
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.operator import OperatorServicer
@@ -144,6 +145,8 @@ class ShardServer:
         tenants = open_tenants(config.settings.tenants_file)
         geometry = plan_geometry(config.settings.pool_bytes, config.settings.slab_bytes or None)
         kind, make_transport = _choose_transport(config)
+        coders = await asyncio.to_thread(partial(open_coders, config.settings, has_tenants=tenants is not None))
+        coders.keys.set_tenants({} if tenants is None else tenants.current.secrets())
         eviction = await asyncio.to_thread(find_policy, config.settings.eviction)
         check_listener(self._peers_at(), self._tls, allow_plaintext=config.settings.allow_plaintext)
         directory = discovery.node_directory(config.settings.service, config.node_id, config.settings.runtime_root)
@@ -180,6 +183,7 @@ class ShardServer:
                 accept_spill=config.settings.accept_spill,
                 spill=config.settings.spill == "evicted",
                 max_age_seconds=config.settings.max_age_seconds,
+                coders=coders,
             ),
             transport=make_transport,
             directory=self._directory,

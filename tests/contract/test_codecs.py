@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvservice.codec.aesgcm import AesGcm
-from kvservice.codec.base import Codec, Numbers
+from kvservice.codec.base import Codec
 from kvservice.codec.int8 import Int8
 from kvservice.codec.keys import KeyRing
 from kvservice.codec.planes import Planes
 from kvservice.codec.where_it_pays import WherePays
+from kvservice.core.block.numbers import Numbers
 from kvservice.testing.codec_contract import CodecContract
 
 BFLOAT16 = Numbers("bfloat16", 2, 64, 16, "int8", model="m")

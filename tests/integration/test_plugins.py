@@ -1,4 +1,4 @@
-"""A policy of another package, really installed: found by its entry point, used by a shard, refused by name."""
+"""A policy, a tier and a codec of another package, really installed: found by entry points, used, refused by name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,25 @@ from pathlib import Path
 import pytest
 
 from kvservice.client.shard import ShardClient
+from kvservice.codec import base as codec_base
+from kvservice.codec.base import Codec
+from kvservice.core.block.numbers import Numbers
+from kvservice.core.events import PullResult
+from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
 from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.errors import ConfigError
 from kvservice.plugins import CODECS, TIERS, PluginGroup, load
+from kvservice.pool.coders import Coders, find_codec
 from kvservice.pool.eviction import METHODS, find_policy
+from kvservice.pool.tier_factory import find_tier, make_tier
+from kvservice.pool.tier_specs import TierSpec
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.codec_contract import CodecContract
 from kvservice.testing.eviction_contract import ChainEvictionContract
-from kvservice.units import MiB
+from kvservice.testing.tier_contract import StartedTier, some
+from kvservice.tier import base as tier_base
+from kvservice.tier.base import Tier, WriteResult
+from kvservice.units import BlockKey, MiB
 from tests.integration.engine import LAYOUT, Engine, chain
 
 SOURCE = Path(__file__).parent / "first_in"
@@ -111,6 +123,104 @@ def test_two_packages_that_offer_one_name_are_both_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"kvservice-first-in 1\.0 and other-first-in 1\.0 both offer"):
         find_policy("first-in")
+
+
+# -- tiers and codecs ----
+
+
+class TestInstalledCodec(CodecContract):
+    @pytest.fixture
+    def codec(self, installed: Path) -> Codec:
+        return find_codec("backwards")
+
+    @pytest.fixture
+    def numbers(self) -> Numbers:
+        return Numbers("float32", 4, 64)
+
+
+class DictPlace:
+    def __init__(self, name: str) -> None:
+        self._spec = TierSpec("objects", f"dict://{name}", 0, "evicted", "backwards", "ours")
+
+    def make(self) -> Tier:
+        return make_tier(self._spec, Coders())
+
+    @property
+    def _files(self) -> dict[BlockKey, bytes]:
+        files: dict[BlockKey, bytes] = self.make().files  # type: ignore[attr-defined]
+        return files
+
+    def take(self, key: BlockKey) -> bytes | None:
+        return self._files.get(key)
+
+    def put(self, key: BlockKey, data: bytes) -> None:
+        self._files[key] = data
+
+
+def test_installed_tier_keeps_blocks_as_an_installed_codec_does(installed: Path, tmp_path: Path) -> None:
+    place = DictPlace(tmp_path.name)
+    tier = StartedTier(place.make())
+    block, payload = some(1)
+    assert tier.write((block, payload)) == (WriteResult.OK,)
+    stored = place.take(block.key)
+    assert stored is not None and stored[FILE_HEADER_BYTES:] == payload[::-1]
+    assert tier.result_of(block) is PullResult.OK
+    place.put(block.key, stored[:-1] + b"x")
+    assert tier.result_of(block) is not PullResult.OK
+    tier.close()
+
+
+def test_shard_with_a_tier_of_another_version_does_not_start(site: Path, tmp_path: Path) -> None:
+    for name, value, says in (
+        ("OBJECTS_URL", "tomorrow://x", "tier 'tomorrow' of kvservice-first-in 1.0 is written for interface version 2"),
+        ("OBJECTS_CODEC", "tomorrow", "codec 'tomorrow' of kvservice-first-in 1.0 is written for interface version 2"),
+    ):
+        variables = {"KVSERVICE_OBJECTS_URL": "dict://x", f"KVSERVICE_{name}": value}
+        done = subprocess.run(
+            [sys.executable, "-m", "kvservice", "shard", "--node", "n0"],
+            env={**os.environ, **searching(site), **variables, "KVSERVICE_RUNTIME_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2 and says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("misnamed", "calls itself 'forwards'"),
+        ("half", "has no method decode"),
+        ("nobody", "installed in group kvservice.codecs: backwards, half, misnamed, tomorrow"),
+    ],
+)
+def test_codec_that_does_not_fit_is_refused_by_name(installed: Path, name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        find_codec(name)
+    assert repr(name) in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("half://x", "tier 'half' has no method start, write, read, erase, probe, counters, close"),
+        ("nobody://x", "installed in group kvservice.tiers: dict, half, tomorrow"),
+    ],
+)
+def test_tier_that_does_not_fit_is_refused_by_name(installed: Path, url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        find_tier(url)
+
+
+def test_our_own_schemes_are_no_plugins() -> None:
+    assert [find_tier(f"{scheme}://x") for scheme in ("s3", "gs", "file")] == [None] * 3
+
+
+def test_groups_have_the_versions_of_their_interfaces() -> None:
+    assert (TIERS.interface_version, CODECS.interface_version) == (
+        tier_base.INTERFACE_VERSION,
+        codec_base.INTERFACE_VERSION,
+    )
 
 
 @pytest.mark.parametrize("group", [TIERS, CODECS], ids=["tiers", "codecs"])

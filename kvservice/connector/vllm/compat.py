@@ -30,6 +30,7 @@ from kvservice.connector.weights import weights_identity
 from kvservice.connector.worker.block_copier import BlockCopier, GroupedBlockCopiers
 from kvservice.connector.worker.devices import check_device
 from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.numbers import number_fields
 from kvservice.core.block.window_groups import WindowGroup
 from kvservice.core.messages import EngineSpec
 from kvservice.core.segment.layout import HeadShare, SlotLayout
@@ -57,11 +58,12 @@ def engine_spec(
     weights: str | None = None,
     weights_cache: Path | None = None,
     slot_tokens: int | None = None,
+    accept_codec: str = "",
 ) -> EngineSpec:
     """The engine's identity towards the pool. `weights` is their name, if their files need not be read.
 
     May read all files of the model, which takes minutes. Raises as `check` does, UnnamedWeights, and ConfigError for
-    slots that this engine cannot have.
+    slots or an accept_codec that this engine cannot have.
     """
     check(vllm_config, cache_config)
     found = supported(vllm_config, cache_config)
@@ -93,6 +95,7 @@ def engine_spec(
         "cell_format": _cell_format(vllm_config),
         "block_tokens": _hash_tokens(cache_config, found),
         "slot_tokens": layout.block_tokens,
+        **_number_fields(vllm_config, cache_config, spec, layout, accept_codec),
         **_packing_fields(vllm_config, cache_config, spec),
         **_group_fields(vllm_config, cache_config, found, window_groups),
         **_draft_fields(vllm_config.speculative_config, weights_cache),
@@ -306,6 +309,29 @@ def _packing_fields(vllm_config: Any, cache_config: KVCacheConfig, spec: Spec) -
             f"{spec.kv_quant_mode.name} {cache_config.kv_cache_layout} {_shard_count(vllm_config, spec)} shards"
         )
     return fields
+
+
+def _number_fields(
+    vllm_config: Any, cache_config: KVCacheConfig, spec: Spec, layout: SlotLayout, accepted: str
+) -> dict[str, object]:
+    """Rows are known where a cell is `[token][K‖V]`. On a CPU the attention backend orders its bytes for itself."""
+    head = int(spec.head_size)
+    has_rows = (
+        len(cache_config.kv_cache_groups) == 1
+        and not isinstance(spec, MLAAttentionSpec)
+        and not _is_packed(spec)
+        and int(getattr(spec, "head_size_v", head)) == head
+        and vllm_config.device_config.device_type != "cpu"
+    )
+    tokens, odd = divmod(layout.cell_bytes, 2 * head * spec.dtype.itemsize) if has_rows else (0, 0)
+    row = head if tokens and not odd else 0
+    if accepted and not row:
+        raise ConfigError(
+            "accept_codec: the bytes of this engine's blocks are not rows of K and V, as on a CPU, with several KV "
+            "cache groups or with latent attention: leave it out",
+            key="accept_codec",
+        )
+    return number_fields(str(spec.dtype), row, tokens if row else 0, accepted)
 
 
 def _group_fields(

@@ -159,6 +159,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             weights=self._options.weights_name(),
             weights_cache=_path(self._options.cache_folder),
             slot_tokens=self._options.slot_tokens,
+            accept_codec=self._options.accept_codec,
         )
         self._spec = replace(self._spec, hears_removals=compat.publishes_events(vllm_config))
         self._pool = choose_pool(self._options, self._spec)

@@ -31,7 +31,7 @@ class Pool:
     def count(self, name: str) -> None:
         self.counters[name] += 1
 
-    def set_tenants(self, limits: Any) -> None:
+    def set_tenants(self, limits: Any, secrets: Any) -> None:
         self.limits = limits
 
 

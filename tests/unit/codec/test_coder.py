@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvservice.codec.base import EXTRA_BYTES_MAX, Coded, Encoded, Numbers
+from kvservice.codec.base import EXTRA_BYTES_MAX, Coded, Encoded
 from kvservice.codec.coder import Coder
+from kvservice.core.block.numbers import Numbers
 from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import BlockFileHeader, pack_file_header, unpack_file_header
 from kvservice.core.segment.digest import digest_payload

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvservice.codec.base import Coded, Numbers
+from kvservice.codec.base import Coded
 from kvservice.codec.floats import ITEM_BYTES, from_floats, to_floats
 from kvservice.codec.guard import DRIFT_MAX, FIRST_BLOCKS, MODELS_MAX, ONE_IN, Guard, drift
 from kvservice.codec.int8 import Int8, pack_int8, unpack_int8
+from kvservice.core.block.numbers import Numbers
 from kvservice.core.segment.blockfile import BlockFileHeader
 from kvservice.errors import CodecError
 from kvservice.testing.codec_contract import block_of

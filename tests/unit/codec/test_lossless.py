@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kvservice.codec.aesgcm import AesGcm
-from kvservice.codec.base import Numbers
 from kvservice.codec.coder import Coder
 from kvservice.codec.int8 import Int8
 from kvservice.codec.keys import KeyRing
 from kvservice.codec.planes import HEAD_BYTES, Planes
 from kvservice.codec.where_it_pays import ONE_IN, WherePays
 from kvservice.codec.worth import MEASURED_MIN, CodecWorth
+from kvservice.core.block.numbers import Numbers
 from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import BlockFileHeader
 from kvservice.errors import CodecError, ConfigError
