@@ -19,7 +19,7 @@ from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
 from benchmarks.report import RESULTS, ROOT
 from benchmarks.summary import LOOKUP_GOALS_MS
 
-_NAMES = ("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md")
+_NAMES = ("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md", "disk-worth.md")
 PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, "howto/traces.md", "howto/monitor.md"))
 AGAIN = "to be measured again"
 SIZES = {65536: "64 KiB", 737280: "720 KiB", 2097152: "2 MiB"}
@@ -494,6 +494,35 @@ def blend(results: Results) -> str:
     return "\n".join(lines)
 
 
+def disk_worth(results: Results) -> str:
+    lines = [
+        "| traffic | possible | memory alone | disk of 4 memories | of 16 | read for each byte written |",
+        "|---|---|---|---|---|---|",
+    ]
+    traffic = results.figures("disk_worth")["traffic"]
+    for name, found in traffic.items():
+        alone, *disks = found["runs"][:3]
+        shares = [f"{run['disk_read_bytes'] / run['disk_written_bytes']:.2f}" for run in disks]
+        rates = [f"{100 * rate:.1f} %" for rate in (found["hit_rate_max"], *(r["hit_rate"] for r in (alone, *disks)))]
+        lines.append(f"| {name} | {' | '.join(rates)} | {', '.join(shares)} |")
+    lines += ["", "Of Mooncake's trace, with 128 KiB a token and disks of 4 memories (all nodes together):", ""]
+    lines += ["| nodes | tier | written | hits | from the own tier | written in an hour | drive writes a day |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for run in next((found["runs"] for found in traffic.values() if len(found["runs"]) > 3), []):
+        tier = "objects" if run["objects"] else "disk"
+        if run["disk_memories"] in (0, 4) and (run["objects"] or run["disk_memories"]):
+            hour = run[f"{tier}_written_bytes_a_day"] / 24
+            lines.append(
+                f"| {run['nodes']} | {tier} | {run['write']} | {100 * run['hit_rate']:.1f} % | "
+                f"{100 * run[f'{tier}_rate']:.1f} % | {hour / 1e12:.1f} TB | {_drive_writes(run)} |"
+            )
+    return "\n".join(lines)
+
+
+def _drive_writes(run: Figures) -> str:
+    return f"{run['drive_writes_a_day']:.0f}" if "drive_writes_a_day" in run else "–"
+
+
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "peers": peers,
     "bandwidth": bandwidth,
@@ -507,6 +536,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "traces-cost": traces_cost,
     "histograms-cost": histograms_cost,
     "blend": blend,
+    "disk-worth": disk_worth,
 }
 
 

@@ -1,4 +1,4 @@
-"""Draws first-token-*.svg and blend-*.svg of docs/img from the results of their benchmarks, for `make figures`.
+"""Draws first-token-*.svg, blend-*.svg and disk-worth-*.svg of docs/img from their results, for `make figures`.
 
 Measures nothing. Without a result there is no picture. The picture of a result of a tree with uncommitted changes says
 so.
@@ -89,7 +89,38 @@ def blend(document: dict[str, Any], theme: Theme, *, clean: bool) -> str:
     return picture(WIDTH, height, BLEND_TITLE, (), shapes)
 
 
-DRAWN = {"first_token": ("first-token", drawn), "blend": ("blend", blend)}
+DISK_TITLE = "Hits of a memory alone, and with a disk of 4 and of 16 memories, by traffic"
+DISK_LEFT, DISK_WIDTH = 262, 500  # pixels: of the names, and of a bar of 100 %
+
+
+def disk_worth(document: dict[str, Any], theme: Theme, *, clean: bool) -> str:
+    """A row for each traffic: what memory finds, and what larger disks add to it, before all that is possible."""
+    found = document["figures"]["traffic"]
+    height = TOP + 44 * len(found) + 26
+    shapes = [text(0, 22, "Share of prompt blocks that are hits", theme.text, size=17, bold=True)]
+    x = 0.0
+    for name, colour in zip(("memory", "+ disk of 4 memories", "+ disk of 16"), theme.accents, strict=True):
+        shapes += [box(x, 40, 14, 14, colour, radius=3), text(x + 21, 52, name, theme.text)]
+        x += 46 + 6.6 * len(name)
+    for number, (name, traffic) in enumerate(found.items()):
+        y, left = TOP + 44 * number, float(DISK_LEFT)
+        rates = [run["hit_rate"] for run in traffic["runs"][:3]]
+        shapes.append(text(DISK_LEFT - 14, y + 17, name, theme.text, anchor="end", bold=True))
+        for before, rate, colour in zip((0.0, *rates), rates, theme.accents, strict=False):
+            width = DISK_WIDTH * max(rate - before, 0.0)
+            shapes.append(box(left, y, max(width, 0.5), 24, colour))
+            left += width
+        shapes.append(text(left + 8, y + 17, " → ".join(f"{100 * rate:.0f} %" for rate in rates), theme.text))
+    where = f"simulated, the memory holds a 32nd of the different blocks; commit {document['commit'][:7]}"
+    shapes.append(text(0, height - 8, where + ("" if clean else NOT_CLEAN), theme.quiet, size=12))
+    return picture(WIDTH + 20, height, DISK_TITLE, (), shapes)
+
+
+DRAWN = {
+    "first_token": ("first-token", drawn),
+    "blend": ("blend", blend),
+    "disk_worth": ("disk-worth", disk_worth),
+}
 
 
 def drawings() -> dict[str, str]:

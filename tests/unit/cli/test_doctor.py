@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvservice.cli import doctor
-from kvservice.cli.doctor import ABSENT, OK, PROBLEM, WARNING, Check
+from kvservice.cli.doctor_check import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.cli.output import Format
 from kvservice.discovery import ShardRecord, write_record
 from kvservice.testing.cluster import LocalCluster
