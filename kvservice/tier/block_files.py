@@ -17,6 +17,7 @@ import fcntl
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -286,7 +287,7 @@ class BlockFiles:
             pages = len(target) - len(target) % PAGE_BYTES
             parts = [self._header, *([target[:pages]] if pages else []), *([self._tail] if pages < len(target) else [])]
             failpoint("tier.read")
-            if self._io.read(descriptor, parts) != size:
+            if self._fill(descriptor, parts) != size:
                 return PullResult.FAILED, 0  # it is as long as it should be, and yet not all of it came
             header = unpack_file_header(self._header)
             if header is None or not is_file_of(header, block):
@@ -298,12 +299,19 @@ class BlockFiles:
                 return PullResult.OK, header.block.digest
         return self._read_encoded(descriptor, size, block, target)
 
+    def _fill(self, descriptor: int, parts: list[memoryview]) -> int:
+        """How many bytes came. Codecs that pay only for slow disks are told how fast it was."""
+        started = time.monotonic()
+        count = self._io.read(descriptor, parts)
+        self._coder.tier_read(count, time.monotonic() - started)
+        return count
+
     def _read_encoded(self, descriptor: int, size: int, block: TierBlock, target: memoryview) -> tuple[PullResult, int]:
         """A file of any size up to what a codec may make of the block."""
         if not FILE_HEADER_BYTES < size <= FILE_HEADER_BYTES + len(target) + EXTRA_BYTES_MAX:
             return PullResult.STALE, 0
         room = aligned_memory(size)
-        if self._io.read(descriptor, [room]) != size:
+        if self._fill(descriptor, [room]) != size:
             return PullResult.FAILED, 0
         header = unpack_file_header(room[:FILE_HEADER_BYTES])
         if header is None:
