@@ -56,7 +56,7 @@ WRITE_BYTES_MAX = 64 * MiB  # the same in bytes; one block passes in any case
 WRITES_WAITING_MAX = 256  # further writes are dropped
 ERASES_MAX = 2  # requests under way
 ERASE_KEYS_MAX = 1000  # of one request: what S3 takes
-CLOSE_SECONDS = 10.0  # for requests under way at the end
+CLOSE_SECONDS = 3.0  # for writes under way at the end: in a store that hangs they would take REQUEST_SECONDS
 CODEC_THREADS = 2  # a codec takes milliseconds a block; plain blocks are copied on the loop
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[A-Za-z0-9][A-Za-z0-9._-]{0,62}){0,7}")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
 import pytest
 
 from kvservice.core.events import PullResult
+from kvservice.core.messages import AcquireResult, MissReason, SealStatus
 from kvservice.errors import TierError
-from kvservice.testing.eventually import eventually
+from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually, eventually_async
 from kvservice.testing.s3_faults import FaultyStore, StoreFaults
 from kvservice.testing.s3_server import S3Server
 from kvservice.testing.tier_calls import BlocksOfTier
@@ -18,8 +22,10 @@ from kvservice.tier.base import WriteResult
 from kvservice.tier.object_store import open_store
 from kvservice.tier.objects import READS_MAX, ObjectTier
 from tests.contract.test_tiers import ObjectPlace, ObjectsContract
+from tests.integration.engine import Engine, attached, chain
 
 pytestmark = pytest.mark.processes
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +158,52 @@ def test_a_tier_ends_while_its_store_hangs(front: FaultyStore, tier: ObjectTier,
     began = time.monotonic()
     tier.close()
     assert answers == [(PullResult.FAILED,)] and time.monotonic() - began < 5.0
+
+
+def wait_until_open(cluster: LocalCluster) -> None:
+    eventually(lambda: [tier.state for tier in cluster.stats("n0").tiers] == ["open"], "the object store is open")
+
+
+async def at(cluster: LocalCluster, work: Callable[[Engine], Awaitable[T]]) -> T:
+    """An engine of the cluster's only node does something and leaves."""
+    engine = await attached(cluster.socket("n0"))
+    try:
+        return await work(engine)
+    finally:
+        await engine.pool.close()
+        engine.let_go()
+
+
+def test_another_cluster_hits_what_one_stored(s3: S3Server, front: FaultyStore) -> None:
+    """Two services with nothing in common but the store: real shards, from the setting to the engine's bytes."""
+    settings = {"KVSERVICE_OBJECTS_URL": s3.url, "KVSERVICE_OBJECTS_WRITE": "stored"}
+    prompt, other = chain(60_000, 20), chain(60_001, 20)
+
+    async def store(engine: Engine) -> None:
+        await engine.store(prompt)
+        await eventually_async(
+            lambda: first.stats("n0").counters.get("tier_objects_written_blocks") == len(prompt), "they are written"
+        )
+
+    async def read(engine: Engine) -> AcquireResult:
+        return await engine.read_all(prompt)
+
+    async def use_while_it_hangs(engine: Engine) -> list[SealStatus]:
+        assert not (await engine.acquire(other, timeout=1.0)).blocks
+        return await engine.store(other)
+
+    with LocalCluster(nodes=1, transport="shm", environment={**s3.environment(), **settings}) as first:
+        wait_until_open(first)
+        asyncio.run(at(first, store))
+    with LocalCluster(nodes=1, transport="shm", environment={**s3.environment(front.address), **settings}) as second:
+        wait_until_open(second)
+        result = asyncio.run(at(second, read))
+        assert (len(result.blocks), result.miss, result.farthest) == (20, MissReason.NONE, "objects")
+        front.faults = StoreFaults(hang=1.0)
+        began = time.monotonic()
+        assert asyncio.run(at(second, use_while_it_hangs)) == [SealStatus.SEALED] * len(other)
+        assert time.monotonic() - began < 3.0, "the engine waits no longer than it said"
+        front.faults = StoreFaults()
 
 
 class TestObjectsOverS3(ObjectsContract):
