@@ -231,7 +231,7 @@ class Pulls:
         if result is PullResult.STUCK:
             self._shard.store.quarantine(slot)
             pull.stuck.append(slot)
-        elif result is PullResult.CORRUPT:
+        elif result is PullResult.CORRUPT and not is_tier(pull.holder.node_id):  # a tier that answered writes no more
             self._shard.store.quarantine(slot)
             self._suspects.append((now + SUSPECT_SECONDS, slot))
         else:

@@ -105,7 +105,7 @@ def test_a_wrong_block_leaves_the_disk(wrong: PullResult) -> None:
     assert (len(result.blocks), result.miss.value) == (2, wrong.value)
     assert harness.erased() == [CHAIN[2]] and harness.announced[CHAIN[2]] == 0
     assert harness.count(f"tier_disk_read_{wrong.value}") == 1
-    assert harness.count("quarantined") == 0
+    assert harness.slots("quarantined") == 0
 
 
 def test_a_failed_read_keeps_the_block_and_asks_the_next_holder() -> None:
