@@ -40,7 +40,15 @@ PEER_SOCKET_NAME = "peer.sock"
 MIRROR_NAME = "mirror"  # symbolic link to the mirror of the directory, in shared memory
 SECRET_NAME = "secret"
 EPOCH_NAME = "epoch"
-OWN_NAMES = (SOCKET_NAME, PEER_SOCKET_NAME, SECRET_NAME, EPOCH_NAME, MIRROR_NAME)  # a shard's files beside its record
+MARKS_NAME = "marks"  # what was cleared
+OWN_NAMES = (
+    SOCKET_NAME,
+    PEER_SOCKET_NAME,
+    SECRET_NAME,
+    EPOCH_NAME,
+    MARKS_NAME,
+    MIRROR_NAME,
+)  # a shard's files beside its record
 COPY_WORKER_PREFIX = "copy-"
 SECRET_BYTES = 32  # 256 bits cannot be guessed. A file of another length is not a secret, and a new one is made.
 # Attachment ids are an epoch followed by 20 bits, and must fit into the signed half of 64 bits on the wire: see

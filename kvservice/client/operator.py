@@ -1,11 +1,11 @@
-"""The calls of operators to the shards of a service: warm, pin, unpin.
+"""The calls of operators to the shards of a service: warm, pin, unpin, clear.
 
 Runs on the caller's loop. A node that does not answer is a KVServiceError of its call; it stops no other call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
@@ -13,13 +13,17 @@ import grpc
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import CallMetadata, Token
 from kvservice.client.channels import Channels
+from kvservice.core.block.marks import MARKS_MAX, Mark
+from kvservice.core.clearing import ClearResult
 from kvservice.core.messages import EngineKind, Pin, WarmRequest, WarmResult
+from kvservice.wire.clearing import decode_cleared, decode_marks, encode_marks
 from kvservice.wire.codec import decode_engine_stats
 from kvservice.wire.holding import decode_pins, decode_warmed, encode_pin, encode_warm
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
 CALL_SECONDS = 5.0  # of a call that a shard answers from memory; then it counts as silent
+CLEAR_SECONDS = 30.0  # a shard looks at each of its blocks, and writes its marks down
 SLACK_SECONDS = 1.0  # for the network, after the time that the shard was given
 T = TypeVar("T", covariant=True)
 
@@ -60,6 +64,15 @@ class OperatorClient:
         request = shard_pb2.ListPinsRequest()
         reply = await self._ask(address, self._stub(address).ListPins, request, CALL_SECONDS)
         return decode_pins(reply.pins)
+
+    async def clear(self, address: str, marks: Sequence[Mark]) -> ClearResult:
+        request = shard_pb2.ClearRequest(marks=encode_marks(marks))
+        return decode_cleared(await self._ask(address, self._stub(address).Clear, request, CLEAR_SECONDS))
+
+    async def marks(self, address: str, seconds: float = CALL_SECONDS) -> tuple[Mark, ...]:
+        """What the shard keeps of what was cleared."""
+        reply = await self._ask(address, self._stub(address).ListMarks, shard_pb2.ListMarksRequest(), seconds)
+        return decode_marks(reply.marks, MARKS_MAX)
 
     async def close(self) -> None:
         await self._channels.close()

@@ -10,6 +10,7 @@ from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.explain.records import name_engine
 from kvservice.core.messages import AttachedEngine, EngineKind, EngineSpec
 from kvservice.core.reconcile import Grants
+from kvservice.core.store.freshness import FINGERPRINT_BYTES
 from kvservice.units import AttachmentId
 
 _Name = tuple[str, str, Fingerprint]
@@ -23,9 +24,13 @@ class EngineAttachment:
     spec: EngineSpec
     account: str  # the tenant that it belongs to
     attached_at: float
-    fingerprint: str  # the beginning of its digest, in hex
     seconds_per_block: float = 0.0  # of prefill, as the engine reported it last
     grants: Grants = field(default_factory=Grants)
+    fingerprint: str = field(init=False)  # the beginning of its digest, in hex
+    digest: bytes = field(init=False)  # its first 16 bytes
+
+    def __post_init__(self) -> None:
+        self.fingerprint, self.digest = self.spec.fingerprint.short, self.spec.fingerprint.digest[:FINGERPRINT_BYTES]
 
     @property
     def name(self) -> _Name:

@@ -10,9 +10,12 @@ from kvservice.core.actions import Action
 from kvservice.core.explain.records import RequestRecords
 from kvservice.core.messages import LocateResult
 from kvservice.core.segment.geometry import Geometry
+from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import Block, BlockStore
+from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.leases import Lease, LeaseOwner, LeaseTable
+from kvservice.core.store.slots import Slot
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId, SlotIndex
 
 
@@ -33,6 +36,8 @@ class ShardContext:
     emit: Callable[[Action], None]  # appends an action to those of the event being handled
     is_draining: Callable[[], bool]  # when True, nothing is written or fetched any more
     model_of: Callable[[AttachmentId], str]  # "" for an unknown attachment
+    fingerprint_of: Callable[[AttachmentId], bytes]  # its first 16 bytes; b"" for an unknown attachment
+    freshness: Freshness
 
     def lease(self, owner: LeaseOwner, slots: Sequence[SlotIndex], now: float) -> LeaseId:
         """Lease slots that the caller has pinned. The lease owns the pins from now on. Returns 0 for no slots."""
@@ -49,6 +54,18 @@ class ShardContext:
         lease_id = self.lease(("peer", reader), [block.slot for block in held], now)
         handles = tuple(None if block is None else self.store.handle(block) for block in blocks)
         return LocateResult(self.epoch, lease_id, self.lease_seconds, handles)
+
+    def may_keep(self, handle: BlockHandle, slot: Slot, account: str, fingerprint: bytes, now: float) -> bool:
+        """Whether a block that came from elsewhere into this slot is served: not if it is from before a clear, if its
+        like was cleared while it was on its way, or if it is too old."""
+        scopes = self.freshness.scopes(handle.key, account, fingerprint)
+        if self.freshness.was_cleared(scopes, slot.reserved_at):
+            self.counters["arrived_cleared"] += 1
+            return False
+        if not self.freshness.accepts(scopes, handle.stored_at, now):
+            self.counters["arrived_too_old"] += 1
+            return False
+        return True
 
     def unpin(self, lease: Lease) -> None:
         """Unpin the slots of a lease that has ended."""

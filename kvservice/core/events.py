@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from kvservice.core.block.marks import Mark
 from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import (
     AcquireRequest,
@@ -119,6 +120,13 @@ class Unpin(Call):
 
     account: str
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clear(Call):
+    """Blocks are cleared, here and everywhere. Answered with a core.clearing.ClearResult."""
+
+    marks: tuple[Mark, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +334,7 @@ Event = (
     | Renew
     | Warm
     | Unpin
+    | Clear
     | Cancel
     | OpenHandoff
     | CloseHandoff

@@ -26,6 +26,7 @@ from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, check_key
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
 from kvservice.core.bounded_table import BoundedTable
+from kvservice.core.clearing import Clearing
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import TakeOvers
 from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
@@ -44,6 +45,7 @@ from kvservice.core.segment.geometry import Geometry
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import NO_KEY, Block, BlockStore
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
+from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.listing import SlotFilter, SlotPage, list_slots
 from kvservice.core.store.slots import RESERVED, SHOWN_STATES, SlotState
@@ -97,6 +99,8 @@ class ShardState:
         tenants: Mapping[str, TenantLimits] | None = None,
         tiers: Sequence[TierRules] = (),
         spills: bool = False,
+        max_age_seconds: float = 0.0,
+        wall_offset: float = 0.0,  # makes seconds since 1970 of `now`
     ) -> None:
         self.node_id = node_id
         self.epoch = epoch
@@ -111,6 +115,7 @@ class ShardState:
         self._leases = LeaseTable()
         self._admission = Admission(lambda: self._store.table.capacity, self.counters)
         self.records = RequestRecords()
+        self.freshness = Freshness(max_age_seconds, wall_offset)
         shard = ShardContext(
             node_id,
             epoch,
@@ -124,12 +129,15 @@ class ShardState:
             self.counters,
             self._actions.append,
             lambda: self.draining,
-            self._model_of,
+            lambda attachment: found.spec.model if (found := self._attached.get(attachment)) else "",
+            lambda attachment: found.digest if (found := self._attached.get(attachment)) else b"",
+            self.freshness,
         )
         self._context = shard
         self._tiers = Tiers(tiers, shard, spills=spills)
         self._set_tenants(tenants or {})
         self._holds = Holds(shard)
+        self._clearing = Clearing(shard, self._tiers, self._holds)
         self._answers = Answers(shard, lambda *held: self._warming.held(*held))
         self._pulls = Pulls(shard)
         self._acquisitions = Acquisitions(shard, self._pulls, self._tiers, self._answers)
@@ -161,6 +169,7 @@ class ShardState:
             ev.Renew: self._renew,
             ev.Warm: self._warming.start,
             ev.Unpin: lambda e, now: self._actions.append(Reply(e.op, self._holds.unpin(e.account, e.name, now))),
+            ev.Clear: self._clearing.clear,
             ev.Cancel: self._cancel,
             ev.OpenHandoff: self._open_handoff,
             ev.CloseHandoff: self._close_handoff,
@@ -214,7 +223,7 @@ class ShardState:
     def next_deadline(self) -> float | None:
         """When the next Tick is due, on the clock of `now`; None when none is."""
         first = (self._leases, self._acquisitions, self._warming, self._pulls)
-        parts = (*first, self._handoffs, self._takeovers, self._leaving, self._tiers)
+        parts = (*first, self._handoffs, self._takeovers, self._leaving, self._tiers, self._clearing)
         return min((t for t in (part.next_deadline() for part in parts) if t is not None), default=None)
 
     # -- what others may look at ----
@@ -332,10 +341,6 @@ class ShardState:
     def model_usage(self) -> tuple[UsageRow, ...]:
         return self._answers.usage.rows()
 
-    def _model_of(self, attachment: AttachmentId) -> str:
-        attached = self._attached.get(attachment)
-        return "" if attached is None else attached.spec.model
-
     def all_counters(self) -> dict[str, int]:
         return dict(self.counters + self._store.counters + self._leases.counters)
 
@@ -381,7 +386,8 @@ class ShardState:
         self._writes.free(spec.engine_id)
         attachment = AttachmentId(self._next_attachment)
         self._next_attachment += 1
-        self._attached[attachment] = EngineAttachment(attachment, spec, event.account, now, spec.fingerprint.short)
+        attached = self._attached[attachment] = EngineAttachment(attachment, spec, event.account, now)
+        self.freshness.learn(attached.digest, spec.namespace, spec.model)
         if spec.hears_removals:
             self._store.removals.listen(attachment, event.account)
         self.counters["attaches"] += 1
@@ -494,7 +500,7 @@ class ShardState:
         self._writes.reserve(event, attached.spec, attached.account, attached.grants, now)
 
     def _seal(self, event: ev.Seal, now: float) -> None:
-        self._writes.seal(event, self._require(event.attachment).spec)
+        self._writes.seal(event, self._require(event.attachment))
 
     def _abort(self, event: ev.Abort, now: float) -> None:
         self._writes.abort(event, self._require(event.attachment).spec.engine_id)
@@ -539,11 +545,7 @@ class ShardState:
 
     def watch_list(self) -> set[bytes]:
         """Engines of an earlier boot that may still write quarantined slots."""
-        return {
-            slot.owner
-            for slot in self._store.table.all_slots()
-            if slot.state is SlotState.QUARANTINED and len(slot.owner) == ENGINE_ID_BYTES and any(slot.owner)
-        }
+        return self._store.writers()
 
     def _drain(self, event: ev.Drain, now: float) -> None:
         if event.undo:
@@ -565,6 +567,7 @@ class ShardState:
             self._context.unpin(lease)
         self._acquisitions.tick(now)
         self._warming.tick(now)
+        self._clearing.tick(now)
         self._pulls.tick(now)
         self._handoffs.tick(now)
         self._takeovers.tick(now)
@@ -576,20 +579,18 @@ class ShardState:
 
     def check_invariants(self) -> None:
         """Check everything that must always hold. O(slots). Raises AssertionError that names what does not hold."""
-        self._store.check_invariants()
-        self._leases.check_invariants()
-        self._pulls.check_invariants()
-        self._acquisitions.check_invariants()
-        self._windowed.check_invariants()
-        self._warming.check_invariants()
-        self._holds.check_invariants()
-        self._writes.check_invariants()
-        self._tiers.check_invariants()
-        self._handoffs.check_invariants()
-        self._takeovers.check_invariants()
-        self._leaving.check_invariants()
-        self.records.check_invariants()
-        self._admission.check_invariants()
+        first = (self._store, self._leases, self._pulls, self._acquisitions, self._windowed, self._warming, self._holds)
+        rest = (
+            self._writes,
+            self._tiers,
+            self._handoffs,
+            self._takeovers,
+            self._leaving,
+            self.records,
+            self._admission,
+        )
+        for part in (*first, *rest):
+            part.check_invariants()
         reserved = self.reserved_slots() - {slot.index for slot in self._writes.sealing_slots()}
         assert len(reserved) == self.slot_usage()[RESERVED][0], "reserved slots are miscounted"
         pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned()

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.actions import Digest, Reply, WatchEngine
+from kvservice.core.attached import EngineAttachment
 from kvservice.core.block.keys import check_keys
+from kvservice.core.block.marks import BlockScopes
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.context import ShardContext
 from kvservice.core.explain.records import name_engine
@@ -19,6 +21,7 @@ from kvservice.core.messages import EngineSpec, SealItem, SealStatus, Statement
 from kvservice.core.reconcile import STATED_SLOTS_MAX, Grants
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.store.blocks import Want
+from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.slots import Slot, SlotState
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey
@@ -35,7 +38,7 @@ class _SealBatch:
 
     op: int
     statuses: list[SealStatus | None]
-    model: str
+    engine: EngineAttachment
     open_count: int = 0  # digests that are not known yet
 
 
@@ -46,6 +49,9 @@ class _Sealing:
     batch: _SealBatch
     position: int  # in the batch
 
+    def scopes(self, freshness: Freshness) -> BlockScopes:
+        return freshness.scopes(self.item.key, self.slot.account, self.batch.engine.digest)
+
 
 class Writes:
     """Handles Reserve, Seal, Abort and statements, and what happens to reservations when an engine ends."""
@@ -55,6 +61,7 @@ class Writes:
         self._store = shard.store
         self._emit = shard.emit
         self._counters = shard.counters
+        self._freshness = shard.freshness
         self._acquisitions = acquisitions
         self._sealing: dict[int, _Sealing] = {}  # by slot
 
@@ -76,14 +83,14 @@ class Writes:
         self._counters["reserve_shortfall"] += event.count - len(slots)
         self._emit(Reply(event.op, refs))
 
-    def seal(self, event: ev.Seal, spec: EngineSpec) -> None:
+    def seal(self, event: ev.Seal, engine: EngineAttachment) -> None:
         for item in event.items:
             check_keys((item.key,) if item.parent is None else (item.key, item.parent))
             if not (0 <= item.position < U32_COUNT and 0 <= item.route < U32_COUNT):
                 raise InvalidRequest(f"position {item.position} or route {item.route} is not a 32-bit number")
-        batch = _SealBatch(event.op, [None] * len(event.items), spec.model)
+        batch = _SealBatch(event.op, [None] * len(event.items), engine)
         for position, item in enumerate(event.items):
-            batch.statuses[position] = self._begin_seal(spec.engine_id, item, batch, position)
+            batch.statuses[position] = self._begin_seal(engine.spec.engine_id, item, batch, position)
         self._answer_batch(batch)
 
     def _begin_seal(self, engine_id: bytes, item: SealItem, batch: _SealBatch, position: int) -> SealStatus | None:
@@ -113,6 +120,10 @@ class Writes:
         elif item.key in self._store:  # a fetch of the same block was faster
             self._store.abort(sealing.slot)
             status = SealStatus.DUPLICATE
+        elif self._freshness.was_cleared(sealing.scopes(self._freshness), sealing.slot.reserved_at):
+            self._store.abort(sealing.slot)
+            self._counters["seal_cleared"] += 1
+            status = SealStatus.STALE
         else:
             self._store.seal(
                 sealing.slot,
@@ -123,10 +134,12 @@ class Writes:
                 event.digest,
                 now,
                 is_secondary=False,
-                model=sealing.batch.model,
+                model=sealing.batch.engine.spec.model,
+                fingerprint=sealing.batch.engine.digest,
+                stored_at=self._freshness.wall(now),
             )
             self._counters["stored_bytes"] += sealing.slot.payload_bytes
-        if status is SealStatus.FAILED:
+        if status in (SealStatus.FAILED, SealStatus.STALE):
             self._acquisitions.seal_failed(item.key, now)
         else:
             self._acquisitions.sealed(item.key, now)

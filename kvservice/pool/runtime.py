@@ -19,7 +19,9 @@ from kvservice.aio import end_tasks, in_thread
 from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.block.marks import Mark
 from kvservice.core.block.tenants import NOBODY, TenantLimits
+from kvservice.core.clearing import CLEAR_MARKS_MAX, ClearResult
 from kvservice.core.counter_windows import SAMPLE_SECONDS
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import (
@@ -51,6 +53,7 @@ from kvservice.observe.failpoints import failpoint
 from kvservice.observe.timings import Timings
 from kvservice.pool.answers import PoolAnswers
 from kvservice.pool.digests import Digests
+from kvservice.pool.mark_files import MarkFiles
 from kvservice.pool.opening import close_new, open_segment
 from kvservice.pool.peer_reads import PeerReads
 from kvservice.pool.remote import DirectoryPort, RemoteShards
@@ -68,6 +71,7 @@ log = logging.getLogger("kvservice.pool")
 
 # Between two checks of the core's invariants in production; a broken one fences the pool. Counters are sampled as well.
 CHECK_SECONDS = SAMPLE_SECONDS
+CLEAR_AGAIN_SECONDS = 3600.0  # longer than a request reads blocks
 CHECK_SLOTS_MAX = 20_000  # a pool with more slots is not checked: a check would block the loop for too long
 
 
@@ -94,6 +98,8 @@ class PoolRuntime(PoolAnswers):
             tenants=config.tenants,
             policy=config.eviction(),
             tiers=[rules_of(spec) for spec in config.tiers],
+            max_age_seconds=config.max_age_seconds,
+            wall_offset=config.wall_clock() - clock(),
             spills=config.spill and not config.accept_spill,  # one that takes what others evict passes nothing on
         )
         self.timings = Timings()
@@ -118,6 +124,7 @@ class PoolRuntime(PoolAnswers):
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         self._vanished = VanishedEngines(claim, lambda work: self._keep(self._loop.create_task(work)), self._dispatch)
+        self._mark_files, self._keeping_marks = MarkFiles(config.mark_files, config.wall_clock), asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._next_op = 1
         self._closed = False
@@ -160,7 +167,12 @@ class PoolRuntime(PoolAnswers):
 
     async def begin(self) -> None:
         """Adopt the blocks that an earlier boot left, and start the checks. `open` does this itself."""
+        marks = await in_thread(self._mark_files.load)
+        self._state.freshness.marks.add(marks)
         await self._adopt()
+        # A block that was being read when it was cleared may still have been in memory when the last boot ended.
+        late = self._state.freshness.wall(self._clock()) - CLEAR_AGAIN_SECONDS
+        await self._clear([mark for mark in marks if mark.at > late])
         for opening in self._tiers.opening():
             self._spawn(opening)
         self._spawn(self._check_forever())
@@ -295,6 +307,26 @@ class PoolRuntime(PoolAnswers):
             lambda op: ev.PeerTakeOver(op, epoch, member, payload_bytes, items, wait_seconds), None
         )
         return result
+
+    async def clear(self, marks: Sequence[Mark]) -> ClearResult:
+        """Give these blocks up, here and in the tiers, and keep the marks. Raises InvalidRequest for marks that make no
+        sense, Unavailable if the marks cannot be kept: the blocks are gone all the same."""
+        result: ClearResult = await self._call(lambda op: ev.Clear(op, tuple(marks)), None)
+        async with self._keeping_marks:
+            await in_thread(partial(self._mark_files.keep, self._state.freshness.marks.all()))
+        return result
+
+    async def take_marks(self, marks: Sequence[Mark]) -> None:
+        """Clear what was cleared elsewhere while this node was away, if it did not know. Never raises for a mark."""
+        known = set(self._state.freshness.marks.all())
+        await self._clear([mark for mark in dict.fromkeys(marks) if mark not in known])
+
+    async def _clear(self, marks: Sequence[Mark]) -> None:
+        for start in range(0, len(marks), CLEAR_MARKS_MAX):
+            try:
+                await self.clear(marks[start : start + CLEAR_MARKS_MAX])
+            except KVServiceError as error:
+                log.warning("marks_not_taken", extra={"reason": error.message})
 
     def count(self, name: str) -> None:
         """Count something that happened to a caller, for the counters of `stats`."""

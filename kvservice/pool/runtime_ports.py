@@ -3,6 +3,7 @@ and the check whether an engine still writes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -81,3 +82,5 @@ class PoolConfig:
     spill: bool = True  # to nodes that accept it
     max_age_seconds: float = 0.0  # 0 = no limit
     coders: Coders = field(default_factory=Coders)
+    mark_files: tuple[Path, ...] = ()  # where it keeps what was cleared
+    wall_clock: Callable[[], float] = time.time

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from kvservice.auth.authenticator import Authenticator, account_of
 from kvservice.core.acquire.holds import check_pin_name
+from kvservice.core.clearing import CLEAR_MARKS_MAX
+from kvservice.errors import Forbidden
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.wire.clearing import decode_marks, encode_cleared, encode_marks
 from kvservice.wire.holding import decode_pin, decode_warm, encode_pinned, encode_warmed
 from kvservice.wire.serving import Context
 from kvservice.wire.v1 import shard_pb2
@@ -33,6 +36,15 @@ class OperatorServicer:
         account = account_of(self._authenticator.caller(context))
         ended = await self._pool.unpin(check_pin_name(request.name), account)
         return shard_pb2.UnpinReply(pin=None if ended is None else encode_pinned(ended))
+
+    async def clear(self, request: shard_pb2.ClearRequest, context: Context) -> shard_pb2.ClearReply:
+        caller = self._authenticator.caller(context)
+        if caller is not None and not caller.tenant.admin:
+            raise Forbidden("only an administrator's token may clear: it takes blocks from all tenants")
+        return encode_cleared(await self._pool.clear(decode_marks(request.marks, CLEAR_MARKS_MAX)))
+
+    async def list_marks(self, request: shard_pb2.ListMarksRequest, context: Context) -> shard_pb2.ListMarksReply:
+        return shard_pb2.ListMarksReply(marks=encode_marks(self._pool.state.freshness.marks.all()))
 
     async def list_pins(self, request: shard_pb2.ListPinsRequest, context: Context) -> shard_pb2.ListPinsReply:
         account = self._authenticator.account(context)

@@ -49,8 +49,9 @@ from kvservice.pool.eviction import find_policy
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_factory import open_coders
-from kvservice.pool.tier_specs import disk_folder, find_tiers
+from kvservice.pool.tier_specs import DISK, disk_folder, find_tiers
 from kvservice.private_files import is_listening, make_directory
+from kvservice.shard.missed_marks import marks_of_others
 from kvservice.shard.operator import OperatorServicer
 from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer
@@ -168,6 +169,8 @@ class ShardServer:
                 self._tls,
             )
             self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls, secret, mirror)
+        tiers = await find_tiers(config.settings, self._owner)
+        disks = [Path(f"{tier.place}.{discovery.MARKS_NAME}") for tier in tiers if tier.name == DISK]
         self._pool = await PoolRuntime.open(
             PoolConfig(
                 config.node_id,
@@ -179,17 +182,19 @@ class ShardServer:
                 epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock())),
                 tenants={} if tenants is None else tenants.current.limits(room_of(geometry)),
                 eviction=eviction,
-                tiers=await find_tiers(config.settings, self._owner),
+                tiers=tiers,
                 accept_spill=config.settings.accept_spill,
                 spill=config.settings.spill == "evicted",
                 max_age_seconds=config.settings.max_age_seconds,
                 coders=coders,
+                mark_files=(directory / discovery.MARKS_NAME, *disks),
             ),
             transport=make_transport,
             directory=self._directory,
             peers=PeerClient(kind, config.node_id, tls=self._tls, secret=secret),
         )
         discovery.keep_epoch(directory, self._pool.epoch)
+        await self._pool.take_marks(await marks_of_others(config.node_id, config.lookup_addresses, self._tls))
         self._authenticator = Authenticator(tenants, self._pool)
         self._authenticator.start()
         await self._listen(socket_path)

@@ -14,7 +14,9 @@ from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import block_keys, chain_hashes, span_route
+from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.block.tenants import NOBODY, TenantLimits
+from kvservice.core.clearing import ClearResult
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -48,6 +50,7 @@ from kvservice.units import (
     SlotIndex,
 )
 
+WALL = 1.7e9  # seconds since 1970 at time 0 of the harness
 SMALL = 250 * KiB  # four of them fit a slab of 1 MiB
 LARGE = 500 * KiB  # two of them fit a slab of 1 MiB
 
@@ -87,16 +90,27 @@ def run_of(start: int, count: int, *holders: Holder) -> HolderRun:
     return HolderRun(start, count, holders or (make_holder(),))
 
 
-def make_handle(key: BlockKey, slot: int = 0, *, length: int = SMALL, generation: int = 2) -> BlockHandle:
+def make_handle(
+    key: BlockKey, slot: int = 0, *, length: int = SMALL, generation: int = 2, stored_at: float = 0.0
+) -> BlockHandle:
     digest = digest_payload(content_of(key), key)
-    return BlockHandle(key, SlotIndex(slot), Generation(generation), length, digest, position=0)
+    return BlockHandle(key, SlotIndex(slot), Generation(generation), length, digest, position=0, stored_at=stored_at)
 
 
 def make_located(
-    keys: Sequence[BlockKey | None], *, length: int = SMALL, epoch: int = 1, lease: int = 7, lease_seconds: float = 10.0
+    keys: Sequence[BlockKey | None],
+    *,
+    length: int = SMALL,
+    epoch: int = 1,
+    lease: int = 7,
+    lease_seconds: float = 10.0,
+    stored_at: float = 0.0,
 ) -> LocateResult:
     """A peer's answer to Locate. A key of None stands for a block that the peer does not hold."""
-    handles = tuple(None if key is None else make_handle(key, slot, length=length) for slot, key in enumerate(keys))
+    handles = tuple(
+        None if key is None else make_handle(key, slot, length=length, stored_at=stored_at)
+        for slot, key in enumerate(keys)
+    )
     return LocateResult(BootEpoch(epoch), LeaseId(lease), lease_seconds, handles)
 
 
@@ -114,7 +128,10 @@ class CoreHarness:
         tenants: Mapping[str, TenantLimits] | None = None,
         tiers: Sequence[TierRules] = (),
         spills: bool = False,
+        max_age: float = 0.0,
     ) -> None:
+        self.max_age = max_age
+        self.marks: tuple[Mark, ...] = ()  # that a restart finds
         self.geometry = Geometry(slab_bytes=slab_bytes, slab_count=slab_count)
         self.lease_seconds = lease_seconds
         self.has_directory = has_directory
@@ -142,7 +159,10 @@ class CoreHarness:
             tenants=self.tenants,
             tiers=self.tiers,
             spills=self.spills,
+            max_age_seconds=self.max_age,
+            wall_offset=WALL,
         )
+        self.state.freshness.marks.add(self.marks)
         self.answers: dict[int, act.Reply | act.Refuse] = {}
         self.announced: Counter[BlockKey] = Counter()
         self.retracted: list[BlockKey] = []  # in this boot, the first one first
@@ -347,6 +367,16 @@ class CoreHarness:
         digest = (spec or make_spec()).fingerprint.digest
         self.send(ev.Warm(op, tenant, WarmRequest(digest, tuple(chain), timeout, 0.0 if pin else hold, pin)))
         return op
+
+    def clear(
+        self, kind: MarkKind, name: str = "", keys: Sequence[BlockKey] = (), at: float | None = None
+    ) -> ClearResult:
+        op = self.next_op()
+        when = self.state.freshness.wall(self.now) if at is None else at
+        self.send(ev.Clear(op, (Mark(kind, when, name, tuple(keys)),)))
+        value = self.reply(op)
+        assert isinstance(value, ClearResult)
+        return value
 
     def release(self, attachment: AttachmentId, *lease_ids: LeaseId) -> None:
         op = self.next_op()

@@ -352,6 +352,7 @@ def encode_located(result: LocateResult) -> shard_pb2.LocateReply:
             length=handle.length,
             digest=handle.digest,
             position=handle.position,
+            stored_at=handle.stored_at,
         )
         for handle in result.handles
     ]
@@ -402,7 +403,13 @@ def _lease_seconds(seconds: float) -> float:
 def _decode_handles(messages: Iterable[shard_pb2.Handle], keys: tuple[BlockKey, ...]) -> tuple[BlockHandle | None, ...]:
     return tuple(
         BlockHandle(
-            key, SlotIndex(handle.slot), Generation(handle.generation), handle.length, handle.digest, handle.position
+            key,
+            SlotIndex(handle.slot),
+            Generation(handle.generation),
+            handle.length,
+            handle.digest,
+            handle.position,
+            handle.stored_at if handle.stored_at > 0 else 0.0,  # also of NaN, which is no time
         )
         if handle.held
         else None

@@ -13,6 +13,7 @@ from kvservice import discovery
 from kvservice.auth.tenants import dump_tenants, parse_tenants
 from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.copying import message as link
+from kvservice.core.block.marks import Mark, MarkKind, pack_marks
 from kvservice.core.directory.mirror import MirrorEvent, MirrorWriter, mirror_bytes
 from kvservice.core.messages import Handoff
 from kvservice.core.segment.blockfile import BlockFileHeader, pack_file_header
@@ -67,6 +68,10 @@ def disk_index() -> bytes:
     """The head, a block that was written, and a key that was erased."""
     block = TierBlock(KEY, 65_536, 0x1122334455667788, 9, SpanRoute(0x01020304), 5, bytes(range(16, 32)), 1.7e9)
     return pack_head() + pack_row(block) + pack_erased(KEY)
+
+
+def marks() -> bytes:
+    return pack_marks([Mark(MarkKind.MODEL, 1.5e9, "model"), Mark(MarkKind.PROMPT, 1.6e9, keys=(KEY,))])
 
 
 def mirror() -> bytes:
@@ -161,6 +166,7 @@ FORMATS: dict[str, Callable[[], bytes]] = {
             slot_header,
             block_file,
             disk_index,
+            marks,
             mirror,
             epoch_file,
             shard_record,

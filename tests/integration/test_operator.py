@@ -129,3 +129,22 @@ def test_a_pin_is_of_one_prompt(service: Service) -> None:
     two.write_text("[1, 2, 3, 4]\n[5, 6, 7, 8]\n")
     code, said = service.run("pin", "both", str(two), "--model", MODEL)
     assert code == 2 and "use a name for each" in said
+
+
+def test_a_clear_says_whom_it_did_not_reach(service: Service) -> None:
+    """One that was away asks the others before it says what it holds. It is the last test: it ends a node."""
+    cluster = service.cluster
+    service.writer.put(TOKENS, np.zeros((8, 1024), "float32"))
+    cluster.kill("n1")
+    code, report = service.run("clear", "--model", MODEL)
+    rows = {row["node"]: row for row in report["nodes"]}
+    assert (code, report["complete"], rows["n0"]["error"]) == (1, False, "") and rows["n0"]["blocks"] >= 8
+    assert rows["n1"]["error"]
+    with service.writer.get(TOKENS) as hit:
+        assert len(hit) == 0
+    cluster.start_shard("n1")
+    assert sum(cluster.stats("n1").slots[state] for state in ("sealed", "leased")) == 0
+    assert cluster.stats("n1").counters["clears"] == 1
+    code, report = service.run("clear", "--prompt", str(service.prompt), "--model", MODEL, "--wait", "60")
+    assert (code, report["complete"]) == (0, True)
+    assert service.run("clear", "--model", MODEL, "--everything")[0] == 2

@@ -107,7 +107,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tier",),
         ("acquire",),
         ("drain",),
-        ("peer_calls",),
+        ("peer_calls", "clearing"),
         ("writes",),
         ("shard",),
     ),

@@ -53,6 +53,13 @@ def add(tree: typer.Typer) -> None:
     command(tree, GROUP, "kvservice pin system-prompt system.json --model Qwen/Qwen3-8B")(pin)
     command(tree, GROUP, "kvservice unpin system-prompt")(unpin)
     command(tree, GROUP, "kvservice pins", "kvservice pins -o json")(pins)
+    command(
+        tree,
+        GROUP,
+        "kvservice clear --model Qwen/Qwen3-8B",
+        "kvservice clear --tenant acme --wait 600",
+        "kvservice clear --prompt prompts.jsonl --model Qwen/Qwen3-8B",
+    )(clear)
 
 
 def warm(
@@ -128,4 +135,36 @@ def pins(service: Service = None, lookup: Lookup = None, output: Output = Format
     from kvservice.cli import hold as run
 
     if not run.pins(service, lookup, output):
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def clear(
+    everything: Annotated[bool, typer.Option("--everything", help="All blocks of the service.")] = False,
+    namespace: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Blocks of engines in this namespace; '' for those without one.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(metavar="TENANT", help="Blocks of this tenant.")] = "",
+    model: Annotated[str, typer.Option(metavar="MODEL", help="Blocks of this model.")] = "",
+    prompt: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Blocks of the prompts in this file, for the engines of --model."),
+    ] = None,
+    tokenizer: Tokenizer = "",
+    wait: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="Seconds to wait for nodes that do not answer, and for readers."),
+    ] = 0.0,
+    service: Service = None,
+    lookup: Lookup = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Forget blocks, in every tier on every node.
+
+    Name one of --everything, --namespace, --tenant, --model and --prompt. Blocks of which it is not known whose they
+    are go as well. Engines keep what is in their own GPU cache. Needs a certificate for a node, and an administrator's
+    token if there are tenants. Exits with 1 if a node was not reached, or still reads cleared blocks."""
+    from kvservice.cli import clear as run
+
+    wanted = run.Scope(everything, namespace, tenant, model, prompt, tokenizer)
+    if not run.run(service, lookup, wanted, wait, output):
         raise typer.Exit(ExitCode.PROBLEM)

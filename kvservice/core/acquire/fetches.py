@@ -92,6 +92,7 @@ class Fetches:
             acquisition.base,
             acquisition.account,
             self._shard.model_of(acquisition.attachment),
+            fingerprint=self._shard.fingerprint_of(acquisition.attachment),
             until=acquisition.deadline,
             urgent=not acquisition.request.hold_seconds,
         )
@@ -143,7 +144,7 @@ class Fetches:
         """Read blocks of a tier, as far as it has them and there is room."""
         number, node = fetch.number, fetch.holder.node_id
         until = min(fetch.until, now + PULL_SECONDS_MAX)
-        blocks = self._tiers.begin_read(number, node, [self._wanted(fetch, i) for i in fetch.indices], until, now)
+        blocks = self._tiers.begin_read(number, node, [self._wanted(fetch, i, now) for i in fetch.indices], until, now)
         slots, reason = self._room_for(fetch, len(blocks), now)
         if len(slots) < len(blocks):
             self._tiers.end_read(number, node, (), now)
@@ -159,11 +160,12 @@ class Fetches:
         self._pulls.bring_back(number, name_of_tier(node), blocks, slots, until, urgent=fetch.urgent)
         fetch.started, fetch.give_up_at = now, max(until, now) + PULL_GRACE_SECONDS
 
-    def _wanted(self, fetch: Fetch, index: int) -> TierBlock:
-        """What is asked of a tier that this node keeps no books of."""
-        position, route = fetch.base + index, span_route(fetch.chain, index)
-        tag = tag_of(fetch.account)
-        return TierBlock(fetch.chain[index], fetch.payload_bytes, 0, position, route, tag, fetch.fingerprint)
+    def _wanted(self, fetch: Fetch, index: int, now: float) -> TierBlock:
+        """What is asked of a tier that this node keeps no books of. It gives nothing that is older than asked."""
+        key, position, route = fetch.chain[index], fetch.base + index, span_route(fetch.chain, index)
+        tag, print_ = tag_of(fetch.account), fetch.fingerprint
+        oldest = self._shard.freshness.not_before(self._shard.freshness.scopes(key, fetch.account, print_), now)
+        return TierBlock(key, fetch.payload_bytes, 0, position, route, tag, print_, oldest)
 
     def _room_for(self, fetch: Fetch, count: int, now: float) -> tuple[tuple[Slot, ...], MissReason]:
         """Slots for so many blocks, and why the blocks without one do not come."""
@@ -180,7 +182,8 @@ class Fetches:
     def arrived(self, number: int, position: int, handle: BlockHandle, slot: Slot, now: float) -> None:
         fetch, key = self._open[number], handle.key
         index = fetch.indices[position]
-        if key in self._store:  # an engine of this node sealed the same block meanwhile
+        is_here = key in self._store  # an engine of this node sealed the same block meanwhile
+        if is_here or not self._shard.may_keep(handle, slot, fetch.account, fetch.fingerprint, now):
             self._store.abort(slot)
         else:
             parent = fetch.chain[index - 1] if index else None
@@ -190,7 +193,17 @@ class Fetches:
             # What this node brought back is no copy of another node's block.
             is_secondary = block is None
             self._store.seal(
-                slot, key, parent, place, route, handle.digest, now, is_secondary=is_secondary, model=fetch.model
+                slot,
+                key,
+                parent,
+                place,
+                route,
+                handle.digest,
+                now,
+                is_secondary=is_secondary,
+                model=fetch.model,
+                fingerprint=fetch.fingerprint,
+                stored_at=handle.stored_at,
             )
         self._arrivals.end(key, number)
         self._waiters.came(key, fetch.holder.node_id, now)

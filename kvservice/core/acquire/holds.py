@@ -6,7 +6,7 @@ Both are leases, so what they cover is never evicted. Both have a budget, so tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from kvservice.core.context import ShardContext
@@ -102,6 +102,16 @@ class Holds:
         for holder in [holder for holder in self._shard.leases.holders() if holder[0] == "warm"]:
             for lease in self._shard.leases.of_holder(holder):
                 self._end(lease)
+
+    def let_go_of(self, retired: Set[SlotIndex]) -> None:
+        """Nothing is held whose block is no more."""
+        if not retired:
+            return
+        for holder in [holder for holder in self._shard.leases.holders() if holder[0] in ("warm", "pin")]:
+            for lease in self._shard.leases.of_holder(holder):
+                if not retired.isdisjoint(lease.slots):
+                    self._pins = {name: pin for name, pin in self._pins.items() if pin.lease_id != lease.lease_id}
+                    self._end(lease)
 
     def drop(self, slots: Iterable[SlotIndex]) -> None:
         """Unpin slots that are not held after all."""

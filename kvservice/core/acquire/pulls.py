@@ -145,7 +145,7 @@ class Pulls:
         self._move(pull, PullEvent.BEGIN)
         pull.slots = tuple(slots)
         pull.handles = tuple(
-            BlockHandle(b.key, s.index, s.generation, b.payload_bytes, b.digest, b.position)
+            BlockHandle(b.key, s.index, s.generation, b.payload_bytes, b.digest, b.position, b.stored_at)
             for b, s in zip(blocks, slots, strict=True)
         )
         items = tuple((block, slot.index) for block, slot in zip(blocks, slots, strict=True))

@@ -71,6 +71,7 @@ class TakeOvers:
 
     def __init__(self, shard: ShardContext, pulls: Pulls, sealed: Callable[[BlockKey, float], None]) -> None:
         """`sealed(key, now)` is called when a block has become readable here."""
+        self._shard = shard
         self._store = shard.store
         self._emit = shard.emit
         self._counters = shard.counters
@@ -148,6 +149,9 @@ class TakeOvers:
         take = self._takes[number]
         position = take.wanted[position]
         item = take.items[position]
+        if item.key not in self._store and not self._shard.may_keep(handle, slot, slot.account, b"", now):
+            self._store.abort(slot)
+            return
         take.kept[position] = True
         if item.key in self._store:  # an engine of this node, or a fetch, was faster
             self._store.abort(slot)
@@ -155,7 +159,15 @@ class TakeOvers:
         else:
             # It counts as used now, not when the leaving node used it: a receiver has one clock and one order.
             self._store.seal(
-                slot, item.key, item.parent, item.position, item.route, handle.digest, now, is_secondary=False
+                slot,
+                item.key,
+                item.parent,
+                item.position,
+                item.route,
+                handle.digest,
+                now,
+                is_secondary=False,
+                stored_at=handle.stored_at,
             )
             self._counters["takeover_blocks_taken"] += 1
             self._counters["takeover_bytes"] += take.payload_bytes

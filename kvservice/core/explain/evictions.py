@@ -30,6 +30,8 @@ class EvictionCause(Enum):
     RESTARTED = "restarted"  # its node restarted and did not keep it
     CORRUPT = "corrupt"  # its bytes were wrong
     QUOTA = "quota"  # evicted for another block of its tenant, which is at its quota
+    CLEARED = "cleared"  # somebody cleared it
+    AGED = "aged"  # it reached the age limit
 
 
 _CAUSES = tuple(EvictionCause)

@@ -138,9 +138,12 @@ def version_of(data: bytes | bytearray | memoryview) -> int | None:
 
 
 def is_file_of(header: BlockFileHeader, wanted: TierBlock) -> bool:
-    """Whether it is the file of this block: of its key, its length and, where both are known, its fingerprint."""
+    """Whether it is the file of this block: of its key, its length and, where both are known, its fingerprint. One
+    that was stored before `wanted` is another."""
     block = header.block
     same = (block.key, block.payload_bytes) == (wanted.key, wanted.payload_bytes)
+    if block.stored_at < wanted.stored_at:
+        return False
     return same and (not wanted.fingerprint or not block.fingerprint or block.fingerprint == wanted.fingerprint)
 
 

@@ -25,3 +25,4 @@ class BlockHandle:
     length: int
     digest: int
     position: int
+    stored_at: float = 0.0  # when its bytes were computed: seconds since 1970; 0 = not known

@@ -42,6 +42,8 @@ class Block:
     sealed_at: float = 0.0  # seconds on the shard's clock
     stored_by: bytes = b""  # id of the engine that stored it here; b"": fetched, or found after a restart
     model: str = ""  # of the engine that stored it, or that it was fetched for; "": not known
+    fingerprint: bytes = b""  # first 16 bytes of the digest of that engine's fingerprint; b"": not known
+    stored_at: float = 0.0  # when its bytes were computed: seconds since 1970; 0 = not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class BlockStore:
         self.accounts = self.table.accounts
         self._blocks: dict[BlockKey, Block] = {}
         self._key_of: dict[SlotIndex, BlockKey] = {}  # exactly the sealed and leased slots
+        self.retired: set[SlotIndex] = set()  # leased slots whose blocks are no more: nobody new reads them
+        self.on_insert: Callable[[Block], None] | None = None
         self.evictions = EvictionHistory()
         self.removals = Removals()
         self.counters: Counter[str] = Counter()
@@ -100,7 +104,8 @@ class BlockStore:
 
     def handle(self, block: Block) -> BlockHandle:
         generation = self.table[block.slot].generation
-        return BlockHandle(block.key, block.slot, generation, block.payload_bytes, block.digest, block.position)
+        name = (block.key, block.slot, generation, block.payload_bytes, block.digest, block.position)
+        return BlockHandle(*name, block.stored_at)
 
     def pin(self, block: Block) -> None:
         slot = self.table[block.slot]
@@ -111,8 +116,35 @@ class BlockStore:
     def unpin(self, index: SlotIndex) -> None:
         slot = self.table[index]
         self.table.unpin(slot)
-        if slot.pins == 0:
+        if slot.pins:
+            return
+        if index in self.retired:
+            self.retired.discard(index)
+            self._forget(slot)
+        else:
             self.policy.unpin(self._key_of[index])
+
+    def retire(self, key: BlockKey, cause: EvictionCause, now: float) -> None:
+        """Give a block up, also one that is being read: then nobody new gets it, and its slot is free when the last
+        reader has ended."""
+        block = self._blocks[key]
+        slot = self.table[block.slot]
+        if slot.pins:
+            self.policy.unpin(key)
+            self.retired.add(block.slot)
+        self._take_out(block, Want(block.payload_bytes, now, room_for=""), cause)
+        if not slot.pins:
+            self._forget(slot)
+
+    def forget_free(self) -> None:
+        """Clear the headers of free slots. What was evicted may still lie in them, and a restart would find it."""
+        for slot in self.table.all_slots():
+            if slot.state is SlotState.FREE:
+                self._emit(ClearHeader(slot.index))
+
+    def _forget(self, slot: Slot) -> None:
+        self.table.free(slot, SlotEvent.EVICT)
+        self._emit(ClearHeader(slot.index))
 
     def reserve(self, count: int, owner: bytes, want: Want) -> Reservation:
         """Up to `count` slots, evicting as needed. Headers with odd generations are emitted at once."""
@@ -136,6 +168,7 @@ class BlockStore:
                     short_because = MissReason.NO_ROOM if wanted == count else MissReason.QUOTA
                     break
                 continue
+            slot.reserved_at = want.now
             reserved.append(slot)
             self._emit(WriteHeader(slot.index, self._writing_header(slot, owner)))
         self.counters["slots_reserved"] += len(reserved)
@@ -178,6 +211,7 @@ class BlockStore:
                     return None
             slot = self.table.take_free(payload_bytes, NO_KEY, account)
             assert slot is not None, "room for it was just made"
+        slot.reserved_at = want.now
         self._emit(WriteHeader(slot.index, self._writing_header(slot, NO_KEY)))
         return slot
 
@@ -232,14 +266,15 @@ class BlockStore:
         *,
         is_secondary: bool,
         model: str = "",
+        fingerprint: bytes = b"",
+        stored_at: float = 0.0,
     ) -> Block:
         """WRITING -> SEALED. The key must not be held yet."""
         assert key not in self._blocks
         stored_by = b"" if slot.owner == NO_KEY else slot.owner
         self.table.seal(slot)
-        block = Block(
-            key, slot.index, slot.payload_bytes, digest, block_position, route, is_secondary, now, stored_by, model
-        )
+        found = (key, slot.index, slot.payload_bytes, digest, block_position, route)
+        block = Block(*found, is_secondary, now, stored_by, model, fingerprint, stored_at)
         self._insert(block, parent, now)
         self._emit(WriteHeader(slot.index, self._sealed_header(block, slot.generation)))
         self._emit(Announce(key, route))
@@ -260,6 +295,11 @@ class BlockStore:
         """QUARANTINED -> FREE."""
         self._emit(ClearHeader(slot.index))
         self.table.free(slot, SlotEvent.END_QUARANTINE)
+
+    def writers(self) -> set[bytes]:
+        """Ids of engines that may still write quarantined slots."""
+        resting = (slot for slot in self.table.all_slots() if slot.state is SlotState.QUARANTINED)
+        return {slot.owner for slot in resting if len(slot.owner) == len(NO_KEY) and slot.owner != NO_KEY}
 
     def slots_of(self, owner: bytes, state: SlotState) -> list[Slot]:
         return [slot for slot in self.table.all_slots() if slot.state is state and slot.owner == owner]
@@ -308,9 +348,18 @@ class BlockStore:
             size_class=block.payload_bytes,
             account=self.table[block.slot].account,
         )
+        if self.on_insert is not None:
+            self.on_insert(block)
 
     def _evict(self, key: BlockKey, cause: EvictionCause, want: Want) -> None:
-        block = self._blocks.pop(key)
+        block = self._blocks[key]
+        self._take_out(block, want, cause)
+        self.table.free(self.table[block.slot], SlotEvent.EVICT)
+
+    def _take_out(self, block: Block, want: Want, cause: EvictionCause) -> None:
+        """Nobody finds the block any more. Its slot is left alone."""
+        key = block.key
+        del self._blocks[key]
         self.evictions.add(
             key,
             cause,
@@ -324,7 +373,6 @@ class BlockStore:
         self.removals.add(key, account)
         del self._key_of[block.slot]
         self.policy.remove(key)
-        self.table.free(self.table[block.slot], SlotEvent.EVICT)
         self._emit(Retract(key, block.route))
         self.counters["evicted_secondary" if block.is_secondary else "evicted_primary"] += 1
         self.counters[EVICTED[cause]] += 1
@@ -419,7 +467,10 @@ class BlockStore:
     def check_invariants(self) -> None:
         self.table.check_invariants()
         holding = {slot.index for slot in self.table.all_slots() if slot.state in (SlotState.SEALED, SlotState.LEASED)}
-        assert holding == set(self._key_of), "sealed slots and known blocks differ"
-        assert {block.slot for block in self._blocks.values()} == holding, "a block lies in no slot, or two in one"
+        assert holding == set(self._key_of) | self.retired, "sealed slots and known blocks differ"
+        assert not self.retired & set(self._key_of), "a block that was given up is still known"
+        assert all(self.table[index].pins for index in self.retired), "a block that was given up is kept for nobody"
+        known = {block.slot for block in self._blocks.values()}
+        assert known == set(self._key_of), "a block lies in no slot, or two in one"
         for slot, key in self._key_of.items():
             assert self._blocks[key].slot == slot

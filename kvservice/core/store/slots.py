@@ -78,6 +78,7 @@ class Slot:
     pins: int = 0  # leases and operations that cover it; > 0 exactly when LEASED
     owner: bytes = b""  # engine id (or b"" for the shard itself) while WRITING or QUARANTINED
     account: str = NOBODY  # the tenant that is charged for it, unless FREE
+    reserved_at: float = 0.0  # while WRITING: when it was reserved, on the shard's clock
 
 
 class SlotTable:

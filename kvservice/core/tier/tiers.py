@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvservice.core.actions import Action, Announce, Erase, Retract, WriteDown
+from kvservice.core.block.marks import MARK_SECONDS
 from kvservice.core.block.tenants import TenantLimits, tag_of
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.context import ShardContext
@@ -59,6 +60,7 @@ class _Tier:
     known: BoundedTable[BlockKey, bool] = field(default_factory=lambda: BoundedTable(KNOWN_MAX))  # if it is shared
     reads: dict[int, _Read] = field(default_factory=dict)  # by the number of the pull
     reading_bytes: int = 0
+    cleared: set[BlockKey] = field(default_factory=set)  # being written, and not wanted any more
     is_open: bool = False  # nothing is asked of it before: it says what it found, maybe nothing, when it is open
 
     def has(self, key: BlockKey) -> bool:
@@ -116,6 +118,10 @@ class Tiers:
         if tier.books is None:
             return
         for block in event.blocks:
+            if not self._is_fresh(block, now):
+                self._count(tier, "found_too_old")
+                self._shard.emit(Erase(tier.rules.name, (block.key,)))
+                continue
             is_new = block.key not in self._store and not self.holds(block.key)
             account = self._store.accounts.account_of(block.account_tag)
             if tier.books.adopt(block, account, now):
@@ -125,6 +131,13 @@ class Tiers:
             elif not tier.books.knows(block.key):
                 self._count(tier, "found_no_room")
                 self._shard.emit(Erase(tier.rules.name, (block.key,)))
+
+    def _is_fresh(self, block: TierBlock, now: float) -> bool:
+        freshness = self._shard.freshness
+        account = self._store.accounts.account_of(block.account_tag)
+        scopes = freshness.scopes(block.key, account, block.fingerprint)
+        is_young = not block.stored_at or block.stored_at > freshness.wall(now) - MARK_SECONDS
+        return is_young and freshness.accepts(scopes, block.stored_at, now)
 
     def blocks(self) -> Iterable[TierBlock]:
         """Everything in the tiers of this node; a block in two of them twice."""
@@ -213,9 +226,8 @@ class Tiers:
         if tier.books is not None and tier.books.knows(key):
             return None  # it was found in the tier since it was queued
         account = self._store.account_of(block)
-        written = TierBlock(
-            key, block.payload_bytes, block.digest, block.position, block.route, account_tag=tag_of(account)
-        )
+        name = (key, block.payload_bytes, block.digest, block.position, block.route)
+        written = TierBlock(*name, tag_of(account), block.fingerprint, block.stored_at)
         if tier.books is not None and not tier.books.reserve(written, self._store.parent_of(block), account):
             self._count(tier, "dropped_no_room")
             return None
@@ -239,7 +251,26 @@ class Tiers:
             self._count(tier, "write_failed", len(items) - good)
             tier.queue.report(good, now)
 
+    def clear(self, is_covered: Callable[[TierBlock], bool]) -> int:
+        """Give up these blocks, and those of them that are being written when that ends. Returns how many there were.
+        What other nodes wrote into a shared tier is not known here: the marks keep it from being served."""
+        count = 0
+        for tier in self._tiers.values():
+            if tier.books is not None:
+                found = [block.key for block in tier.books.blocks() if is_covered(block)]
+                count += len(found)
+                for key in found:
+                    tier.books.discard(key)
+            writing = [block for block in tier.queue.blocks() if is_covered(block)]
+            tier.cleared.update(block.key for block in writing)
+            count += len(writing)
+        return count
+
     def _settle(self, tier: _Tier, block: TierBlock, now: float, *, is_written: bool) -> None:
+        if block.key in tier.cleared:
+            tier.cleared.discard(block.key)
+            self._shard.emit(Erase(tier.rules.name, (block.key,)))
+            is_written = False
         if tier.books is None:
             if is_written:
                 tier.known.put(block.key, True)

@@ -106,6 +106,10 @@ class WriteQueue:
         """How often each slot of the memory is pinned for writes, for checks."""
         return Counter(slot for job in self._jobs.values() for _, slot in job.items)
 
+    def blocks(self) -> list[TierBlock]:
+        """Those that are being written."""
+        return [block for job in self._jobs.values() for block, _ in job.items]
+
     def writing(self) -> set[BlockKey]:
         """Blocks that are being written, for checks."""
         return set(self._writing)

@@ -358,20 +358,22 @@ class LocateRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., reader: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class Handle(_message.Message):
-    __slots__ = ("held", "slot", "generation", "length", "digest", "position")
+    __slots__ = ("held", "slot", "generation", "length", "digest", "position", "stored_at")
     HELD_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    STORED_AT_FIELD_NUMBER: _ClassVar[int]
     held: bool
     slot: int
     generation: int
     length: int
     digest: int
     position: int
-    def __init__(self, held: bool = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+    stored_at: float
+    def __init__(self, held: bool = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[int] = ..., position: _Optional[int] = ..., stored_at: _Optional[float] = ...) -> None: ...
 
 class LocateReply(_message.Message):
     __slots__ = ("epoch", "lease_id", "lease_seconds", "handles")
@@ -1046,3 +1048,43 @@ class ListPinsReply(_message.Message):
     PINS_FIELD_NUMBER: _ClassVar[int]
     pins: _containers.RepeatedCompositeFieldContainer[Pinned]
     def __init__(self, pins: _Optional[_Iterable[_Union[Pinned, _Mapping]]] = ...) -> None: ...
+
+class ClearMark(_message.Message):
+    __slots__ = ("kind", "at", "name", "keys")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    at: float
+    name: str
+    keys: bytes
+    def __init__(self, kind: _Optional[str] = ..., at: _Optional[float] = ..., name: _Optional[str] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("marks",)
+    MARKS_FIELD_NUMBER: _ClassVar[int]
+    marks: _containers.RepeatedCompositeFieldContainer[ClearMark]
+    def __init__(self, marks: _Optional[_Iterable[_Union[ClearMark, _Mapping]]] = ...) -> None: ...
+
+class ClearReply(_message.Message):
+    __slots__ = ("blocks", "bytes", "reading", "tier_blocks")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    READING_FIELD_NUMBER: _ClassVar[int]
+    TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    bytes: int
+    reading: int
+    tier_blocks: int
+    def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., reading: _Optional[int] = ..., tier_blocks: _Optional[int] = ...) -> None: ...
+
+class ListMarksRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListMarksReply(_message.Message):
+    __slots__ = ("marks",)
+    MARKS_FIELD_NUMBER: _ClassVar[int]
+    marks: _containers.RepeatedCompositeFieldContainer[ClearMark]
+    def __init__(self, marks: _Optional[_Iterable[_Union[ClearMark, _Mapping]]] = ...) -> None: ...

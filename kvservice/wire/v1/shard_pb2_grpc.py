@@ -1100,6 +1100,16 @@ class OperatorServiceStub(object):
                 request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsReply.FromString,
                 _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/kvservice.wire.v1.OperatorService/Clear',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ClearRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ClearReply.FromString,
+                _registered_method=True)
+        self.ListMarks = channel.unary_unary(
+                '/kvservice.wire.v1.OperatorService/ListMarks',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListMarksRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListMarksReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer(object):
@@ -1132,6 +1142,20 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Clear(self, request, context):
+        """Forgets blocks in every tier of this node, and keeps the marks so that they cannot come back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListMarks(self, request, context):
+        """What was cleared, for nodes that were away.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1154,6 +1178,16 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.ListPins,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsReply.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ClearRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ClearReply.SerializeToString,
+            ),
+            'ListMarks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListMarks,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListMarksRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_shard__pb2.ListMarksReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1265,6 +1299,60 @@ class OperatorService(object):
             '/kvservice.wire.v1.OperatorService/ListPins',
             kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsRequest.SerializeToString,
             kvservice_dot_wire_dot_v1_dot_shard__pb2.ListPinsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.OperatorService/Clear',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.ClearRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.ClearReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMarks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.OperatorService/ListMarks',
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.ListMarksRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_shard__pb2.ListMarksReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,6 +18,7 @@ from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import NO_KEY, BlockStore, Want
 from kvservice.core.store.eviction import LeafFirstReuse
+from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.slots import Slot, SlotState
 from kvservice.core.transitions import InvalidTransition
@@ -67,6 +68,8 @@ class Bench:
             emit=self.actions.append,
             is_draining=lambda: False,
             model_of=lambda attachment: "model",
+            fingerprint_of=lambda attachment: b"",
+            freshness=Freshness(),
         )
         self.pulls = Pulls(context)
         self.owner = Owner(self.store)

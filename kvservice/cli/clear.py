@@ -1,0 +1,182 @@
+"""`kvservice clear`: forgets blocks in every tier on every node, and says whom it could not reach."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from kvservice.cli.output import Format, write
+from kvservice.cli.progress import Progress
+from kvservice.cli.status import plain, table
+from kvservice.errors import ConfigError, Forbidden, InvalidRequest, KVServiceError, Unauthenticated
+from kvservice.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvservice.client.members import Members
+    from kvservice.client.operator import OperatorClient
+    from kvservice.core.block.marks import Mark
+    from kvservice.units import BlockKey
+
+POLL_SECONDS = 1.0  # between two rounds of --wait
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What is cleared: exactly one of these, but for a prompt, which also has a model."""
+
+    everything: bool = False
+    namespace: str | None = None
+    tenant: str = ""
+    model: str = ""
+    prompt: Path | None = None
+    tokenizer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClearedNode:
+    node: str
+    blocks: int = 0
+    bytes: int = 0
+    reading: int = 0  # cleared blocks that somebody still reads
+    tier_blocks: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClearReport:
+    nodes: tuple[ClearedNode, ...]
+    problems: tuple[str, ...]
+    complete: bool
+
+
+def run(
+    service: str | None, lookup: Sequence[str] | None, wanted: Scope, wait: float, form: Format = Format.TABLE
+) -> bool:
+    """Clear, and print what went. Blocks, with `wait` until all is done or the time is over. Returns whether it is.
+
+    Raises ConfigError for a scope that says nothing or too much, NoService, Forbidden, Unauthenticated."""
+    kinds = (wanted.everything, wanted.namespace is not None, bool(wanted.tenant), wanted.prompt is not None)
+    if sum(kinds) + (bool(wanted.model) and wanted.prompt is None) != 1:
+        raise ConfigError("say what to clear: one of --everything, --namespace, --tenant, --model and --prompt")
+    if wanted.prompt is not None and not wanted.model:
+        raise ConfigError("name the --model that the prompts are for", key="model")
+    report = asyncio.run(_clear(service, lookup, wanted, wait))
+    write(report, lambda found, _: draw(found), form)
+    return report.complete
+
+
+async def _clear(service: str | None, lookup: Sequence[str] | None, wanted: Scope, wait: float) -> ClearReport:
+    from kvservice.auth.token import Token
+    from kvservice.client.members import find_members
+    from kvservice.client.operator import OperatorClient
+
+    members = await asyncio.to_thread(find_members, service, lookup)
+    client = OperatorClient(members.tls, Token.of_environment())
+    deadline = time.monotonic() + wait
+    try:
+        with Progress("clearing") as progress:
+            marks = await _marks(client, members, wanted)
+            while True:
+                report = await _round(client, members, marks)
+                if report.complete or time.monotonic() >= deadline:
+                    return report
+                left = sum(bool(node.error or node.reading) for node in report.nodes) + len(report.problems)
+                progress.update(f"{left} parts are not done")
+                await asyncio.sleep(POLL_SECONDS)
+                members = await asyncio.to_thread(find_members, service, lookup)
+    finally:
+        await client.close()
+
+
+async def _marks(client: OperatorClient, members: Members, wanted: Scope) -> list[Mark]:
+    from kvservice.core.block.marks import Mark, MarkKind
+
+    at = time.time()
+    if wanted.everything:
+        return [Mark(MarkKind.EVERYTHING, at)]
+    if wanted.namespace is not None:
+        return [Mark(MarkKind.NAMESPACE, at, wanted.namespace)]
+    if wanted.tenant:
+        return [Mark(MarkKind.TENANT, at, wanted.tenant)]
+    if wanted.prompt is None:
+        return [Mark(MarkKind.MODEL, at, wanted.model)]
+    keys = await _keys(client, members, wanted)
+    return [Mark(MarkKind.PROMPT, at, keys=tuple(part)) for part in keys]
+
+
+async def _keys(client: OperatorClient, members: Members, wanted: Scope) -> list[list[BlockKey]]:
+    """The blocks of the prompts under every name that an engine of the model gives them, for each mark."""
+    from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
+    from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, group_key
+    from kvservice.core.clearing import CLEAR_MARKS_MAX
+    from kvservice.serve.prompt_file import PromptNamer, read_prompts
+
+    assert wanted.prompt is not None
+    namer, questions = PromptNamer(wanted.tokenizer), read_prompts(wanted.prompt)
+    kinds = {}
+    for address in members.shards.values():
+        try:
+            engines = await client.engines(address)
+        except (Forbidden, Unauthenticated):
+            raise
+        except KVServiceError:
+            continue  # the clear itself says that this node does not answer
+        kinds.update({kind.fingerprint.digest: kind for kind in engines if kind.model == wanted.model})
+    if not kinds:
+        raise ConfigError(f"no engine of model {wanted.model!r} is attached: clear --model instead", key="model")
+    plain_keys = {key for kind in kinds.values() for question in questions for key in namer.keys(question, kind)}
+    found = {group_key(key, group) for key in plain_keys for group in range(1, WINDOW_GROUPS_MAX + 1)} | plain_keys
+    ordered = sorted(found)
+    parts = [ordered[start : start + KEYS_PER_REQUEST_MAX] for start in range(0, len(ordered), KEYS_PER_REQUEST_MAX)]
+    if not 0 < len(parts) <= CLEAR_MARKS_MAX:
+        raise ConfigError(f"{wanted.prompt} has {len(plain_keys)} blocks, too many or too few: clear --model instead")
+    return [list(part) for part in parts]
+
+
+async def _round(client: OperatorClient, members: Members, marks: Sequence[Mark]) -> ClearReport:
+    async def one(node: str, address: str) -> ClearedNode:
+        reading = blocks = size = tier_blocks = 0
+        try:
+            for mark in marks:  # one prompt's keys fill a request
+                result = await client.clear(address, [mark])
+                blocks, size = blocks + result.blocks, size + result.bytes
+                tier_blocks += result.tier_blocks
+                reading = result.reading
+        except (Forbidden, Unauthenticated, InvalidRequest):
+            raise
+        except KVServiceError as error:
+            return ClearedNode(node, error=error.message)
+        return ClearedNode(node, blocks, size, reading, tier_blocks)
+
+    nodes = await asyncio.gather(*[one(node, address) for node, address in sorted(members.shards.items())])
+    problems = [f"lookup partition {address} does not answer: it may know more nodes" for address in members.silent]
+    problems += [f"node {node} is registered on this machine, and nobody listens" for node in sorted(members.gone)]
+    complete = not problems and not any(node.error or node.reading for node in nodes)
+    return ClearReport(tuple(nodes), tuple(problems), complete)
+
+
+def draw(report: ClearReport) -> RenderableType:
+    numbers = ("blocks", "size", "still read", "in tiers")
+    made = table("node", *numbers, right=numbers)
+    lines: list[RenderableType] = [made]
+    for node in report.nodes:
+        if node.error:
+            lines.append(Text.assemble(("problem: ", "red"), f"node {node.node} was not reached: {node.error}"))
+        else:
+            counts = (str(node.blocks), format_bytes(node.bytes), str(node.reading), str(node.tier_blocks))
+            made.add_row(plain(node.node), *counts)
+    lines += [Text.assemble(("problem: ", "red"), problem) for problem in report.problems]
+    if report.complete:
+        lines.append(Text("Complete: every node has forgotten them. Engines keep what is in their own GPU cache."))
+    elif any(node.reading for node in report.nodes):
+        lines.append(Text("Requests still read cleared blocks; no new one gets them. --wait waits for these."))
+    else:
+        lines.append(Text("Not complete. A node that was not reached asks the others when it starts."))
+    return Group(*lines)

@@ -1,0 +1,57 @@
+"""What was cleared while a node was away: it asks all other nodes before it says what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import grpc
+
+from kvservice.auth.tls import TlsFiles
+from kvservice.client.channels import Channels
+from kvservice.client.operator import OperatorClient
+from kvservice.core.block.marks import Mark
+from kvservice.errors import InvalidRequest, KVServiceError
+from kvservice.units import NodeId
+from kvservice.wire.codec import decode_holder
+from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+
+log = logging.getLogger("kvservice.shard")
+
+ASK_SECONDS = 2.0  # for one round of calls; a node that takes longer is down, and those that answer know its marks
+AT_ONCE_MAX = 32  # nodes asked in parallel
+
+
+async def marks_of_others(node_id: NodeId, lookups: Sequence[str], tls: TlsFiles | None) -> tuple[Mark, ...]:
+    """The marks that other live nodes keep. Never raises: what does not answer is left out, and logged."""
+    channels, client = Channels(tls), OperatorClient(tls)
+    try:
+        answers = await asyncio.gather(*[_nodes(channels, address) for address in lookups])
+        nodes = {node: address for found in answers for node, address in found.items() if node != node_id}
+        permits = asyncio.Semaphore(AT_ONCE_MAX)
+
+        async def ask(node: str) -> tuple[Mark, ...]:
+            async with permits:
+                try:
+                    return await client.marks(nodes[node], ASK_SECONDS)
+                except KVServiceError as error:
+                    log.warning("marks_not_asked", extra={"node": node, "reason": error.message})
+                    return ()
+
+        found = await asyncio.gather(*[ask(node) for node in sorted(nodes)])
+        return tuple(mark for marks in found for mark in marks)
+    finally:
+        await client.close()
+        await channels.close()
+
+
+async def _nodes(channels: Channels, lookup: str) -> dict[str, str]:
+    stub = lookup_pb2_grpc.LookupServiceStub(channels.get(lookup))
+    try:
+        reply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=ASK_SECONDS)
+        rows = [decode_holder(row.node) for row in reply.nodes if row.alive]
+    except (grpc.aio.AioRpcError, InvalidRequest) as error:
+        log.warning("marks_not_asked", extra={"lookup": lookup, "reason": str(error)[:200]})
+        return {}
+    return {row.node_id: row.peer_address for row in rows}

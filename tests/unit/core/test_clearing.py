@@ -1,0 +1,231 @@
+"""Rules of core.clearing: what a clear takes from memory and tiers, what is dropped later, and the age limit."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvservice.core import actions as act
+from kvservice.core import events as ev
+from kvservice.core.block.marks import FUTURE_SECONDS_MAX, MARK_SECONDS, Mark, MarkKind
+from kvservice.core.clearing import CLEAR_MARKS_MAX, ClearResult
+from kvservice.core.messages import MissReason, SealStatus, TakeOverItem
+from kvservice.core.tier.rules import TierRules, WriteMoment
+from kvservice.core.tier.tier_block import TierBlock
+from kvservice.errors import InvalidRequest
+from kvservice.testing.builders import (
+    SMALL,
+    WALL,
+    CoreHarness,
+    make_chain,
+    make_holder,
+    make_located,
+    make_spec,
+    run_of,
+)
+from kvservice.units import MiB, SpanRoute
+
+CHAIN, OTHER = make_chain(3), make_chain(3, "other")
+DISK = TierRules("disk", budget_bytes=100 * MiB, write=WriteMoment.STORED)
+MODEL = (MarkKind.MODEL, "model")
+
+
+def erased(harness: CoreHarness) -> set[bytes]:
+    return {key for work in harness.tier_work if isinstance(work, act.Erase) for key in work.keys}
+
+
+def test_a_clear_takes_what_it_names_and_nothing_else() -> None:
+    harness = CoreHarness(slab_count=4)
+    other = make_spec("other", "other model")
+    harness.store(harness.attach(), CHAIN)
+    harness.store(harness.attach(other), OTHER)
+    assert harness.clear(*MODEL) == ClearResult(3, 3 * SMALL, 0, 0)
+    assert harness.keys_held() == set(OTHER)
+    assert harness.retracted == list(CHAIN) and len(harness.headers) == 3
+    assert harness.clear(MarkKind.PROMPT, keys=OTHER[1:]).blocks == 2
+    assert harness.clear(MarkKind.EVERYTHING).blocks == 1
+    assert not harness.headers and harness.count("evicted_cleared") == 6
+
+
+def test_a_restart_finds_no_cleared_block() -> None:
+    """Evicted blocks stay in free slots, where a restart would find them."""
+    harness = CoreHarness(slab_count=1)
+    engine = harness.attach()
+    harness.store(engine, make_chain(4, "early"))
+    (ref,) = harness.reserve(engine)
+    op = harness.next_op()
+    harness.send(ev.Abort(op, engine, (ref,)))
+    harness.clear(*MODEL)
+    harness.restart()
+    assert not harness.keys_held()
+
+
+def test_what_is_read_is_given_up_when_that_ends() -> None:
+    harness = CoreHarness()
+    engine = harness.attach()
+    harness.store(engine, CHAIN)
+    lease = harness.hit(engine, CHAIN).lease_id
+    assert harness.clear(*MODEL) == ClearResult(3, 3 * SMALL, 3, 0)
+    assert (harness.slots("leased"), len(harness.headers), harness.keys_held()) == (3, 3, set())
+    assert harness.hit(engine, CHAIN).blocks == ()
+    harness.advance(1.0)
+    assert harness.store(engine, CHAIN[:1]) == [SealStatus.SEALED], "the same prompt, computed again"
+    harness.release(engine, lease)
+    assert (harness.slots("leased"), harness.slots("sealed"), len(harness.headers)) == (0, 1, 1)
+
+
+def test_what_is_held_for_nobody_is_not_held_after_a_clear() -> None:
+    harness = CoreHarness(slab_count=8)
+    engine = harness.attach()
+    harness.store(engine, CHAIN)
+    harness.store(engine, OTHER)
+    harness.reply(harness.warm(CHAIN))
+    harness.reply(harness.warm(CHAIN, pin="system"))
+    harness.reply(harness.warm(OTHER, pin="other"))
+    harness.clear(MarkKind.PROMPT, keys=CHAIN)
+    assert [pin.name for pin in harness.state.pins(harness.now)] == ["other"]
+    assert (harness.slots("leased"), harness.keys_held()) == (3, set(OTHER))
+
+
+def test_a_seal_that_began_before_is_dropped() -> None:
+    harness = CoreHarness()
+    engine = harness.attach()
+    refs = harness.reserve(engine, 2)
+    op = harness.begin_seal(engine, harness.items(refs[:1], CHAIN))
+    harness.clear(MarkKind.PROMPT, keys=CHAIN)
+    harness.digest_all()
+    assert harness.statuses(op) == [SealStatus.STALE]
+    harness.advance(1.0)
+    op = harness.begin_seal(engine, harness.items(refs[1:], OTHER))
+    harness.digest_all()
+    assert harness.statuses(op) == [SealStatus.SEALED], "another prompt"
+    assert harness.store(engine, CHAIN) == [SealStatus.SEALED] * 3, "computed after it"
+    assert harness.count("seal_cleared") == 1
+
+
+def test_a_fetch_that_began_before_is_dropped() -> None:
+    harness = CoreHarness()
+    op = harness.acquire(harness.attach(), CHAIN)
+    harness.resolved(op, run_of(0, 3))
+    harness.located(harness.locates[-1], make_located(CHAIN, stored_at=WALL + 99.0))
+    harness.clear(*MODEL)
+    harness.pulled(harness.pulls[-1], ev.PullResult.OK)
+    assert (harness.result(op).miss, harness.keys_held()) == (MissReason.STALE, set())
+    assert harness.count("arrived_cleared") == 3
+
+
+@pytest.mark.parametrize(("stored_at", "count"), [(0.0, 0), (WALL + 50.0, 0), (WALL + 190.0, 3)])
+def test_a_node_that_was_not_reached_gives_nothing_old(stored_at: float, count: int) -> None:
+    harness = CoreHarness()
+    engine = harness.attach()
+    harness.clear(*MODEL)
+    harness.advance(100.0)
+    op = harness.acquire(engine, CHAIN)
+    harness.resolved(op, run_of(0, 3))
+    harness.located(harness.locates[-1], make_located(CHAIN, stored_at=stored_at))
+    harness.pulled(harness.pulls[-1], ev.PullResult.OK)
+    assert len(harness.result(op).blocks) == count
+    assert all(block.stored_at == stored_at for block in harness.state.blocks())
+    assert harness.count("arrived_too_old") == 3 - count
+
+
+def test_a_leaving_node_hands_over_nothing_that_was_cleared() -> None:
+    harness = CoreHarness()
+    harness.clear(MarkKind.PROMPT, keys=CHAIN[:1])
+    harness.advance(1.0)
+    items = tuple(TakeOverItem(key, None, 0, SpanRoute(0), 1.0) for key in CHAIN[:2])
+    op = harness.next_op()
+    harness.send(ev.PeerTakeOver(op, harness.state.epoch, make_holder(), SMALL, items, 5.0))
+    harness.located(harness.locates[-1], make_located(CHAIN[:2], stored_at=WALL))
+    harness.pulled(harness.pulls[-1], ev.PullResult.OK)
+    assert harness.keys_held() == {CHAIN[1]}
+    assert harness.reply(op).kept == (False, True)  # type: ignore[attr-defined]
+
+
+def test_a_clear_takes_from_tiers_also_what_is_being_written() -> None:
+    harness = CoreHarness(tiers=(DISK,))
+    engine = harness.attach()
+    harness.store(engine, CHAIN[:2])
+    harness.write_all()
+    harness.store(engine, CHAIN, start=2)
+    (write,) = harness.writes()
+    found = harness.clear(*MODEL)
+    assert (found.blocks, found.reading, found.tier_blocks) == (3, 1, 3)
+    harness.send(ev.WrittenDown(write.job, (True,)))
+    assert erased(harness) == set(CHAIN)
+    assert (harness.slots("leased"), harness.state.inventory()) == (0, [])
+    assert set(harness.retracted) == set(CHAIN)
+
+
+def test_a_tier_brings_nothing_old_back_after_a_restart() -> None:
+    """Nor what is older than any mark is kept, nor what nobody knows the age of."""
+    harness = CoreHarness(tiers=(DISK,))
+    harness.marks = (Mark(MarkKind.PROMPT, WALL + 50.0, keys=CHAIN[:2]),)
+    harness.restart()
+    ages = {CHAIN[0]: WALL + 40.0, CHAIN[1]: 0.0, CHAIN[2]: WALL - MARK_SECONDS, OTHER[0]: 0.0, OTHER[1]: WALL}
+    blocks = tuple(TierBlock(key, SMALL, 5, 0, SpanRoute(0), stored_at=at) for key, at in ages.items())
+    harness.send(ev.TierFound("disk", blocks))
+    assert {key for key, _ in harness.state.inventory()} == set(OTHER[:2])
+    assert erased(harness) == set(CHAIN) and harness.count("tier_disk_found_too_old") == 3
+
+
+def test_blocks_of_nobody_knows_what_go_with_every_model() -> None:
+    harness = CoreHarness()
+    harness.store(harness.attach(), CHAIN)
+    harness.restart()
+    assert harness.clear(MarkKind.MODEL, "whatever").blocks == 3
+
+
+@pytest.mark.parametrize("late", [FUTURE_SECONDS_MAX + 1, -MARK_SECONDS])
+def test_a_clear_by_a_wrong_clock_is_refused(late: float) -> None:
+    harness = CoreHarness()
+    with pytest.raises(InvalidRequest, match="set the clocks"):
+        harness.clear(*MODEL, at=WALL + harness.now + late)
+
+
+@pytest.mark.parametrize("count", [0, CLEAR_MARKS_MAX + 1])
+def test_a_clear_of_nothing_or_too_much_is_refused(count: int) -> None:
+    harness = CoreHarness()
+    op = harness.next_op()
+    harness.send(ev.Clear(op, (Mark(MarkKind.EVERYTHING, WALL),) * count))
+    with pytest.raises(InvalidRequest, match="marks"):
+        harness.reply(op)
+
+
+# -- the age limit --
+
+
+def test_what_reaches_the_age_limit_is_dropped() -> None:
+    harness = CoreHarness(max_age=60.0, tiers=(DISK,))
+    engine = harness.attach()
+    harness.store(engine, CHAIN)
+    harness.write_all()
+    harness.advance(30.0)
+    harness.store(engine, OTHER[:1])
+    harness.clear(MarkKind.PROMPT, keys=CHAIN[2:])
+    harness.advance(31.0)
+    assert harness.keys_held() == {OTHER[0]} and erased(harness) == set(CHAIN)
+    assert harness.count("evicted_aged") == 2
+    harness.advance(0.1)
+    deadline = harness.state.next_deadline()
+    assert deadline is not None and harness.now < deadline <= harness.now + 30.0
+
+
+def test_the_age_counts_from_where_a_block_was_computed() -> None:
+    harness = CoreHarness(max_age=60.0)
+    engine = harness.attach()
+    op = harness.acquire(engine, CHAIN)
+    harness.resolved(op, run_of(0, 3))
+    harness.located(harness.locates[-1], make_located(CHAIN, stored_at=WALL + 50.0))
+    harness.pulled(harness.pulls[-1], ev.PullResult.OK)
+    harness.release(engine, harness.result(op).lease_id)
+    harness.advance(11.0)
+    assert not harness.keys_held()
+
+
+def test_blocks_of_unknown_age_are_dropped_after_a_restart() -> None:
+    harness = CoreHarness(max_age=60.0)
+    harness.store(harness.attach(), CHAIN)
+    harness.restart()
+    assert harness.state.next_deadline() == 0.0
+    harness.advance(0.0)
+    assert not harness.keys_held()
