@@ -37,14 +37,13 @@ class _Entry:
 
 
 class TierBooks:
-    """`gone(block)` is called for each block that leaves the books after it was readable."""
+    """`gone(block, is_evicted)` is called for each block that leaves the books after it was readable."""
 
-    def __init__(self, budget_bytes: int, policy: EvictionPolicy, gone: Callable[[TierBlock], None]) -> None:
+    def __init__(self, budget_bytes: int, policy: EvictionPolicy, gone: Callable[[TierBlock, bool], None]) -> None:
         self.budget_bytes = budget_bytes
         self.policy = policy
         self.accounts = Accounts(budget_bytes)
         self.used_bytes = 0
-        self.evicted = 0
         self._gone = gone
         self._entries: dict[BlockKey, _Entry] = {}
         self._writing = 0
@@ -158,16 +157,15 @@ class TierBooks:
         victim = self.policy.victim(None, may_go)
         if victim is None:
             return False
-        self.evicted += 1
         self.accounts.count(self._entries[victim].account, "evicted")
-        self._drop(self._entries[victim])
+        self._drop(self._entries[victim], is_evicted=True)
         return True
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: _Entry, *, is_evicted: bool = False) -> None:
         self.policy.remove(entry.block.key)
         self._move(entry, SlotEvent.EVICT)
         self._leave(entry)
-        self._gone(entry.block)
+        self._gone(entry.block, is_evicted)
 
     def _add_to_policy(self, entry: _Entry, now: float) -> None:
         block = entry.block

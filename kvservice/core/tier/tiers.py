@@ -352,7 +352,7 @@ class Tiers:
         tier.reading_bytes -= read.byte_count
         wrong: list[BlockKey] = []
         for block, result in zip(read.blocks, results, strict=False):
-            self._count(tier, f"read_{result.value}")
+            self._count(tier, "read_blocks" if result is PullResult.OK else f"read_{result.value}")
             if result is PullResult.OK:
                 self._count(tier, "read_bytes", block.payload_bytes)
                 if tier.books is None:
@@ -415,10 +415,10 @@ class Tiers:
         """Numbers of the pulls that read from tiers, for checks."""
         return {number for tier in self._tiers.values() for number in tier.reads}
 
-    def _gone_from(self, rules: TierRules) -> Callable[[TierBlock], None]:
-        def gone(block: TierBlock) -> None:
+    def _gone_from(self, rules: TierRules) -> Callable[[TierBlock, bool], None]:
+        def gone(block: TierBlock, is_evicted: bool) -> None:
+            self._counters[f"tier_{rules.name}_evicted"] += is_evicted
             self._shard.emit(Erase(rules.name, (block.key,)))
-            self._counters[f"tier_{rules.name}_erased"] += 1
             if block.key not in self._store and not self.holds(block.key):
                 self._shard.emit(Retract(block.key, block.route))
 

@@ -216,6 +216,7 @@ def test_a_block_is_announced_while_memory_or_disk_has_it() -> None:
     assert {key for key, _ in harness.state.inventory()} == {*first, *second}
     harness.hit(engine, second)
     harness.write_all()
+    assert harness.count("tier_disk_evicted") == len(harness.erased())
     assert set(harness.erased()) >= set(first), "the second prompt needed the disk's room"
     assert set(harness.retracted) == set(first)
     assert {key for key, _ in harness.state.inventory()} == set(second)
