@@ -94,7 +94,7 @@ class DiskTier:
         for place, (block, payload) in enumerate(job.items):
             work = partial(self._write_one, block, payload, partial(answers.put, place))
             if not self._worker.submit(Urgency.WRITE, work, partial(answers.drop, place)):
-                self._count(write_refused=1)
+                self._count(writes_dropped=1)
                 answers.drop(place)
 
     def read(self, job: TierRead, on_done: ReadCallback) -> None:
@@ -132,10 +132,11 @@ class DiskTier:
     def _write_one(self, block: TierBlock, payload: memoryview, answer: Callable[[WriteResult], None]) -> None:
         result, header = self._files().write(block, payload)
         with self._books:
-            self._counters[f"write_{result.value}"] += 1
-            if header is not None:
+            if header is None:
+                self._counters[f"writes_{result.value}"] += 1
+            else:
                 failpoint("tier.index")
-                self._counters["written_bytes"] += header.file_bytes
+                self._counters["stored_bytes"] += header.file_bytes
                 self._index.append([pack_row(header.block)], 1)
         answer(result)
 
@@ -143,15 +144,14 @@ class DiskTier:
         self, block: TierBlock, target: memoryview, deadline: float, answer: Callable[[tuple[PullResult, int]], None]
     ) -> None:
         if time.monotonic() > deadline:
-            self._count(read_late=1)
+            self._count(reads_late=1)
             answer((PullResult.FAILED, 0))
             return
         result, digest = self._files().read(block, target)
         with self._books:
-            self._counters[f"read_{result.value}"] += 1
-            if result is PullResult.OK:
-                self._counters["read_bytes"] += len(target)
-            elif result is not PullResult.FAILED:
+            if result is not PullResult.OK:
+                self._counters[f"reads_{result.value}"] += 1
+            if result in (PullResult.STALE, PullResult.CORRUPT):
                 self._index.append([pack_erased(block.key)], -1)
         answer((result, digest))
 
@@ -161,9 +161,9 @@ class DiskTier:
             try:
                 removed += [key] if self._folder.remove(key) else []
             except OSError:
-                self._count(erase_failed=1)
+                self._count(erases_failed=1)
         with self._books:
-            self._counters["erased"] += len(removed)
+            self._counters["erased_files"] += len(removed)
             if removed:
                 self._index.append([pack_erased(key) for key in removed], -len(removed))
 
