@@ -45,7 +45,7 @@ BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerw
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine bench bench-blend bench-engine bench-guard bench-peers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine bench bench-blend bench-engine bench-guard bench-peers bench-tiers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -232,6 +232,10 @@ bench-blend: $(INSTALLED) $(MODEL) ## Measure reuse that is no prefix: KL and ti
 	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.pictures
+
+bench-tiers: $(INSTALLED) ## Measure the disk tier and the object tier against plain reads and writes
+	$(BIN)/python -m benchmarks.tier_disk
+	$(BIN)/python -m benchmarks.tier_objects
 
 bench-engine: $(INSTALLED) ## Measure the reference engine: host tiers of three sizes, operations on blocks, phases of a step
 	$(BIN)/python -m benchmarks.engine
