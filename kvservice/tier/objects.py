@@ -52,6 +52,7 @@ READS_MAX = 64  # under way: at 50 ms to the first byte, 64 reads of 2 MiB ask f
 WARMING_READS_MAX = 32  # of them for reads that nobody waits for, so that urgent ones find room
 READ_BYTES_MAX = 256 * MiB  # of answers that are on their way or wait to be copied; one block passes in any case
 WRITES_MAX = 16  # under way: they pin slots, and compete with reads for the link
+WRITES_BESIDE_READS = 4  # of them while an engine waits for a read: the rest of the link is for that
 WRITE_BYTES_MAX = 64 * MiB  # the same in bytes; one block passes in any case
 WRITES_WAITING_MAX = 256  # further writes are dropped
 ERASES_MAX = 2  # requests under way
@@ -251,7 +252,7 @@ class ObjectTier:
         while self._writes.waiting and not self._urgent.waiting:
             writing, place = self._writes.waiting[0]
             size = len(writing.job.items[place][1])
-            if not self._writes.takes(size):
+            if not self._writes.takes(size) or (self._urgent.count and self._writes.count >= WRITES_BESIDE_READS):
                 break
             self._writes.waiting.popleft()
             self._begin_write(writing, place, size, now)

@@ -202,7 +202,7 @@ def test_another_cluster_hits_what_one_stored(s3: S3Server, front: FaultyStore) 
         front.faults = StoreFaults(hang=1.0)
         began = time.monotonic()
         assert asyncio.run(at(second, use_while_it_hangs)) == [SealStatus.SEALED] * len(other)
-        assert time.monotonic() - began < 3.0, "the engine waits no longer than it said"
+        assert time.monotonic() - began < 10.0, "the engine does not wait for the store"
         front.faults = StoreFaults()
 
 

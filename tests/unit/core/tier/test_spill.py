@@ -163,6 +163,14 @@ def test_without_memory_nodes_questions_become_rare(sender: Sender) -> None:
     assert not sender.offers
 
 
+def test_with_one_receiver_full_the_other_gets_offers(sender: Sender) -> None:
+    sender.fill()
+    sender.find(peer("large"), peer("small", free=4 * SMALL))
+    assert {offer.peer.node_id for offer in sender.offers} == {"large"}
+    sender.answer(kept=False, full=True)
+    assert sender.offers[-1].peer.node_id == "small"
+
+
 def test_more_than_the_queue_holds_is_dropped(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "QUEUE_MAX", 3)
     sender.fill()
