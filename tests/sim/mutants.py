@@ -31,6 +31,8 @@ LOADS = "kvservice.connector.scheduler.loads"
 TIERS = "kvservice.core.tier.tiers"
 BOOKS = "kvservice.core.tier.books"
 POOL_TIERS = "kvservice.pool.tiers"
+CODER = "kvservice.codec.coder"
+BLOCKFILE = "kvservice.core.segment.blockfile"
 
 AIO = "kvservice.aio"
 ANNOUNCER = "kvservice.lookup.announce_pump"
@@ -364,7 +366,7 @@ MUTANTS = (
         TIERS,
         "        return not (isinstance(action, Announce | Retract) and self._own and self.holds(action.key))",
         "        return True",
-        seed=5,
+        seed=8,
     ),
     Mutant(
         "tier: what left memory and disk is retracted",
@@ -383,8 +385,8 @@ MUTANTS = (
     Mutant(
         "tier: what is evicted from the disk is erased",
         TIERS,
-        "            self._shard.emit(Erase(rules.name, (block.key,)))\n            self._counters",
-        "            self._counters",
+        "            self._shard.emit(Erase(rules.name, (block.key,)))\n",
+        "",
         seed=5,
     ),
     Mutant(
@@ -407,5 +409,35 @@ MUTANTS = (
         "        while self.used_bytes + entry.file_bytes > self.budget_bytes:\n",
         "        while False:\n",
         seed=5,
+    ),
+    Mutant(
+        "tier: what is being read is not evicted from the disk",
+        TIERS,
+        "                tier.books.pin(block.key)\n",
+        "                pass\n",
+        seed=20,
+    ),
+    Mutant(
+        "tier: a read is answered when nothing writes the slot any more",
+        POOL_TIERS,
+        "        tier.read(TierRead(action.job, items, action.deadline, action.urgent), came)\n",
+        "        tier.read(TierRead(action.job, items, action.deadline, action.urgent), came)\n"
+        "        count = len(items)\n"
+        "        self._report(ev.Pulled(action.job, (ev.PullResult.FAILED,) * count, (0,) * count), None)\n",
+        seed=11,
+    ),
+    Mutant(
+        "tier: a file's bytes are held against its digest",
+        CODER,
+        "            if copy_and_digest(target, memoryview(data), header.block.key) != header.block.digest:\n",
+        "            target[:] = data\n            if False:\n",
+        seed=671,
+    ),
+    Mutant(
+        "tier: a file of another block is no hit",
+        BLOCKFILE,
+        "    same = (block.key, block.payload_bytes) == (wanted.key, wanted.payload_bytes)\n",
+        "    same = block.payload_bytes == wanted.payload_bytes\n",
+        seed=884,
     ),
 )

@@ -185,7 +185,7 @@ def _with_tiers(made: Schedule, rng: random.Random, asks: list[Ask]) -> Schedule
         _with_faults(made, faults),
         tiers=rng.choice((("disk",), ("disk",), ("objects",), ("disk", "objects"))),
         tier_write=write,
-        disk_blocks=40 if write == "evicted" else rng.choice((3, 8, 40)),
+        disk_blocks=rng.choice((3, 8, 40)),
     )
 
 

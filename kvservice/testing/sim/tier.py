@@ -96,9 +96,8 @@ class TierStore:
     # -- faults that stay ----
 
     def flip(self, number: int) -> None:
-        """Flip a bit of a file, mostly of its payload."""
-        if self.files:
-            key = list(self.files)[number % len(self.files)]
+        """Flip a bit of one file of two, mostly of its payload."""
+        for key in list(self.files)[number % 2 :: 2]:
             data = bytearray(self.files[key])
             start = 0 if number % 4 == 0 else FILE_HEADER_BYTES
             data[start + (number >> 4) % (min(len(data) - start, 600))] ^= 1 << number % 8
