@@ -41,6 +41,8 @@ class TenantPool(Protocol):
 
     @property
     def geometry(self) -> Geometry: ...
+    @property
+    def disk_bytes(self) -> int: ...
 
     def set_tenants(self, limits: Mapping[str, TenantLimits], secrets: Mapping[str, bytes] | None = None) -> None: ...
 
@@ -154,7 +156,7 @@ class Authenticator:
                 log.exception("tenants_file_failed")
 
     def _take(self, tenants: Tenants) -> None:
-        self._pool.set_tenants(tenants.limits(room_of(self._pool.geometry)), tenants.secrets())
+        self._pool.set_tenants(tenants.limits(room_of(self._pool.geometry), self._pool.disk_bytes), tenants.secrets())
         for attachment, bound in list(self._bound.items()):
             old = bound.caller
             new = tenants.by_name.get(old.tenant.name)

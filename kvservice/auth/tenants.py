@@ -2,7 +2,8 @@
 
     {"version": 1, "public_secret": "<64 hex digits>",
      "tenants": [{"name": "team-a", "tokens": ["<sha256 of a token, hex>"], "secret": "<64 hex digits>",
-                  "quota": "25%" or "8GiB" or "", "in_flight": 0, "public": "no" | "read" | "publish", "admin": false}]}
+                  "quota": "25%" or "8GiB" or "", "disk_quota": the same, "in_flight": 0,
+                  "public": "no" | "read" | "publish", "admin": false}]}
 
 The file holds secrets: whoever reads it can name every tenant's blocks. It holds no token. A file that is broken never
 takes the place of one that works. Nothing of a token or a secret is ever in an error or a log. `TenantsFile.look` reads
@@ -46,7 +47,8 @@ _BEARER_BYTES_MAX = len(_SCHEME) + TOKEN_BYTES_MAX  # a longer value holds no to
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _SHARE = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3})?%")
-_KNOWN = frozenset({"name", "tokens", "secret", "quota", "in_flight", "public", "admin"})
+_KNOWN = frozenset({"name", "tokens", "secret", "quota", "disk_quota", "in_flight", "public", "admin"})
+DISK = "disk"  # the tier that disk_quota is of
 WHAT_TO_DO = (
     "give the engine its token with KVSERVICE_TOKEN_FILE (or token_file in kv_connector_extra_config); "
     "`kvservice tenants add NAME --file FILE` makes one"
@@ -70,6 +72,7 @@ class Tenant:
     in_flight: int = 0  # slots of one node reserved or being fetched at once; 0 = no limit
     public: Public = Public.NO
     admin: bool = False  # sees what other tenants' requests did
+    disk_quota: str = ""  # the same as `quota`, of each node's disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +103,15 @@ class Tenants:
         tenant = self.by_name.get(name)
         return tenant is not None and token in tenant.tokens
 
-    def limits(self, pool_bytes: int) -> dict[str, TenantLimits]:
-        """The limits of each tenant for a pool of `pool_bytes` bytes, in the order of the file."""
+    def limits(self, pool_bytes: int, disk_bytes: int = 0) -> dict[str, TenantLimits]:
+        """The limits of each tenant for a pool of `pool_bytes` bytes, in the order of the file. `disk_bytes` is what
+        the disk below it takes; 0 = there is none."""
         return {
-            tenant.name: TenantLimits(quota_bytes(tenant.quota, pool_bytes), tenant.in_flight)
+            tenant.name: TenantLimits(
+                quota_bytes(tenant.quota, pool_bytes),
+                tenant.in_flight,
+                {DISK: quota_bytes(tenant.disk_quota, disk_bytes)} if tenant.disk_quota and disk_bytes else {},
+            )
             for tenant in self.by_name.values()
         }
 
@@ -268,6 +276,7 @@ def dump_tenants(tenants: Tenants) -> str:
             "tokens": [token.hex() for token in tenant.tokens],
             "secret": tenant.secret.hex(),
             "quota": tenant.quota,
+            "disk_quota": tenant.disk_quota,
             "in_flight": tenant.in_flight,
             "public": tenant.public.value,
             "admin": tenant.admin,
@@ -305,13 +314,17 @@ def _parse_tenant(row: object, place: int) -> Tenant:
         raise ValueError(f"admin of tenant {name} is neither true nor false")
     if not isinstance(quota, str) or row.get("public", "no") not in [right.value for right in Public]:
         raise ValueError(f"quota of tenant {name} is no text, or public is not one of no, read, publish")
+    disk_quota = row.get("disk_quota", "")
+    if not isinstance(disk_quota, str):
+        raise ValueError(f"disk_quota of tenant {name} is no text")
     try:
         quota_bytes(quota, 1)
+        quota_bytes(disk_quota, 1)
     except ValueError as error:
         raise ValueError(f"tenant {name}: {error}") from None
     hashes = tuple(_hex(token, f"a token of tenant {name}") for token in tokens)
     secret = _hex(row.get("secret"), f"the secret of tenant {name}")
-    return Tenant(name, hashes, secret, quota, in_flight, Public(row.get("public", "no")), admin)
+    return Tenant(name, hashes, secret, quota, in_flight, Public(row.get("public", "no")), admin, disk_quota)
 
 
 def _hex(value: Any, what: str) -> bytes:

@@ -31,6 +31,10 @@ Quota = Annotated[
     str | None,
     typer.Option(metavar="QUOTA", help="Most that it may hold of each node's pool: 25% or 8GiB; '' = no limit."),
 ]
+DiskQuota = Annotated[
+    str | None,
+    typer.Option(metavar="QUOTA", help="Most that it may hold of each node's disk: 25% or 80GiB; '' = no limit."),
+]
 InFlight = Annotated[
     int | None,
     typer.Option(
@@ -49,6 +53,7 @@ def add(
     name: Name,
     file: File,
     quota: Quota = None,
+    disk_quota: DiskQuota = None,
     in_flight: InFlight = None,
     public: PublicRight = None,
     admin: Admin = None,
@@ -65,7 +70,7 @@ def add(
         if name in tenants.by_name:
             raise ConfigError(f"there is a tenant {name} already; `kvservice tenants rotate` gives it another token")
         fresh = Tenant(check_name(name), (hash_token(token),), new_secret())
-        tenants.by_name[name] = _with(fresh, quota, in_flight, public, admin)
+        tenants.by_name[name] = _with(fresh, quota, disk_quota, in_flight, public, admin)
 
     _edit(file, change, Tenants([], new_secret()))
     _show_token(name, token, token_to)
@@ -81,6 +86,7 @@ def list_all(file: File, output: Output = Format.TABLE) -> None:
             "name": t.name,
             "tokens": len(t.tokens),
             "quota": t.quota,
+            "disk_quota": t.disk_quota,
             "in_flight": t.in_flight,
             "public": t.public.value,
             "admin": t.admin,
@@ -94,10 +100,10 @@ def _draw_limits(rows: list[dict[str, Any]]) -> RenderableType:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("TENANT", "TOKENS", "QUOTA", "IN FLIGHT", "PUBLIC", "ADMIN"):
+    for column in ("TENANT", "TOKENS", "QUOTA", "ON DISK", "IN FLIGHT", "PUBLIC", "ADMIN"):
         table.add_column(column)
     for row in rows:
-        limits = (row["quota"] or "none", str(row["in_flight"] or "any"), row["public"])
+        limits = (row["quota"] or "none", row["disk_quota"] or "none", str(row["in_flight"] or "any"), row["public"])
         table.add_row(row["name"], str(row["tokens"]), *limits, "yes" if row["admin"] else "")
     return table
 
@@ -125,6 +131,7 @@ def set_limits(
     name: Name,
     file: File,
     quota: Quota = None,
+    disk_quota: DiskQuota = None,
     in_flight: InFlight = None,
     public: PublicRight = None,
     admin: Admin = None,
@@ -134,7 +141,7 @@ def set_limits(
     What you do not give stays as it is."""
 
     def change(tenants: Any) -> None:
-        tenants.by_name[name] = _with(_known(tenants, name), quota, in_flight, public, admin)
+        tenants.by_name[name] = _with(_known(tenants, name), quota, disk_quota, in_flight, public, admin)
 
     _edit(file, change)
     typer.echo(f"{name} is changed; shards apply it within seconds")
@@ -184,7 +191,14 @@ def remove(name: Name, file: File) -> None:
     typer.echo(f"{name} is removed; shards apply it within seconds")
 
 
-def _with(tenant: Any, quota: str | None, in_flight: int | None, public: str | None, admin: bool | None) -> Any:
+def _with(
+    tenant: Any,
+    quota: str | None,
+    disk_quota: str | None,
+    in_flight: int | None,
+    public: str | None,
+    admin: bool | None,
+) -> Any:
     from dataclasses import replace
 
     from kvservice.auth.tenants import Public
@@ -194,6 +208,7 @@ def _with(tenant: Any, quota: str | None, in_flight: int | None, public: str | N
     return replace(
         tenant,
         quota=tenant.quota if quota is None else quota,
+        disk_quota=tenant.disk_quota if disk_quota is None else disk_quota,
         in_flight=tenant.in_flight if in_flight is None else in_flight,
         public=tenant.public if public is None else Public(public),
         admin=tenant.admin if admin is None else admin,

@@ -12,6 +12,7 @@ from kvservice.core.messages import EngineStats, PoolStats, TierFigures
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.shard import ShardState
 from kvservice.pool.runtime_ports import MemoryPort, PoolConfig, PullerPort
+from kvservice.pool.tier_specs import disk_bytes
 from kvservice.pool.tiers import PoolTiers, TierStatus
 from kvservice.units import BlockKey, BootEpoch, SpanRoute
 
@@ -71,6 +72,11 @@ class PoolAnswers:
     @property
     def epoch(self) -> BootEpoch:
         return self._state.epoch
+
+    @property
+    def disk_bytes(self) -> int:
+        """What blocks on the disk below this pool may take; 0 = it has none."""
+        return disk_bytes(self._config.tiers)
 
     @property
     def geometry(self) -> Geometry:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,11 @@ class TierSpec:
 def rules_of(spec: TierSpec) -> TierRules:
     """What the core knows of the tier."""
     return TierRules(spec.name, spec.name == OBJECTS, spec.budget_bytes, WriteMoment(spec.write))
+
+
+def disk_bytes(tiers: Iterable[TierSpec]) -> int:
+    """What the blocks of the disk among these tiers may take; 0 = there is none."""
+    return sum(tier.budget_bytes for tier in tiers if tier.name == DISK)
 
 
 async def find_tiers(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]:

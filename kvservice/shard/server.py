@@ -49,7 +49,7 @@ from kvservice.pool.eviction import find_policy
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_factory import open_coders
-from kvservice.pool.tier_specs import DISK, disk_folder, find_tiers
+from kvservice.pool.tier_specs import DISK, disk_bytes, disk_folder, find_tiers
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.missed_marks import marks_of_others
 from kvservice.shard.operator import OperatorServicer
@@ -180,7 +180,7 @@ class ShardServer:
                 # The epoch of a new segment (the machine rebooted) must be above every earlier one, and the clock may
                 # have been set back.
                 epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock())),
-                tenants={} if tenants is None else tenants.current.limits(room_of(geometry)),
+                tenants={} if tenants is None else tenants.current.limits(room_of(geometry), disk_bytes(tiers)),
                 eviction=eviction,
                 tiers=tiers,
                 accept_spill=config.settings.accept_spill,

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 import kvservice
 from kvservice.cli.main import app
-from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.client.operator import OperatorClient
 from kvservice.core.block.keys import block_keys, chain_hashes
+from kvservice.core.messages import EngineKind
 from kvservice.serve.warmer import Warmer
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
@@ -24,7 +25,6 @@ from kvservice.units import MiB
 MODEL = "test-model"
 LAYOUT = kvservice.Layout(block_tokens=4, shape=(1024,), dtype="float32")
 TOKENS = list(range(32))
-MODEL_FIELDS = {"api": 1, "model": MODEL, "block_tokens": 4, "shape": (1024,), "dtype": "float32"}  # kvservice.api's
 
 pytestmark = pytest.mark.processes
 
@@ -61,6 +61,18 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 pool.close()
 
 
+def engine_at(address: str) -> EngineKind:
+    async def ask() -> EngineKind:
+        client = OperatorClient()
+        try:
+            (kind,) = await client.engines(address)
+            return kind
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
 def test_a_prompt_is_warmed_where_its_model_is(service: Service) -> None:
     """Then the one who asks for it fetches nothing."""
 
@@ -93,7 +105,7 @@ def test_a_pin_is_made_shown_and_ended_by_commands(service: Service) -> None:
 def test_a_router_lets_the_chosen_node_fetch_ahead(service: Service) -> None:
     other = list(range(100, 132))
     service.writer.put(other, np.ones((8, 1024), "float32"))
-    digest = Fingerprint.of(MODEL_FIELDS).digest
+    digest = engine_at(service.cluster.record("n1").peer_address).fingerprint.digest
     keys = block_keys(digest, chain_hashes(other, 4))
     service.cluster.wait_until_known(keys)
 

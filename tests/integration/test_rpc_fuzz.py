@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,9 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvservice.client.operator import OperatorClient
 from kvservice.client.shard import ShardClient
+from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.block.window_groups import Window, WindowGroup
 from kvservice.core.messages import Holder, TakeOverItem
 from kvservice.core.segment.refs import BlockRef
@@ -238,9 +241,20 @@ async def add_to_menu(menu: Menu, engine: Engine, seed: int, cluster: LocalClust
         ),
         encode_fingerprint(spec(f"fuzzed{seed % 3}").fingerprint),
         *requests_about(ids, b"".join(keys), handoff),
+        *requests_of_operators(spec(f"fuzzed{seed % 3}").fingerprint.digest, b"".join(keys)),
     ]
     for message in [*encode_refs([*refs, *lease.blocks]), *items, *nodes, encode_layout(LAYOUT), *whole]:
         menu.messages.setdefault(message.DESCRIPTOR.full_name, []).append(message)
+
+
+def requests_of_operators(digest: bytes, keys: bytes) -> list[Message]:
+    """What is cleared is nothing that the other messages need."""
+    mark = shard_pb2.ClearMark(kind="prompt", at=time.time(), keys=bytes(range(16)))
+    return [
+        shard_pb2.WarmRequest(fingerprint=digest, keys=keys, timeout_seconds=0.1, hold_seconds=0.1),
+        shard_pb2.PinRequest(fingerprint=digest, keys=keys[:16], timeout_seconds=0.1, name="fuzzed"),
+        shard_pb2.ClearRequest(marks=[mark]),
+    ]
 
 
 async def reserved(engine: Engine, count: int) -> list[BlockRef]:
@@ -287,7 +301,10 @@ def requests_about(ids: dict[str, int], keys: bytes, handoff: bytes) -> list[Mes
 
 
 async def what_the_messages_took_comes_back(cluster: LocalCluster) -> None:
-    """Leases end, the slots of engines that are gone are free again."""
+    """Leases end, the slots of engines that are gone are free again. A clear ends what is warm or pinned."""
+    client = OperatorClient()
+    await client.clear(cluster.record("n0").peer_address, [Mark(MarkKind.EVERYTHING, time.time())])
+    await client.close()
 
     def is_free() -> bool:
         books = cluster.accounting("n0")

@@ -23,6 +23,7 @@ ATTACHMENT = Attachment(AttachmentId(1), NodeId("n"), BootEpoch(1), 9.0, "", GEO
 
 class Pool:
     geometry = GEOMETRY
+    disk_bytes = 0
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()

@@ -15,6 +15,7 @@ from kvservice.auth.tenants import (
     Tenants,
     TenantsFile,
     bearer_of,
+    dump_tenants,
     hash_token,
     parse_tenants,
     quota_bytes,
@@ -107,6 +108,8 @@ BROKEN = [
     ("public", whole(row(public="all"))),
     ("quota", whole(row(quota="0%"))),
     ("quota", whole(row(quota="120%"))),
+    ("quota", whole(row(disk_quota="120%"))),
+    ("disk_quota", whole(row(disk_quota=8))),
     ("unknown field", whole(row(quotas="1%"))),
 ]
 
@@ -167,6 +170,14 @@ def test_keys_of_tenants_differ_and_outlive_their_tokens() -> None:
     assert keys[0][0] != keys[1][0] and keys[0][1] == keys[1][1] != keys[0][0]
     rotated = parse_tenants(whole(row(public="no", tokens=["ee" * 32])))
     assert rotated.block_keys_of(rotated.by_name["a"]) == (keys[0][0], b"")
+
+
+def test_a_quota_of_the_disk_is_a_share_of_the_disk() -> None:
+    tenants = parse_tenants(whole(row(quota="50%", disk_quota="25%")))
+    ((name, with_disk),) = tenants.limits(1000, 4000).items()
+    assert (with_disk.quota_bytes, with_disk.tier_bytes) == (500, {"disk": 1000})
+    assert tenants.limits(1000)[name].tier_bytes == {}
+    assert parse_tenants(json.loads(dump_tenants(tenants))).by_name == tenants.by_name
 
 
 @pytest.mark.parametrize(("quota", "wanted"), [("", 0), ("25%", 250), ("12.5%", 125), ("100%", 1000), ("2KiB", 2048)])
