@@ -5,7 +5,7 @@ Part of core.shard, which routes the events here. Each ends in one Reply, or rai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisition import Acquisition
@@ -36,13 +36,13 @@ class PeerCalls:
         handoffs: Handoffs,
         takeovers: TakeOvers,
         leaving: Leaving,
-        is_offered: Callable[[BlockKey], bool],
+        used: Callable[[Sequence[BlockKey]], Sequence[BlockKey]],
         tiers: Tiers,
         acquisitions: Acquisitions,
     ) -> None:
-        """`is_offered`: whether this node has offered the block to others, so that their reading is no use of it."""
+        """`used`: those of the blocks that another node reads that were not offered to it."""
         self._shard = shard
-        self._is_offered = is_offered
+        self._used = used
         self._handoffs = handoffs
         self._takeovers = takeovers
         self._leaving = leaving
@@ -107,7 +107,7 @@ class PeerCalls:
         going = self._leaving.promises_nothing
         blocks = [None if going else self._shard.store.get(key) for key in event.keys]
         held = len(blocks) - blocks.count(None)
-        used = [key for key in event.keys if not self._is_offered(key)]
+        used = self._used(event.keys)
         self._shard.store.policy.touch(used, now)
         self._tiers.used(used, now)
         self._shard.admission.on_peer_read(min(held, len(used)))

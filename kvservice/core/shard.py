@@ -151,7 +151,7 @@ class ShardState:
         # The last attempt of each engine that was answered.
         self._attempts: BoundedTable[bytes, int] = BoundedTable(ENGINES_REMEMBERED)
         self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # no id of an earlier boot is valid
-        is_offered = self._tiers.spill.is_offered
+        is_offered = self._tiers.spill.used
         given = (self._handoffs, self._takeovers, self._leaving, is_offered, self._tiers, self._acquisitions)
         self._handlers = self._handlers_with(PeerCalls(shard, *given))
 

@@ -47,7 +47,7 @@ class _Receiver:
 @dataclass(slots=True)
 class _SpillOffer:
     node: NodeId
-    keys: tuple[BlockKey, ...]
+    keys: dict[BlockKey, None]  # in their order
     until: float
 
 
@@ -66,13 +66,16 @@ class Spill:
         self._ask_at = 0.0  # when to ask again who accepts blocks; while a question is out, when it counts as lost
         self._none_seconds = NONE_SECONDS
 
-    def is_offered(self, key: BlockKey) -> bool:
-        """Whether a receiver may read it now: that is no use of the block."""
+    def used(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Those of the keys that another node reads for itself: a receiver's reading is no use of the block."""
+        return [key for key in keys if not self._is_offered(key)] if self._offers else keys
+
+    def _is_offered(self, key: BlockKey) -> bool:
         return any(key in offer.keys for offer in self._offers.values())
 
     def put(self, block: Block, now: float) -> None:
         """Queue a cold block, unless somebody took it already, or nobody accepts blocks."""
-        known = block.key in self._waiting or self.is_offered(block.key) or self._taken.get(block.key)
+        known = block.key in self._waiting or self._is_offered(block.key) or self._taken.get(block.key)
         if known or (not self._receivers and now < self._ask_at):
             return
         if len(self._waiting) >= QUEUE_MAX:
@@ -127,7 +130,7 @@ class Spill:
         )
         receiver.free_bytes -= size * len(items)
         number, self._next_offer = self._next_offer, self._next_offer + 1
-        keys = tuple(block.key for block in blocks)
+        keys = dict.fromkeys(block.key for block in blocks)
         self._offers[number] = _SpillOffer(receiver.peer.holder.node_id, keys, now + ANSWER_SECONDS)
         self._counters["spill_blocks_offered"] += len(items)
         self._shard.emit(Offer(number, receiver.peer.holder, size, items, OFFER_SECONDS))
