@@ -214,3 +214,17 @@ def test_a_stale_block_is_explained_by_its_eviction() -> None:
 def test_a_block_with_wrong_bytes_is_said_to_be_so() -> None:
     _, text = cause_of(REQUEST, BlockHistory("n1", "gone", 72.5, "corrupt"))
     assert text == "node n1 found its bytes wrong 12.5 s before"
+
+
+@pytest.mark.parametrize(
+    ("miss", "miss_cause", "text"),
+    [
+        (MissReason.SLOWER_THAN_RECOMPUTE, MissCause.SLOWER_THAN_RECOMPUTE, "from ~disk was measured to be slower"),
+        (MissReason.STALE, MissCause.EVICTED, "~disk did not have it any more"),
+        (MissReason.PEER_FAILED, MissCause.OWNER_GONE, "~disk failed to read it"),
+        (MissReason.CORRUPT, MissCause.CORRUPT, "what ~disk gave did not match"),
+    ],
+)
+def test_a_miss_of_a_tier_names_the_tier(miss: MissReason, miss_cause: MissCause, text: str) -> None:
+    found, said = cause_of(replace(REQUEST, miss=miss, miss_node="~disk"))
+    assert found is miss_cause and text in said

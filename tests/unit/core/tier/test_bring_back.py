@@ -9,7 +9,7 @@ import pytest
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.events import PullResult
-from kvservice.core.messages import AcquireResult, LocateResult, MissReason
+from kvservice.core.messages import AcquireRequest, AcquireResult, LocateResult, MissReason
 from kvservice.core.tier.rules import TierRules, WriteMoment
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import SMALL, CoreHarness, make_chain, make_holder, make_located, run_of
@@ -429,3 +429,55 @@ def test_a_peer_is_given_time_to_bring_back() -> None:
     assert 0 < locate.wait_seconds < locate.timeout_seconds
     assert isinstance(harness.advance(5.1), list)
     assert isinstance(harness.result(op), AcquireResult)
+
+
+def prefer_the_node(harness: CoreHarness, engine: AttachmentId, chain: tuple[BlockKey, ...]) -> None:
+    """Bring the first block back slowly, and fetch another one fast."""
+    harness.acquire(engine, chain[:1])
+    harness.now += 0.5
+    harness.brought(harness.reads()[0], OK)
+    other = make_chain(1, "fast")
+    harness.resolved(harness.acquire(engine, other), run_of(0, 1))
+    harness.located(harness.locates[-1], make_located(other))
+    harness.now += 0.01
+    harness.pulled(harness.pulls[-1], OK)
+
+
+def test_a_next_holder_that_hangs_is_not_waited_for() -> None:
+    """The disk was free when another node was chosen, and owes an answer when that node has failed."""
+    chain = make_chain(6)
+    harness, engine = on_disk(chain=chain)
+    prefer_the_node(harness, engine, chain)
+    op = harness.acquire(engine, chain[:2])
+    harness.resolved(op, run_of(1, 1))
+    locate = harness.locates[-1]
+    hangs = harness.acquire(engine, chain[:3], timeout=1.0)
+    harness.resolved(hangs)
+    assert len(harness.reads()) == 1 and harness.open(op)
+    harness.advance(1.1)
+    harness.located(locate, None)
+    assert (harness.result(op).miss, len(harness.result(op).blocks)) == (MissReason.STALE, 1)
+    assert len(harness.reads()) == 1
+
+
+def test_a_next_holder_that_lost_the_block_meanwhile_says_so() -> None:
+    harness, engine = on_disk(TierRules("disk", budget_bytes=4 * (SMALL + 4096), write=WriteMoment.STORED))
+    prefer_the_node(harness, engine, CHAIN)
+    op = harness.acquire(engine, CHAIN[:2])
+    harness.resolved(op, run_of(1, 1))
+    harness.store(engine, make_chain(4, "other"))
+    harness.write_all()
+    assert CHAIN[1] in harness.erased()
+    harness.located(harness.locates[-1], None)
+    assert (harness.result(op).miss, len(harness.result(op).blocks)) == (MissReason.STALE, 1)
+    assert not harness.reads()
+
+
+def test_explain_names_the_tier() -> None:
+    harness, engine = on_disk(has_directory=False)
+    op = harness.next_op()
+    harness.send(ev.Acquire(op, engine, AcquireRequest(CHAIN, 0, 5.0, request_id="r")))
+    harness.brought(harness.reads()[0], OK, OK, FAILED, FAILED)
+    (record,) = harness.state.explain("r", harness.now).records
+    assert [(run.start, run.count, run.source) for run in record.runs] == [(0, 2, "~disk")]
+    assert record.miss_node == "~disk"

@@ -195,6 +195,16 @@ def test_each_tier_has_its_own_moment() -> None:
     assert harness.write_all("objects") == list(chain) and not harness.writes("disk")
 
 
+def test_the_cleaner_leaves_tiers_of_other_moments_alone() -> None:
+    harness, chain = harness_with(disk(EVICTED), objects(REUSED)), make_chain(9)
+    engine = harness.attach()
+    harness.store(engine, chain[:8])
+    harness.advance(CLEAN_SECONDS)
+    assert harness.write_all("disk") and not harness.writes("objects")
+    harness.acquire(engine, chain)
+    assert harness.write_all("objects") == list(chain[:8]), "what is used and not here is not written"
+
+
 def test_what_a_shared_tier_has_is_not_announced() -> None:
     harness, chain = harness_with(objects()), make_chain(8)
     engine = harness.attach()
