@@ -38,7 +38,7 @@ def check(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder of one node: disk_path/SERVICE/NODE.")],
     output: Output = Format.TABLE,
 ) -> None:
-    """Hold the index of a disk tier against its files, and each file against its digest.
+    """Check the files and the index of a disk tier.
 
     It reads every file and changes nothing. The node must not run. Exits with 1 if anything is wrong."""
     from kvservice.cli.progress import Progress

@@ -30,6 +30,7 @@ COUNTERS: Mapping[str, str] = {
     "asked_blocks": "blocks of those prefixes that the engines did not hold themselves",
     "hit_local_blocks": "blocks promised from this node's own slots",
     "hit_remote_blocks": "blocks promised after fetching them from another node",
+    "hit_tier_blocks": "blocks promised after bringing them back from a tier",
     "window_hit_local_blocks": "blocks of window groups that hits used from this node's slots",
     "window_hit_remote_blocks": "blocks of window groups that hits used after fetching them",
     "hit_bytes": "bytes of the promised blocks",
