@@ -47,6 +47,7 @@ class MarkFiles:
         data = pack_marks(marks)
         for path in self._paths:
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 write_private(path, data)
             except (OSError, ConfigError) as error:
                 raise Unavailable(f"the marks of what was cleared cannot be kept in {path}: {error}") from error
