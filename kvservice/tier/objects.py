@@ -338,8 +338,7 @@ class ObjectTier:
                 result = found
         finally:
             if result is PullResult.OK:
-                self._counters["read_blocks"] += 1
-                self._counters["read_bytes"] += len(target)
+                self._counters["fetched_objects"] += 1
             else:
                 self._counters[f"reads_{result.value}"] += 1
             if result in (PullResult.STALE, PullResult.CORRUPT):
@@ -375,8 +374,7 @@ class ObjectTier:
                 is_written = await self._objects.put(block.key, [pack_file_header(encoded.header), encoded.data])
         finally:
             if is_written:
-                self._counters["written_blocks"] += 1
-                self._counters["written_bytes"] += len(payload)
+                self._counters["stored_objects"] += 1
             else:
                 self._counters["writes_failed"] += 1
             self._written(writing, place, WriteResult.OK if is_written else WriteResult.FAILED)
@@ -394,7 +392,7 @@ class ObjectTier:
         try:
             is_erased = self._objects.may_ask(time.monotonic()) and await self._objects.delete(keys)
         finally:
-            self._counters["erased_blocks" if is_erased else "erases_dropped"] += len(keys)
+            self._counters["erased_objects" if is_erased else "erases_dropped"] += len(keys)
             self._erases -= 1
             self._pump()
 
