@@ -67,6 +67,7 @@ class TierFolder:
         """
         self.path = path
         self.descriptor = _open_folder(path, make=make)
+        self._lock = -1
         try:
             self._lock = _lock(self.descriptor, path, make=make)
             for name in (*FOLDERS, DRAFTS) if make else ():
@@ -75,15 +76,17 @@ class TierFolder:
             for name in self.names(DRAFTS) if make else ():
                 os.unlink(f"{DRAFTS}/{name}", dir_fd=self.descriptor)
         except OSError as error:
-            os.close(self.descriptor)
+            self.close()
             raise TierError(f"the disk tier cannot use {path}: {error.strerror}: {_WHAT_TO_DO}", path=path) from error
         except BaseException:
-            os.close(self.descriptor)
+            self.close()
             raise
 
     def close(self) -> None:
+        """Others may own the folder from now on."""
         os.close(self.descriptor)
-        os.close(self._lock)
+        if self._lock >= 0:
+            os.close(self._lock)
 
     def names(self, folder: str) -> list[str]:
         """The names in one of the folders below; none where it is missing."""

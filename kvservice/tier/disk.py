@@ -48,7 +48,8 @@ class DiskTier:
         self._wanted = io
         self._threads_wanted = threads
         self._counters: Counter[str] = Counter()
-        self._books = threading.Lock()  # of the counters and the index
+        self._books = threading.Lock()  # of the counters, which the pool's loop reads: held for moments only
+        self._log_lock = threading.Lock()  # of the index, which may take a second to be written anew
         self._of_thread = threading.local()
         self._opened: list[BlockFiles] = []  # one for each thread that had work
         self._is_closed = False
@@ -81,7 +82,7 @@ class DiskTier:
         if self._is_closed or not self._worker.close():
             return  # or a thread hangs in the file system, and still uses the folder's descriptors
         self._is_closed = True
-        with self._books:
+        with self._log_lock:
             self._index.close()
         for files in self._opened:
             files.close()
@@ -137,7 +138,8 @@ class DiskTier:
             else:
                 failpoint("tier.index")
                 self._counters["stored_bytes"] += header.file_bytes
-                self._index.append([pack_row(header.block)], 1)
+        if header is not None:
+            self._note([pack_row(header.block)], 1)
         answer(result)
 
     def _read_one(
@@ -151,8 +153,8 @@ class DiskTier:
         with self._books:
             if result is not PullResult.OK:
                 self._counters[f"reads_{result.value}"] += 1
-            if result in (PullResult.STALE, PullResult.CORRUPT):
-                self._index.append([pack_erased(block.key)], -1)
+        if result in (PullResult.STALE, PullResult.CORRUPT):
+            self._note([pack_erased(block.key)], -1)
         answer((result, digest))
 
     def _erase(self, keys: tuple[BlockKey, ...]) -> None:
@@ -164,8 +166,13 @@ class DiskTier:
                 self._count(erases_failed=1)
         with self._books:
             self._counters["erased_files"] += len(removed)
-            if removed:
-                self._index.append([pack_erased(key) for key in removed], -len(removed))
+        if removed:
+            self._note([pack_erased(key) for key in removed], -len(removed))
+
+    def _note(self, rows: list[bytes], live: int) -> None:
+        """Append rows to the index. `live` is how many more blocks there are than before."""
+        with self._log_lock:
+            self._index.append(rows, live)
 
     def _files(self) -> BlockFiles:
         """Those of the calling thread."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 
 from kvservice.codec.coder import Coder
 from kvservice.core.events import PullResult
@@ -24,6 +25,7 @@ from kvservice.units import BlockKey, SpanRoute
 log = logging.getLogger("kvservice.tier")
 
 PROOF_BYTES = 16 * PAGE_BYTES + 1  # of the block that proves a way: whole pages, and an end that is none
+SACRIFICED_MAX = 4  # blocks that go to make room for the proof; a file system that needs more is not ours to fill
 PROOF_KEY = BlockKey(b"kvservice/proof\0")  # no block of an engine has it: keys are hashes
 
 
@@ -96,6 +98,9 @@ def _try(folder: TierFolder, way: FileWay) -> str:
     files = BlockFiles(folder, io, Coder(), direct=way.access.direct)
     try:
         result, _ = files.write(block, written)
+        for key in islice(folder.listed(), SACRIFICED_MAX if result is WriteResult.FULL else 0):
+            folder.remove(key)  # blocks on a full disk are worth more than the few that make room for the proof
+            result, _ = files.write(block, written)
         if result is not WriteResult.OK:
             return f"writing a block: {files.problem or result.value}"
         result_read, _ = files.read(block, found)
