@@ -1,8 +1,8 @@
 """Watches what a lossy codec loses, on blocks that are really stored, and switches it off for a model that it hurts.
 
-Drift is the error's size relative to how much the tokens of a block differ. What all tokens have in common does not
-count: the same vector added to every K changes no attention. That is the part that hides errors in some models, whose
-K have a few large channels. It is 1 when nothing is left of the differences.
+The drift of K is the error's size relative to how much the K of a block's tokens differ. What all have in common does
+not count: the same vector added to every K changes no attention. That is the part that hides errors in some models,
+whose K have a few large channels. The drift of V is the error's size relative to that of V.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def drift(numbers: Numbers, exact: Buffer, decoded: Buffer) -> tuple[float, floa
     shape = (-1, numbers.tokens, 2, numbers.row)
     x, error = x.reshape(shape), (y - x).reshape(shape)
     varying = x - x.mean(axis=1, keepdims=True) if numbers.tokens > 1 else x
-    return _ratio(error[:, :, 0], varying[:, :, 0]), _ratio(error[:, :, 1], varying[:, :, 1])
+    return _ratio(error[:, :, 0], varying[:, :, 0]), _ratio(error[:, :, 1], x[:, :, 1])
 
 
 def _ratio(error: npt.NDArray[np.float32], of: npt.NDArray[np.float32]) -> float:

@@ -30,6 +30,7 @@ with atheris.instrument_imports(include=["kvservice"]):
     from kvservice.wire.codec import decode_spec, encode_spec
     from kvservice.wire.v1 import common_pb2, lookup_pb2, shard_pb2
     from kvservice.wire.versions import PROTOCOL_VERSION
+    from tests.fuzz.test_codecs import decode_damaged, stored_by
     from tests.fuzz.test_parsers import BYTES_PARSERS, HEADER, JSON_PARSERS
     from tests.integration.engine import spec
 
@@ -110,6 +111,8 @@ TARGETS: dict[str, Callable[[], Callable[[bytes], object]]] = {
     "config": lambda: config,
     "attach": lambda: attach,
     "announce": Announcements,
+    "planes": lambda: lambda data: decode_damaged("planes", data),
+    "int8": lambda: lambda data: decode_damaged("int8", data),
 }
 
 
@@ -136,6 +139,8 @@ def seeds() -> dict[str, bytes]:
         "config": b'service = "a"\npool_bytes = "4GiB"\nlookup = "h:1,dns:///h:2"\n',
         "attach": encode_spec(spec()).SerializeToString(),
         "announce": announced.SerializeToString(),
+        "planes": stored_by("planes")[2],
+        "int8": stored_by("int8")[2],
         "mixed": b"\0" + pack_header(HEADER),
     }
 

@@ -56,7 +56,9 @@ LAYERS: dict[str, frozenset[str]] = {
     "connector": frozenset(
         {"client", "core", "auth", "memory", "transfer", "pool", "copying", "session", "discovery", "config", "observe"}
     ),
-    "engine": frozenset({"api", "core", "memory", "pool", "copying", "session", "connector", "config", "observe"}),
+    "engine": frozenset(
+        {"api", "core", "memory", "pool", "copying", "session", "connector", "codec", "config", "observe"}
+    ),
     "serve": frozenset(
         {"client", "core", "wire", "auth", "lookup", "connector", "actors", "discovery", "config", "observe"}
     ),
@@ -127,7 +129,13 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("worker",),
         ("process",),
     ),
-    "engine": (("blocks", "options"), ("schedule", "paged", "sampling"), ("model",), ("cache", "blend"), ("loop",)),
+    "engine": (
+        ("blocks", "options"),
+        ("schedule", "paged", "sampling"),
+        ("model",),
+        ("cache", "blend", "lossy"),
+        ("loop",),
+    ),
 }
 
 # What the command line may import before it knows which command runs: everything else costs start-up time.
