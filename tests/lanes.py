@@ -32,7 +32,7 @@ from tests.conftest import SESSION_VARIABLE, left_behind, segments
 
 ROOT = Path(__file__).parent.parent
 REPORTS = ROOT / "build" / "tests"
-GATE_SCHEDULES = "1500"  # of the simulator; `make sim` and `--all` play all of them
+GATE_SCHEDULES = "1400"  # of the simulator; `make sim` and `--all` play all of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ MUTANTS = (
         LEASES,
         "now + duration)\n        self._next_id",
         "now + 1000 * duration)\n        self._next_id",
-        seed=1,
+        seed=11,
     ),
     Mutant(
         "an evicted block is taken out of the directory",
@@ -182,7 +182,7 @@ MUTANTS = (
                 '        self.counters["announce_failed"] += 1',
             ),
         ),
-        seed=102,
+        seed=51,
     ),
     Mutant(
         "removals wait until the full announcement is out",
@@ -260,9 +260,9 @@ MUTANTS = (
     Mutant(
         "nothing is promised beyond what is leased",
         SCHEDULER,
-        "// self._block_tokens) - local\n",
-        "// self._block_tokens) - local + bool(request.result.blocks)\n",
-        seed=1,
+        "        end = min(request.promised_end, total_tokens // self._block_tokens)\n",
+        "        end = min(request.promised_end, total_tokens // self._block_tokens) + bool(request.result.blocks)\n",
+        seed=3,
     ),
     Mutant(
         "an engine attaches again only when its workers write no more",
@@ -284,21 +284,21 @@ MUTANTS = (
         LEASES,
         "renewed = self._by_holder.get(holder, set()).intersection(lease_ids)",
         "renewed = set(self._by_holder.get(holder, ()))",
-        seed=1,
+        seed=24,
     ),
     Mutant(
         "a hand-off whose close was lost is closed",
         HANDOFF,
         "                self._close(handoff, known, now)\n\n    def _enter",
         "\n    def _enter",
-        seed=304,
+        seed=60,
     ),
     Mutant(
         "slots of an answer that came too late come back",
         RECONCILE,
         "        self._open.discard(call)\n",
         "",
-        seed=119,
+        seed=300,
     ),
     Mutant(
         "a close that overtakes its open wins",
@@ -336,7 +336,7 @@ MUTANTS = (
         SHARD,
         "        if 0 < spec.attempt <= (self._attempts.get(spec.engine_id) or 0):",
         "        if False:",
-        seed=396,
+        seed=100,
     ),
     Mutant(
         "the shard looks and acts under one lock",
