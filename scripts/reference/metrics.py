@@ -13,7 +13,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 
 from kvservice.core.block.tenants import TenantUsage
-from kvservice.core.messages import PoolStats, UsageRow
+from kvservice.core.messages import PoolStats, TierFigures, UsageRow
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.endpoint import BuildCollector
 from kvservice.observe.events import CONNECTOR_COUNTERS, CONNECTOR_EVENTS, LOOKUP_EVENTS, SHARD_EVENTS
@@ -116,6 +116,7 @@ def shard() -> list[Row]:
         tenants=(tenant,),
         usage=(UsageRow("m", "t", 1, 1, 1),),
         slot_bytes={"free": 1},
+        tiers=(TierFigures("disk", "open"),),
     )
     return list(rows(ShardCollector("s", lambda: stats, Timings).collect()))
 
