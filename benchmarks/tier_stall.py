@@ -16,7 +16,7 @@ import contextlib
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,6 @@ from kvservice.core.messages import AcquireRequest, SealItem
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
-from kvservice.pool.tier_factory import tier_makers
 from kvservice.pool.tier_specs import DISK, TierSpec
 from kvservice.pool.tiers import TierPhase
 from kvservice.testing.builders import make_chain, make_spec
@@ -121,14 +120,10 @@ async def play(way: str, folder: Path, requests: int, size: int) -> Round:
     """One round of one way, in a new pool."""
     fake, found = FakeTier(DISK), Round()
     specs = () if way == "none" else (TierSpec(DISK, str(folder), 8 * GiB, "stored", "none"),)
-    makers: dict[str, Mapping[str, Callable[[], Tier]]] = {
-        "none": {},
-        "disk": tier_makers(specs),
-        "hung": {DISK: lambda: fake},
-    }
+    makers: dict[str, Callable[[], Tier]] | None = {DISK: lambda: fake} if way == "hung" else None
     geometry = plan_geometry(POOL_BLOCKS * (size + 64 * 1024) + 8 * MiB)
     config = PoolConfig(NodeId("n"), None, geometry, tiers=specs)
-    pool = await PoolRuntime.open(config, tiers=makers[way])
+    pool = await PoolRuntime.open(config, tiers=makers)
     await eventually_async(lambda: all(state.phase is TierPhase.OPEN for state in pool.tier_states()), "the tier")
     if way == "hung":
         fake.hang()
