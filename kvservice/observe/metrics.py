@@ -122,7 +122,7 @@ TIER_COUNTERS: Mapping[str, str] = {
     "dropped_full": "blocks not written because too many waited already",
     "dropped_evicted": "blocks that left the memory before they were written",
     "dropped_no_room": "blocks not written because the tier could make no room",
-    "read_ok": "blocks brought back from the tier and verified",
+    "read_blocks": "blocks brought back from the tier and verified",
     "read_bytes": "their bytes",
     "read_stale": "reads of blocks that the tier no longer had, or that were not those asked for",
     "read_corrupt": "reads of blocks whose digest did not match; they are erased",
