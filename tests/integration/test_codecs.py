@@ -1,0 +1,76 @@
+"""Blocks on a real disk in the form of a codec: written by one pool, brought back by the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvservice
+from kvservice.api.pool import ConnectOptions, Pool
+from kvservice.api.pool_thread import PoolThread
+from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, unpack_file_header
+from kvservice.pool.tiers import TierPhase
+from kvservice.testing.eventually import eventually
+
+SHAPE = (4, 2, 16, 64)  # layer, K or V, token, number
+BLOCKS = 8
+
+
+def open_pool(disk: Path, key_file: Path, codec: str) -> Pool:
+    """A pool whose disk is open."""
+    options = ConnectOptions(
+        mode="embedded",  # type: ignore[arg-type]  # checked there
+        memory="16MiB",  # type: ignore[arg-type]
+        disk_path=str(disk),
+        disk_bytes="64MiB",  # type: ignore[arg-type]
+        disk_write="stored",
+        disk_codec=codec,
+        codec_key_file=str(key_file),
+    )
+    thread = PoolThread(options)
+    thread.loop.wait(thread.open())
+    pool = Pool(thread)
+    runtime = thread._runtime
+    assert runtime is not None
+    eventually(lambda: runtime._tiers.states()[0].phase is TierPhase.OPEN, "the disk is open")
+    return pool
+
+
+def counters(pool: Pool) -> dict[str, int]:
+    runtime = pool._thread._runtime
+    assert runtime is not None
+    return dict(runtime.stats().counters)
+
+
+@pytest.mark.parametrize(
+    ("codec", "accepts", "steps"),
+    [("planes+aesgcm", "", ("planes", "aesgcm")), ("aesgcm", "int8", ("int8", "aesgcm")), ("none", "", ())],
+)
+def test_blocks_come_back_from_disk_in_the_next_pool(
+    tmp_path: Path, codec: str, accepts: str, steps: tuple[str, ...]
+) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_bytes(b"k" * 32)
+    key_file.chmod(0o600)
+    layout = kvservice.Layout(block_tokens=16, shape=SHAPE, accept_codec=accepts)
+    blocks = np.random.default_rng(0).standard_normal((BLOCKS, *SHAPE)).astype("float32")
+    with open_pool(tmp_path / "disk", key_file, codec) as pool:
+        assert pool.attach("m", layout).put(range(16 * BLOCKS), blocks).stored == BLOCKS
+        eventually(lambda: counters(pool).get("tier_disk_written_blocks", 0) == BLOCKS, "the blocks are on disk")
+    headers = [
+        unpack_file_header(data[:FILE_HEADER_BYTES])
+        for data in (path.read_bytes() for path in (tmp_path / "disk").rglob("*") if path.is_file())
+        if len(data) > FILE_HEADER_BYTES
+    ]
+    found = [header for header in headers if header is not None]
+    assert len(found) == BLOCKS
+    for header in found:
+        assert tuple(step.partition(":")[0].partition("=")[0] for step in header.codec.split("+") if step) == steps
+    with open_pool(tmp_path / "disk", key_file, codec) as pool:
+        eventually(lambda: counters(pool).get("tier_disk_found", 0) == BLOCKS, "the blocks were found")
+        with pool.attach("m", layout).get(range(16 * BLOCKS)) as hit:
+            assert hit.tokens == 16 * BLOCKS
+            off = np.abs(hit.copy() - blocks).max()
+            assert off == 0 if accepts == "" else 0 < off < 0.03
