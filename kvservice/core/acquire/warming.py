@@ -154,6 +154,8 @@ class Warming:
     def _begin_step(self, warm: _Warm, now: float) -> None:
         """Fetch the next missing blocks, or hold what is here."""
         keys = warm.event.request.keys
+        if warm.reason is MissReason.NONE and now >= warm.deadline:
+            warm.reason = MissReason.DEADLINE
         if warm.reason is MissReason.NONE:
             while warm.done < len(keys) and keys[warm.done] in self._shard.store:
                 warm.done += 1
@@ -164,6 +166,8 @@ class Warming:
                 self._acquire(warm, end, warm.done, partial(self._step_done, warm, end), now)
                 return
         warm.part = warm.op
+        # Some may have been evicted since they came. What is here is answered at once, also at the deadline.
+        warm.done = next((i for i in range(warm.done) if keys[i] not in self._shard.store), warm.done)
         if warm.done == 0:
             self.held(warm.op, [], 0, warm.reason, now)
         elif warm.engine.spec.window_groups:

@@ -317,3 +317,12 @@ def test_a_prompt_of_which_nothing_is_here_is_not_pinned() -> None:
     harness.attach()
     assert result(harness, harness.warm(CHAIN, pin="system")).held == 0
     assert harness.state.pins(harness.now) == ()
+
+
+def test_several_that_are_late_together_are_all_answered() -> None:
+    harness = CoreHarness()
+    harness.attach()
+    ops = [harness.warm(CHAIN, timeout=2.0) for _ in range(3)]
+    harness.advance(3.0)
+    assert [result(harness, op).miss for op in ops] == [MissReason.DEADLINE] * 3
+    assert harness.state.next_deadline() is None
