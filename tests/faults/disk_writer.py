@@ -16,8 +16,8 @@ BLOCKS, BYTES = 8, 64 << 10
 
 
 def payload_of(number: int, round_: int) -> bytes:
-    """The bytes of block `number` in this round."""
-    return random.Random(number * 1000 + round_).randbytes(BYTES)
+    """The bytes of block `number` in this round, which they begin with."""
+    return round_.to_bytes(4, "big") + random.Random(f"{number} {round_}").randbytes(BYTES - 4)
 
 
 def main() -> None:

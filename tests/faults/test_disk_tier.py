@@ -32,7 +32,7 @@ from kvservice.tier.folder_check import check_folder
 from kvservice.units import MiB, NodeId
 from tests.faults.disk_writer import BLOCKS, payload_of
 
-KILLS = 5
+KILLS = 3
 
 
 @pytest.mark.processes
@@ -54,7 +54,7 @@ def test_a_killed_process_leaves_whole_blocks(tmp_path: Path) -> None:
                 assert result is OK
                 assert digest_payload(payload, block.key) == block.digest
                 number = block.position
-                assert payload in [payload_of(number, round_) for round_ in range(40)]
+                assert payload == payload_of(number, int.from_bytes(payload[:4], "big"))
                 seen += 1
             assert list((tmp_path / "new").iterdir()) == []
         finally:
