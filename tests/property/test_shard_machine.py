@@ -16,6 +16,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.block.marks import MarkKind
 from kvservice.core.drain.sender import DrainPhase
 from kvservice.core.events import PullResult
 from kvservice.core.messages import (
@@ -421,6 +422,26 @@ class ShardMachine(LeavingRules):
     def drain_no_more(self) -> None:
         self.harness.send(ev.Drain(undo=True))
 
+    @rule(one=engines, which=any_index, pin=st.sampled_from(["", "", "system"]), timeout=st.sampled_from([0.5, 8.0]))
+    def warm(self, one: int, which: int, pin: str, timeout: float) -> None:
+        spec = SPECS[one]
+        chains = CHAINS[spec.model]
+        self.harness.warm(chains[which % len(chains)], hold=5.0, timeout=timeout, pin=pin, spec=spec)
+
+    @rule()
+    def unpin(self) -> None:
+        self.harness.send(ev.Unpin(self.harness.next_op(), "", "system"))
+
+    @lived_long
+    @rule(model=st.sampled_from(["a", "b", ""]), which=any_index)
+    def clear(self, model: str, which: int) -> None:
+        if model:
+            self.harness.clear(MarkKind.MODEL, model)
+        else:
+            chains = [*CHAINS["a"], *CHAINS["b"]]
+            self.harness.clear(MarkKind.PROMPT, keys=chains[which % len(chains)])
+        self.harness.now += 0.01  # what is reserved at the moment of a clear counts as reserved before it
+
     @rule(seconds=st.sampled_from([0.0, 0.3, 2.0, 6.0, 11.0, 61.0]), tick=st.booleans())
     def time_passes(self, seconds: float, tick: bool) -> None:
         self.harness.now += seconds
@@ -528,6 +549,7 @@ class ShardMachine(LeavingRules):
 
     def teardown(self) -> None:
         """Everybody goes, everything ends: every slot must be usable again."""
+        self.unpin()
         harness = self.harness
         for one in range(len(SPECS)):
             self.lose(one, dies=True)
