@@ -45,7 +45,7 @@ BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerw
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine bench bench-blend bench-engine bench-guard bench-peers bench-tiers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-tiers bench bench-blend bench-engine bench-guard bench-peers bench-tiers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -211,6 +211,9 @@ demo-serve: $(INSTALLED) $(MODEL) ## Measure conversations on Ray Serve: without
 
 demo-engine: $(INSTALLED) $(MODEL) ## Watch two reference engines: a prompt crosses, requests swap, blocks are copied on write
 	$(BIN)/python -m examples.demo engine
+
+demo-tiers: $(INSTALLED) $(MODEL) ## Watch prompts come back from a disk after a restart, and from an S3 API on another node
+	$(BIN)/python -m examples.demo tiers
 
 ##@ Measure
 

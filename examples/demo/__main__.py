@@ -1,6 +1,7 @@
-"""`python -m examples.demo`: four demos with Ray on one machine, from the root of a clone. Three run vLLM.
+"""`python -m examples.demo`: five demos on one machine, from the root of a clone. Three run vLLM.
 
-`make demo`, `make demo-pd`, `make demo-serve` and `make demo-engine` run them. Exit codes are those of `kvservice`.
+`make demo`, `make demo-pd`, `make demo-serve`, `make demo-engine` and `make demo-tiers` run them. Exit codes are those
+of `kvservice`.
 """
 
 from __future__ import annotations
@@ -77,6 +78,17 @@ def serve(
 def engine(model: Model = None, out: Out = OUT) -> None:
     """Two reference engines: prompts that cross, requests that swap, blocks that are copied on write; plotted."""
     from examples.demo.engine import run
+
+    try:
+        run(model, out)
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+@app.command()
+def tiers(model: Model = None, out: Out = OUT) -> None:
+    """Prompts that come back from a node's disk after a restart, and from an S3 API on another node; plotted."""
+    from examples.demo.tiers import run
 
     try:
         run(model, out)
