@@ -22,7 +22,7 @@ from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 CALL_SECONDS = 3.0  # for one page, which takes a shard a few milliseconds
 NODES_AT_ONCE = 8  # nodes that are read in parallel; each has one page under way
 PRIMARY, SECONDARY = "primary", "secondary"
-MEMORY = "memory"  # the only tier there is
+MEMORY = "memory"  # slots are listed; what lies in tiers below has figures in `kvservice status`
 
 
 @dataclass(frozen=True, slots=True)
