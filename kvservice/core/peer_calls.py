@@ -5,11 +5,11 @@ Part of core.shard, which routes the events here. Each ends in one Reply, or rai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisition import Acquisition
-from kvservice.core.acquire.acquisitions import Acquisitions
+from kvservice.core.acquire.acquisitions import TIMEOUT_SECONDS_MAX, Acquisitions
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.acquire.pulls import LOCATE_WAIT_SECONDS_MAX
 from kvservice.core.actions import Reply
@@ -21,9 +21,8 @@ from kvservice.core.messages import AcquireRequest
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.core.tier.tiers import Tiers
 from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, SlotIndex
+from kvservice.units import AttachmentId, BootEpoch, SlotIndex
 
-TIMEOUT_SECONDS_MAX = 600.0  # ten minutes, as long as the longest lease; a longer timeout is a mistake and refused
 assert WAIT_SECONDS_MAX <= TIMEOUT_SECONDS_MAX
 
 
@@ -36,13 +35,10 @@ class PeerCalls:
         handoffs: Handoffs,
         takeovers: TakeOvers,
         leaving: Leaving,
-        used: Callable[[Sequence[BlockKey]], Sequence[BlockKey]],
         tiers: Tiers,
         acquisitions: Acquisitions,
     ) -> None:
-        """`used`: those of the blocks that another node reads that were not offered to it."""
         self._shard = shard
-        self._used = used
         self._handoffs = handoffs
         self._takeovers = takeovers
         self._leaving = leaving
@@ -107,9 +103,11 @@ class PeerCalls:
         going = self._leaving.promises_nothing
         blocks = [None if going else self._shard.store.get(key) for key in event.keys]
         held = len(blocks) - blocks.count(None)
-        used = self._used(event.keys)
+        spill = self._tiers.spill
+        used = spill.used(event.keys) if spill.is_on else event.keys
         self._shard.store.policy.touch(used, now)
-        self._tiers.used(used, now)
+        if self._tiers.hears_uses:
+            self._tiers.used(used, now)
         self._shard.admission.on_peer_read(min(held, len(used)))
         self._shard.counters["peer_located_blocks"] += held
         self._shard.counters["peer_absent_blocks"] += len(blocks) - held

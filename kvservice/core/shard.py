@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.acquisitions import Acquisitions
+from kvservice.core.acquire.acquisitions import Acquisitions, check_request
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.acquire.holds import Holds
@@ -22,7 +22,7 @@ from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply, Retract
 from kvservice.core.attached import EngineAttachment, count_models, kinds_of, list_engines
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, check_keys
+from kvservice.core.block.keys import KEY_BYTES, pack_keys
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
 from kvservice.core.bounded_table import BoundedTable
@@ -40,7 +40,7 @@ from kvservice.core.messages import (
     Pin,
     UsageRow,
 )
-from kvservice.core.peer_calls import TIMEOUT_SECONDS_MAX, PeerCalls
+from kvservice.core.peer_calls import PeerCalls
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import NO_KEY, Block, BlockStore
@@ -151,8 +151,7 @@ class ShardState:
         # The last attempt of each engine that was answered.
         self._attempts: BoundedTable[bytes, int] = BoundedTable(ENGINES_REMEMBERED)
         self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # no id of an earlier boot is valid
-        is_offered = self._tiers.spill.used
-        given = (self._handoffs, self._takeovers, self._leaving, is_offered, self._tiers, self._acquisitions)
+        given = (self._handoffs, self._takeovers, self._leaving, self._tiers, self._acquisitions)
         self._handlers = self._handlers_with(PeerCalls(shard, *given))
 
     def _handlers_with(self, peers: PeerCalls) -> dict[type, Callable[..., None]]:
@@ -451,21 +450,14 @@ class ShardState:
     def _acquire(self, event: ev.Acquire, now: float) -> None:
         attached = self._require(event.attachment)
         request = event.request
-        count = len(request.keys)
-        if not 0 < count <= KEYS_PER_REQUEST_MAX or not 0 <= request.skip <= count:
-            raise InvalidRequest(
-                f"{count} keys with skip {request.skip}: 1 to {KEYS_PER_REQUEST_MAX} keys, skip within"
-            )
-        check_keys(request.keys)
-        if len(set(request.keys)) != count:
-            raise InvalidRequest("a key appears twice in one chain")
-        if not 0 <= request.timeout_seconds <= TIMEOUT_SECONDS_MAX:
-            raise InvalidRequest(f"timeout {request.timeout_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
+        check_request(request)
         handoff = request.handoff
-        if handoff is not None:
-            check_handoff_id(handoff.handoff_id)
-        self._tiers.used(request.keys, now)
-        self.records.asked(event.op, attached.spec, request, now, attached.account)
+        if self._tiers.hears_uses:
+            self._tiers.used(request.keys, now)
+        if request.request_id:
+            writer = "" if handoff is None else str(handoff.node_id)
+            named = (event.op, attached.spec, request.request_id, pack_keys(request.keys), request.skip)
+            self.records.asked(*named, now, attached.account, writer)
         if self._leaving.promises_nothing:
             self._answers.refuse(event.op, now)
             return

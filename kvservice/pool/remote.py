@@ -6,9 +6,11 @@ Runs on the pool's loop. Each question is one action of the core and ends in one
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from kvservice.client.peer import PeerInfo, PeerPort
@@ -20,7 +22,10 @@ from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, Ta
 from kvservice.errors import Forbidden, KVServiceError, Refused
 from kvservice.lookup.client import LookupAnswer
 from kvservice.observe import tracing
+from kvservice.observe.failpoints import failpoint
 from kvservice.observe.timings import Timings
+from kvservice.pool.runtime_ports import PullerPort, Report
+from kvservice.transfer.puller import PullItem, PullJob
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
 log = logging.getLogger("kvservice.pool")
@@ -254,3 +259,62 @@ class RemoteShards:
             self._counters["writer_unknown"] += 1
             return None
         return self._writers.put(node_id, found)
+
+
+class PeerReads:
+    """Reads blocks of peers into slots of this pool. `puller` is None in a pool that reads from nobody.
+
+    The puller's threads report the ends, as events of the core.
+    """
+
+    def __init__(
+        self,
+        puller: PullerPort | None,
+        remote: RemoteShards,
+        clock: Callable[[], float],
+        timings: Timings,
+        report: Report,
+    ) -> None:
+        self._puller = puller
+        self._remote = remote
+        self._clock = clock
+        self._timings = timings
+        self._report = report
+
+    def begin(self, action: act.Pull) -> None:
+        info = self._remote.peer_info(action.holder.node_id, action.epoch)
+        if self._puller is None or info is None:
+            failed = (ev.PullResult.FAILED,) * len(action.items)
+            self._report(ev.Pulled(action.job, failed), contextvars.copy_context())
+            return
+        items = tuple(PullItem(handle, destination) for handle, destination in action.items)
+        job = PullJob(
+            action.job,
+            action.holder.node_id,
+            action.epoch,
+            info.description,
+            info.geometry,
+            action.payload_bytes,
+            items,
+            action.deadline,
+        )
+        size = len(items) * job.payload_bytes
+        span = tracing.begin("fetch", node=action.holder.node_id, blocks=len(items), bytes=size)
+        came = partial(self._on_pulled, self._clock(), span, contextvars.copy_context())
+        self._puller.submit(job, came, self._on_writes_ended)
+
+    def _on_pulled(
+        self,
+        began: float,
+        span: tracing.Span,
+        context: contextvars.Context,
+        job: int,
+        results: tuple[ev.PullResult, ...],
+    ) -> None:
+        failpoint("shard.pulled")
+        span.end(verified=results.count(ev.PullResult.OK))
+        context.run(self._timings.add, "fetch_seconds", self._clock() - began, "peer")
+        self._report(ev.Pulled(job, results), context)
+
+    def _on_writes_ended(self, job: int) -> None:
+        self._report(ev.WritesEnded(job), None)

@@ -55,8 +55,7 @@ from kvservice.pool.answers import PoolAnswers
 from kvservice.pool.digests import Digests
 from kvservice.pool.mark_files import MarkFiles
 from kvservice.pool.opening import close_new, open_segment
-from kvservice.pool.peer_reads import PeerReads
-from kvservice.pool.remote import DirectoryPort, RemoteShards
+from kvservice.pool.remote import DirectoryPort, PeerReads, RemoteShards
 from kvservice.pool.runtime_ports import Claim, MemoryPort, PoolConfig, PullerPort
 from kvservice.pool.tier_factory import tier_makers
 from kvservice.pool.tier_specs import rules_of

@@ -3,6 +3,7 @@ and the check whether an engine still writes."""
 
 from __future__ import annotations
 
+import contextvars
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvservice.core.block.tenants import TenantLimits
+from kvservice.core.events import Event
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
@@ -62,6 +64,9 @@ class PullerPort(Protocol):
     def close(self) -> None: ...
 
 
+# Gives an event to the core, from any thread, in the context of the request that it is about. Without one it is about
+# nobody's.
+Report = Callable[[Event, contextvars.Context | None], None]
 Claim = Callable[[bytes], AbstractContextManager[bool]]  # takes an engine id; see memory.liveness.claim
 
 

@@ -26,7 +26,7 @@ from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import KVServiceError, TierError
 from kvservice.observe import tracing
 from kvservice.observe.timings import Timings
-from kvservice.pool.runtime_ports import MemoryPort
+from kvservice.pool.runtime_ports import MemoryPort, Report
 from kvservice.tier.base import Tier, TierRead, TierWrite, WriteResult
 from kvservice.units import SlotIndex
 
@@ -36,10 +36,6 @@ log = logging.getLogger("kvservice.pool")
 CLOSE_SECONDS = 5.0
 FOUND_BLOCKS = 256  # of one event: the core takes some milliseconds for them, and a tier may have found a million
 PROBE_SLACK_SECONDS = 0.02  # for an answer that comes at the deadline to arrive
-
-# Gives an event to the core, from any thread, in the context of the request that it is about. Without one it is about
-# nobody's.
-Report = Callable[[ev.Event, contextvars.Context | None], None]
 
 
 class TierPhase(Enum):

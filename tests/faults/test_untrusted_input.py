@@ -26,7 +26,7 @@ from kvservice.copying.memory import SharedMemory
 from kvservice.core.directory.key_table import ROWS_MIN
 from kvservice.core.directory.mirror import TABLE_AT, Feed, MirrorWriter, mirror_bytes
 from kvservice.core.explain.records import REQUEST_ID_CHARS_MAX, RequestRecords, check_request_id
-from kvservice.core.messages import AcquireRequest, RequestReport
+from kvservice.core.messages import RequestReport
 from kvservice.core.segment.geometry import Geometry
 from kvservice.discovery import MIRROR_NAME
 from kvservice.errors import ConfigError, InvalidRequest, TransferError
@@ -314,7 +314,7 @@ def test_no_word_of_a_mirrors_heads_breaks_its_reader(tmp_path: Path) -> None:
 def test_no_engine_takes_the_report_of_anothers_request() -> None:
     records, mine, theirs = RequestRecords(), spec(engine_id=bytes(16)), spec(engine_id=bytes([1] * 16))
     for op, each in enumerate((mine, theirs)):
-        records.asked(op, each, AcquireRequest((), 0, 1.0, request_id="same"), 0.0)
+        records.asked(op, each, "same", b"", 0, 0.0)
     records.reported(theirs, replace(REPORT, request_id="same"), 1.0)
     records.reported(mine, replace(REPORT, request_id="same", asked=7), 2.0)
     records.check_invariants()

@@ -97,7 +97,8 @@ def test_installing_tells_what_to_do_next(values: str) -> None:
         folders = [volume["hostPath"] for volume in parsed["volumes"] if "hostPath" in volume]
         paths = {folder["path"] for folder in folders}
         assert {folder["type"] for folder in folders} == {"DirectoryOrCreate"}, "engines do not wait for a shard"
-        assert paths == {volume["hostPath"]["path"] for volume in shard["volumes"] if "hostPath" in volume}
+        of_shard = [volume for volume in shard["volumes"] if "hostPath" in volume and volume["name"] != "blocks"]
+        assert paths == {volume["hostPath"]["path"] for volume in of_shard}, "the disk is the shard's alone"
         assert {mount["mountPath"] for mount in parsed["containers"][0]["volumeMounts"]} == paths | {"/dev/shm"}
         assert parsed["securityContext"]["runAsUser"] == shard["securityContext"]["runAsUser"]
         assert "uninstall" in notes, "kept blocks are warned of"

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvservice.core.block.fingerprint import DIFFERENCES_TOLD, FieldDifference
-from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, pack_keys
+from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.explain.evictions import KEEP_SECONDS as EVICTIONS_KEEP_SECONDS
 from kvservice.core.explain.evictions import Eviction
-from kvservice.core.messages import AcquireRequest, EngineSpec, MissReason, RequestReport
+from kvservice.core.messages import EngineSpec, MissReason, RequestReport
 from kvservice.units import BlockKey, NodeId, printable
 
 KEEP_SECONDS = 900.0  # people ask about what just happened; older records are dropped
@@ -99,23 +99,23 @@ class RequestRecords:
     def __len__(self) -> int:
         return len(self._records)
 
-    def asked(self, op: int, spec: EngineSpec, request: AcquireRequest, now: float, account: str = NOBODY) -> None:
-        if not request.request_id:
-            return
-        keys = pack_keys(request.keys)
-        node = "" if request.handoff is None else str(request.handoff.node_id)
+    def asked(
+        self,
+        op: int,
+        spec: EngineSpec,
+        request_id: str,
+        keys: bytes,
+        skip: int,
+        now: float,
+        account: str = NOBODY,
+        handoff_node: str = "",
+    ) -> None:
+        """A request begins. `keys` is its whole chain, packed; `handoff_node` the node that it waits for, if any."""
+        count = len(keys) // KEY_BYTES
         record = RequestRecord(
-            request.request_id,
-            spec,
-            now,
-            keys,
-            request.skip,
-            account=account,
-            handoff_node=node,
-            handed_from=len(request.keys),
+            request_id, spec, now, keys, skip, account=account, handoff_node=handoff_node, handed_from=count
         )
-        number = self._add(record, now)
-        self._by_op[op] = number
+        self._by_op[op] = self._add(record, now)
 
     def answered(
         self,

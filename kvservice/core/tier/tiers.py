@@ -91,6 +91,7 @@ class Tiers:
             self._tiers[each.name] = _Tier(each, tier_holder(each.name), WriteQueue(memory_bytes), books)
         self._of_holder = {tier.holder.node_id: tier for tier in self._tiers.values()}
         self._moments = {tier.rules.write for tier in self._tiers.values()}
+        self.hears_uses = WriteMoment.REUSED in self._moments  # else nobody needs to call `used`
         self._own = [tier.books for tier in self._tiers.values() if tier.books is not None]
         self.shared = tuple(tier.rules.name for tier in self._tiers.values() if tier.rules.is_shared)
         self._next_job = 1
@@ -155,11 +156,10 @@ class Tiers:
 
     def used(self, keys: Iterable[BlockKey], now: float) -> None:
         """Blocks are used, some of them in memory."""
-        if WriteMoment.REUSED in self._moments:
-            for key in keys:
-                block = self._store.get(key)
-                if block is not None:
-                    self._offer(block, WriteMoment.REUSED, now)
+        for key in keys:
+            block = self._store.get(key)
+            if block is not None:
+                self._offer(block, WriteMoment.REUSED, now)
 
     def _offer(self, block: Block, moment: WriteMoment, now: float) -> None:
         """Queue the block for each tier that takes blocks at this moment."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.acquisitions import LOOKUP_SECONDS_MAX
+from kvservice.core.acquire.acquisitions import LOOKUP_SECONDS_MAX, TIMEOUT_SECONDS_MAX
 from kvservice.core.acquire.estimate import REFUSALS_MAX
 from kvservice.core.acquire.fetches import PULL_GRACE_SECONDS
 from kvservice.core.acquire.pulls import LOCATE_GIVE_UP_SECONDS, PULL_BLOCKS_MAX, PULL_SECONDS_MAX, SUSPECT_SECONDS
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.events import PullResult
 from kvservice.core.messages import AcquireRequest, MissReason, SealStatus
-from kvservice.core.shard import TIMEOUT_SECONDS_MAX
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import LARGE, CoreHarness, make_chain, make_holder, make_located, make_spec, run_of
 from kvservice.units import AttachmentId, BlockKey, KiB, LeaseId

@@ -94,14 +94,14 @@ def test_a_request_is_found_by_its_beginning_and_exactly_first() -> None:
 
 def test_records_are_bounded_by_time_number_and_keys() -> None:
     records, spec = RequestRecords(), make_spec()
-    long = AcquireRequest(make_chain(2000), 0, 1.0)
+    long, short = b"".join(make_chain(2000)), b"".join(CHAIN)
     for number in range(200):
-        records.asked(number, spec, AcquireRequest(long.keys, 0, 1.0, request_id=f"r{number}"), 0.0)
+        records.asked(number, spec, f"r{number}", long, 0, 0.0)
         records.answered(number, 0, {}, MissReason.NONE, "", 0.0)
         records.check_invariants()
     assert len(records) == KEYS_MAX // 2000
     for number in range(RECORDS_MAX + 100):
-        records.asked(number, spec, AcquireRequest(CHAIN, 0, 1.0, request_id=f"s{number}"), 1.0)
+        records.asked(number, spec, f"s{number}", short, 0, 1.0)
     assert len(records) == RECORDS_MAX
     assert len(records.find("s", 1.0).records) == ANSWERED_MAX
     assert records.find("s", 2.0 + KEEP_SECONDS).matching == 0
