@@ -104,7 +104,7 @@ class PeerCalls:
         blocks = [None if going else self._shard.store.get(key) for key in event.keys]
         held = len(blocks) - blocks.count(None)
         spill = self._tiers.spill
-        used = spill.used(event.keys) if spill.is_on else event.keys
+        used = spill.used(event.keys) if spill.is_offering else event.keys
         self._shard.store.policy.touch(used, now)
         if self._tiers.hears_uses:
             self._tiers.used(used, now)

@@ -194,10 +194,10 @@ class Acquisitions:
 
     def _use_answers(self, acquisition: Acquisition, now: float) -> None:
         """Fetch what is missing, as soon as a holder of everything is known or nobody else is asked."""
-        keys, end = acquisition.request.keys, acquisition.break_at
+        end = acquisition.break_at
         holders = holders_by_index(acquisition.runs, end, self._shard.node_id)
         missing = self._missing(acquisition, acquisition.request.skip)
-        for index, tiers in self._tiers.holders(keys, missing, acquisition.payload_bytes, now).items():
+        for index, tiers in self._in_tiers(acquisition, missing, now).items():
             holders[index] = (*holders.get(index, ()), *tiers)
         for name, until in acquisition.probed.items():
             for index in range(acquisition.probes_from, min(until, end)):
@@ -208,6 +208,12 @@ class Acquisitions:
         self._move(acquisition, AcquisitionEvent.WAIT)
         self._fetch(acquisition, holders, now)
         self._settle(acquisition, now)
+
+    def _in_tiers(self, acquisition: Acquisition, indices: Sequence[int], now: float) -> dict[int, tuple[Holder, ...]]:
+        """The tiers of this node that can give each of these blocks now."""
+        if not self._tiers.has_own:
+            return {}
+        return self._tiers.holders(acquisition.request.keys, indices, acquisition.payload_bytes, now)
 
     def _missing(self, acquisition: Acquisition, start: int) -> list[int]:
         """Blocks that are neither here nor on their way."""
@@ -313,7 +319,7 @@ class Acquisitions:
         keys = acquisition.request.keys
         left = acquisition.request.timeout_seconds - (now - acquisition.started)
         missing = self._missing(acquisition, start)
-        tiers = self._tiers.holders(keys, missing, acquisition.payload_bytes, now)
+        tiers = self._in_tiers(acquisition, missing, now)
         asked = (
             ()
             if acquisition.is_for_here or self._need_nobody(acquisition, missing, tiers)

@@ -66,9 +66,14 @@ class Spill:
         self._ask_at = 0.0  # when to ask again who accepts blocks; while a question is out, when it counts as lost
         self._none_seconds = NONE_SECONDS
 
+    @property
+    def is_offering(self) -> bool:
+        """Whether receivers read offered blocks now."""
+        return bool(self._offers)
+
     def used(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """Those of the keys that another node reads for itself: a receiver's reading is no use of the block."""
-        return [key for key in keys if not self._is_offered(key)] if self._offers else keys
+        return [key for key in keys if not self._is_offered(key)]
 
     def _is_offered(self, key: BlockKey) -> bool:
         return any(key in offer.keys for offer in self._offers.values())

@@ -30,7 +30,7 @@ from kvservice.core.tier.books import TierBooks
 from kvservice.core.tier.rules import TierRules, TierUsage, WriteMoment, tier_holder
 from kvservice.core.tier.spill import Spill
 from kvservice.core.tier.tier_block import TierBlock
-from kvservice.core.tier.write_queue import READING_SHARE, Item, WriteQueue
+from kvservice.core.tier.write_queue import QUEUE_MAX, READING_SHARE, Item, WriteQueue
 from kvservice.units import BlockKey, NodeId, SlotIndex
 
 CLEAN_FREE_SHARE = 1 / 8  # of the memory: while less is free, the cleaner writes down the coldest blocks ahead of need
@@ -93,6 +93,7 @@ class Tiers:
         self._moments = {tier.rules.write for tier in self._tiers.values()}
         self.hears_uses = WriteMoment.REUSED in self._moments  # else nobody needs to call `used`
         self._own = [tier.books for tier in self._tiers.values() if tier.books is not None]
+        self.has_own = bool(self._own)
         self.shared = tuple(tier.rules.name for tier in self._tiers.values() if tier.rules.is_shared)
         self._next_job = 1
         self._now = 0.0  # of the last event
@@ -115,7 +116,9 @@ class Tiers:
         tier = self._tiers.get(event.tier)
         if tier is None:
             return
-        tier.is_open = True
+        if not tier.is_open:
+            tier.is_open = True
+            self._catch_up(tier, now)
         if tier.books is None:
             return
         for block in event.blocks:
@@ -139,6 +142,14 @@ class Tiers:
         scopes = freshness.scopes(block.key, account, block.fingerprint)
         is_young = not block.stored_at or block.stored_at > freshness.wall(now) - MARK_SECONDS
         return is_young and freshness.accepts(scopes, block.stored_at, now)
+
+    def _catch_up(self, tier: _Tier, now: float) -> None:
+        """A tier that takes blocks as they are stored gets those that were stored before it was open: as many as may
+        wait."""
+        if tier.rules.write is WriteMoment.STORED:
+            for block in self._store.blocks()[:QUEUE_MAX]:
+                if not block.is_secondary:
+                    self._offer(block, WriteMoment.STORED, now)
 
     def blocks(self) -> Iterable[TierBlock]:
         """Everything in the tiers of this node; a block in two of them twice."""
