@@ -33,6 +33,7 @@ BOOKS = "kvservice.core.tier.books"
 POOL_TIERS = "kvservice.pool.tiers"
 CODER = "kvservice.codec.coder"
 BLOCKFILE = "kvservice.core.segment.blockfile"
+CONTEXT = "kvservice.core.context"
 
 AIO = "kvservice.aio"
 ANNOUNCER = "kvservice.lookup.announce_pump"
@@ -439,5 +440,26 @@ MUTANTS = (
         "    same = (block.key, block.payload_bytes) == (wanted.key, wanted.payload_bytes)\n",
         "    same = block.payload_bytes == wanted.payload_bytes\n",
         seed=884,
+    ),
+    Mutant(
+        "tier: a file of another engine is no hit",
+        BLOCKFILE,
+        "    return same and (not wanted.fingerprint or",
+        "    return same and (True or",
+        seed=137,
+    ),
+    Mutant(
+        "clear: what was on its way when it was cleared is dropped",
+        CONTEXT,
+        "        scopes = self.freshness.scopes(handle.key, account, fingerprint)\n",
+        "        return True\n        scopes = self.freshness.scopes(handle.key, account, fingerprint)\n",
+        seed=710,
+    ),
+    Mutant(
+        "clear: what is cleared is erased from the disk",
+        TIERS,
+        "                    tier.books.discard(key)\n",
+        "                    pass\n",
+        seed=62,
     ),
 )

@@ -1,4 +1,7 @@
-"""Clocks that do what clocks should not: schedules of faults on machines that are suspended, or whose clocks differ."""
+"""Clocks that do what clocks should not: schedules of faults on machines that are suspended, or whose clocks differ.
+
+Without clears: those go by the time of day, and clocks that are seconds apart are documented to break them.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ def on_suspended_machines(schedule: Schedule) -> Schedule:
     moments = [ask.at for ask in schedule.asks][:: max(len(schedule.asks) // 2, 1)][:2]
     seconds = (1.5, LONG) if schedule.seed % 4 == 0 else (1.5, 30.0)
     sleeps = tuple(Fault(at + 0.004, "suspend", schedule.seed + i, 0, seconds[i], 0) for i, at in enumerate(moments))
-    return replace(schedule, faults=tuple(sorted(schedule.faults + sleeps, key=lambda fault: fault.at)))
+    return replace(schedule, faults=tuple(sorted(schedule.faults + sleeps, key=lambda fault: fault.at)), clears=())
 
 
 def with_clocks_that_differ(schedule: Schedule) -> Schedule:
     """By a tenth, either way. A lease then ends for its holder before its reader stops to believe in it."""
     rates = (0.9, 1.1, 1.0) if schedule.seed % 2 else (1.1, 0.9, 1.0)
-    return replace(schedule, rates=rates[: schedule.nodes])
+    return replace(schedule, rates=rates[: schedule.nodes], clears=())
 
 
 def test_a_machine_that_was_suspended_breaks_no_promise() -> None:

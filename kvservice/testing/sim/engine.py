@@ -217,6 +217,7 @@ class Engine(EngineParts):
         request.keys = block_keys(self.spec.fingerprint.digest, request.hashes, key)
         for block_hash, name in zip(request.hashes, request.keys, strict=True):
             self.world.right[name] = content_of(self._contents, block_hash)
+            self.world.owners[name] = self.tenant, self.spec.model
 
     # -- requests ----
 

@@ -90,8 +90,11 @@ class Line:
 
     async def acquire(self, attachment: AttachmentId, request: AcquireRequest) -> AcquireResult:
         async def serve(runtime: PoolRuntime) -> AcquireResult:
+            clears = self._node.clears
+            cleared = tuple(clears.applied)
             result = await runtime.acquire(attachment, request)
             self._engine.check_promised(request, result)
+            clears.check_promised(request.keys[request.skip :][: len(result.blocks)], cleared)
             return result
 
         seconds = request.timeout_seconds + ACQUIRE_SLACK_SECONDS
@@ -107,7 +110,16 @@ class Line:
         return await self._ask(attachment, CALL_SECONDS, serve)
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
-        return await self._ask(attachment, SEAL_SECONDS, lambda runtime: runtime.seal(attachment, items))
+        async def serve(runtime: PoolRuntime) -> list[SealStatus]:
+            self._computed(items)
+            result = await runtime.seal(attachment, items)
+            self._computed(items)
+            return result
+
+        return await self._ask(attachment, SEAL_SECONDS, serve)
+
+    def _computed(self, items: Sequence[SealItem]) -> None:
+        self._world.computed.update((item.key, self._world.now) for item in items)
 
     async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
         await self._ask(attachment, CALL_SECONDS, lambda runtime: runtime.abort(attachment, refs))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
+from kvservice.core.block.marks import Mark
 from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
@@ -14,6 +16,7 @@ from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_specs import TierSpec
 from kvservice.pool.tiers import TierPhase
+from kvservice.testing.sim.clears import Clears
 from kvservice.testing.sim.lookup import Herald, LookupPartition
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
@@ -40,6 +43,7 @@ class Node(NodeParts):
         lookups: Sequence[LookupPartition],
         tenants: Mapping[str, TenantLimits],
         tiers: Mapping[TierSpec, TierStore] | None = None,
+        mark_files: tuple[Path, ...] = (),
     ) -> None:
         super().__init__(world, name, name)
         self.node_id = NodeId(name)
@@ -51,6 +55,8 @@ class Node(NodeParts):
         self._lookups = lookups
         self._tenants = tenants
         self._tiers = tiers or {}
+        self.clears = Clears(world, name)
+        self._mark_files = mark_files
         self._stopped_at: float | None = None
         self._on_news: Callable[[], None] | None = None
         self.boot()
@@ -75,6 +81,8 @@ class Node(NodeParts):
                 lease_seconds=LEASE_SECONDS,
                 tenants=self._tenants,
                 tiers=tuple(self._tiers),
+                mark_files=self._mark_files,
+                wall_clock=self.clears.wall,
             ),
             self.memory,
             SimPuller(self),
@@ -85,6 +93,9 @@ class Node(NodeParts):
             {store.name: partial(SimTier, self, store) for store in self._tiers.values()},
         )
         await runtime.begin()
+        if self._mark_files:
+            others = [peer.runtime for peer in self.peers.values() if peer.runtime is not None]
+            await self.clears.learn(runtime, others)
         self.runtime = runtime
         self.loop.start(self._herald.run())
         self.world.note(self.name, f"booted, epoch {runtime.epoch}, {len(runtime.state.blocks())} blocks")
@@ -147,6 +158,7 @@ class Node(NodeParts):
                 raise Violation(f"{self.name} is {self.runtime.fenced}")
             self.runtime.state.check_invariants()
             self.announcer.check_invariants()
+            self.clears.check(self.runtime, [store.files for store in self.disks])
 
     @property
     def disks(self) -> list[TierStore]:
@@ -166,6 +178,11 @@ class Node(NodeParts):
         """Make the next read that this node posts hang for a while."""
         self.hang_seconds = seconds
         self.world.note(self.name, f"its next read hangs for {seconds:.2f} s")
+
+    def clear(self, mark: Mark) -> None:
+        """An operator tells this node, if it serves."""
+        if self.runtime is not None:
+            self.loop.start(self.clears.apply(self.runtime, [mark]))
 
     def garble(self) -> None:
         """Make the next bytes that this node reads arrive with an error."""

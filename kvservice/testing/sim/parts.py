@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from kvservice.connector.plan import LoadPlan
 from kvservice.core.messages import AcquireRequest, AcquireResult, EngineSpec, Holder
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.testing.sim.clears import Clears
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
 from kvservice.testing.sim.world import Process
@@ -23,6 +24,7 @@ class NodeParts(Process):
     peers: Mapping[str, NodeParts]
     runtime: PoolRuntime | None  # None while it does not serve
     loop: ProcessLoop
+    clears: Clears
     hang_seconds: float  # of the next read
     garbles: bool  # the next read
 

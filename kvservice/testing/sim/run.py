@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import logging
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from kvservice.client.shard import SEAL_SECONDS
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.core.acquire.pulls import SUSPECT_SECONDS
+from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import Handoff
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
 from kvservice.core.segment.geometry import Geometry
 from kvservice.pool.tier_specs import DISK, OBJECTS, TierSpec
 from kvservice.testing.builders import SMALL, make_spec
+from kvservice.testing.sim.clears import STARTED_AT
 from kvservice.testing.sim.engine import BLOCK_TOKENS, Engine
 from kvservice.testing.sim.lookup import LookupPartition
 from kvservice.testing.sim.memory import SegmentMemory
@@ -29,10 +33,12 @@ from kvservice.testing.sim.node import LEASE_SECONDS, Node
 from kvservice.testing.sim.schedule import (
     FAULTS_SECONDS,
     FROZEN_SECONDS_MAX,
+    PROMPT_BLOCKS_MAX,
     TIER_FAULTS,
     Ask,
     Fault,
     Schedule,
+    TimedClear,
     hashes_of,
     smaller,
 )
@@ -82,11 +88,15 @@ class SimulatedRun:
         self.verifies = any(fault.kind in BITES for fault in schedule.faults)
         self.stores: list[TierStore] = []  # the disk of each node, and the object store of all
         objects = self._make_store(OBJECTS, True)
+        self._folder = tempfile.TemporaryDirectory() if schedule.clears else None  # of the real files of marks
         for i in range(schedule.nodes):
             of_node = {DISK: self._make_store(DISK, False), OBJECTS: objects}
             tiers = {spec_of(schedule, name): of_node[name] for name in schedule.tiers}
             self.stores += [store for store in tiers.values() if store not in self.stores]
-            node = Node(self.world, f"node{i}", SegmentMemory(geometry), self.lookups, limits_of(schedule), tiers)
+            marks = (Path(self._folder.name) / f"node{i}.marks",) if self._folder else ()
+            node = Node(
+                self.world, f"node{i}", SegmentMemory(geometry), self.lookups, limits_of(schedule), tiers, marks
+            )
             node.set_clock_rate(schedule.rates[i])
             self.nodes.append(node)
         for node in self.nodes:
@@ -128,6 +138,8 @@ class SimulatedRun:
             self.world.at(ask.at, self._ask, number, ask)
         for fault in self.schedule.faults:
             self.world.at(fault.at, self._inject, fault)
+        for clear in self.schedule.clears:
+            self.world.at(clear.at, self._clear, clear)
         self._until(FAULTS_SECONDS + 2.0, lambda: False)
         self._heal()
         end = self._all_run_at() + CONVERGE_SECONDS
@@ -315,6 +327,34 @@ class SimulatedRun:
         else:
             self._abort(fault)
 
+    def _clear(self, clear: TimedClear) -> None:
+        """An operator tells every node, one after the other."""
+        mark = self._mark_of(clear)
+        self.world.note("operator", f"clears {mark.kind.value} {mark.name}")
+        self.world.counters["clears"] += 1
+        for node, seconds in zip(self.nodes, clear.heard, strict=True):
+            self.world.at(seconds, node.receive, node.clear, mark)
+
+    def _mark_of(self, clear: TimedClear) -> Mark:
+        at, named = STARTED_AT + self.world.now, list(self.world.owners)
+        tenants = list(limits_of(self.schedule))
+        if clear.what == "prompt" and named:
+            start = clear.number % len(named)
+            return Mark(
+                MarkKind.PROMPT, at, keys=tuple(BlockKey(key) for key in named[start : start + PROMPT_BLOCKS_MAX])
+            )
+        if clear.what == "tenant" and tenants:
+            return Mark(MarkKind.TENANT, at, tenants[clear.number % len(tenants)])
+        if clear.what == "model":
+            return Mark(MarkKind.MODEL, at, f"model{clear.number % self.schedule.models}")
+        return Mark(MarkKind.EVERYTHING, at)
+
+    def close(self) -> None:
+        """Nothing of it runs any more, and nothing is left."""
+        self.world.end()
+        if self._folder is not None:
+            self._folder.cleanup()
+
     def _break_tier(self, kind: str, fault: Fault) -> None:
         store = self.stores[fault.target % len(self.stores)]
         self.world.note(f"{store.name}{fault.target % len(self.stores)}", f"{kind} for {fault.seconds:.2f} s")
@@ -461,7 +501,7 @@ def run_schedule(schedule: Schedule, tell: bool = False) -> RunOutcome:
     except Exception as error:  # noqa: BLE001  whatever the code under test raises is what we are looking for
         violation = f"raised {type(error).__name__}: {error}"
     finally:
-        run.world.end()
+        run.close()
         logger.setLevel(level)
     if violation:
         run.world.note("world", violation)

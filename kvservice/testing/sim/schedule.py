@@ -12,6 +12,10 @@ from typing import Literal
 
 from kvservice.units import BlockHash
 
+# What an operator clears.
+ClearKind = Literal["everything", "prompt", "tenant", "model"]
+CLEARS: tuple[ClearKind, ...] = ("everything", "prompt", "prompt", "tenant", "model")
+HEARS_SECONDS_MAX = 1.5  # until the last node hears of a clear, if it lives
 FAULTS_SECONDS = 3.0  # Virtual seconds with faults. After them everything is healed.
 PROMPTS = 3  # Prompts that requests begin with: few, so that many requests share blocks.
 # Few blocks already lead to every state, and short runs can be played by the thousand.
@@ -64,6 +68,8 @@ FAULTS: dict[str, int] = {
     **dict.fromkeys(TIER_FAULTS, 0),
 }
 TierWriteSetting = Literal["evicted", "stored", "reused"]  # as the settings say it
+# One schedule of so many has clears; all of these have tiers too.
+CLEARS_EVERY, CLEARS_AT = 24, 14
 # Far longer than the leases of the simulation.
 FROZEN_SECONDS_MAX = 60.0
 
@@ -96,6 +102,16 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedClear:
+    """An operator clears something at a moment. Each node hears of it later, and one that is down does not."""
+
+    at: float
+    what: ClearKind
+    number: int  # which prompt, tenant or model
+    heard: tuple[float, ...]  # seconds until each node hears of it
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     seed: int
     nodes: int
@@ -111,6 +127,7 @@ class Schedule:
     tiers: tuple[str, ...] = ()  # of every node
     tier_write: TierWriteSetting = "evicted"
     disk_blocks: int = 0  # what the budget of each node's disk holds
+    clears: tuple[TimedClear, ...] = ()
 
 
 def make_schedule(seed: int) -> Schedule:
@@ -165,7 +182,9 @@ def make_schedule(seed: int) -> Schedule:
             for _ in range(rng.choice((1, 1, 2)))
         ]
         made = _with_faults(made, resets)
-    return _with_tiers(made, rng, asks) if seed % 3 == 2 else made
+    if seed % 3 == 2:
+        made = _with_tiers(made, rng, asks)
+    return _with_clears(made) if seed % CLEARS_EVERY == CLEARS_AT else made
 
 
 def _with_tiers(made: Schedule, rng: random.Random, asks: list[Ask]) -> Schedule:
@@ -187,6 +206,23 @@ def _with_tiers(made: Schedule, rng: random.Random, asks: list[Ask]) -> Schedule
         tier_write=write,
         disk_blocks=rng.choice((3, 8, 40)),
     )
+
+
+def _with_clears(made: Schedule) -> Schedule:
+    """Drawn from numbers of their own, so that all other draws stay what they are. The clocks of all nodes agree,
+    because a clear goes by their time."""
+    rng = random.Random(f"clears of {made.seed}")
+    asks = list(made.asks)
+    clears = [
+        TimedClear(
+            round(_moment(rng, asks), 4),
+            rng.choice(CLEARS),
+            rng.randrange(1 << 16),
+            tuple(round(HEARS_SECONDS_MAX * rng.random() ** 3, 4) for _ in range(made.nodes)),
+        )
+        for _ in range(rng.randint(1, 3))
+    ]
+    return replace(made, clears=tuple(sorted(clears, key=lambda clear: clear.at)), rates=(1.0,) * made.nodes)
 
 
 def _with_faults(made: Schedule, faults: list[Fault]) -> Schedule:
@@ -214,14 +250,14 @@ def hashes_of(ask: Ask) -> list[BlockHash]:
 def smaller(schedule: Schedule) -> list[Schedule]:
     """Schedules that leave something out, the largest cuts first."""
     found = []
-    for name in ("faults", "asks"):
+    for name in ("faults", "clears", "asks"):
         parts = getattr(schedule, name)
         size = len(parts)
         width = size
         while width >= 1:
             for start in range(0, size, width):
                 rest = parts[:start] + parts[start + width :]
-                if len(rest) < size and (rest or name == "faults"):
+                if len(rest) < size and (rest or name != "asks"):
                     found.append(replace(schedule, **{name: rest}))
             width //= 2
     return found

@@ -44,6 +44,8 @@ class World:
     story: list[str] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
     right: dict[bytes, bytes] = field(default_factory=dict)  # block key -> the only bytes that are right under it
+    owners: dict[bytes, tuple[str, str]] = field(default_factory=dict)  # block key -> its tenant and model
+    computed: dict[bytes, float] = field(default_factory=dict)  # block key -> when an engine last stored its bytes
     _heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = field(default_factory=list)
     _next: int = 0
     loops: list[Buried] = field(default_factory=list)  # of every life of every process
