@@ -29,6 +29,8 @@ CAUSE_NAMES = {
     "pressure": "for other blocks",
     "slab_moved": "for blocks of another size",
     "quota": "for blocks of their tenant, at its quota",
+    "cleared": "by `kvservice clear`",
+    "aged": "older than max_age_seconds",
 }
 
 

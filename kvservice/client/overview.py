@@ -32,7 +32,13 @@ AT_ONCE_MAX = 32  # nodes asked in parallel, so that a large service is asked in
 SLOWEST_SHOWN = 16  # requests of the whole service; more do not help a reader
 OK, DRAINING, SILENT = "ok", "draining", "silent"
 _FALLBACK = "mirror_fallback_"
-_EVICTIONS = (EvictionCause.PRESSURE, EvictionCause.SLAB_MOVED, EvictionCause.QUOTA)  # a shard serves on after these
+_EVICTIONS = (  # a shard serves on after these
+    EvictionCause.PRESSURE,
+    EvictionCause.SLAB_MOVED,
+    EvictionCause.QUOTA,
+    EvictionCause.CLEARED,
+    EvictionCause.AGED,
+)
 
 
 @dataclass(frozen=True, slots=True)

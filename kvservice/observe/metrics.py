@@ -56,6 +56,8 @@ COUNTERS: Mapping[str, str] = {
     "evicted_pressure": "blocks evicted for another block of their size",
     "evicted_slab_moved": "blocks evicted with their slab, which was needed for blocks of another size",
     "evicted_quota": "blocks evicted for another block of their tenant, which is at its quota",
+    "evicted_cleared": "blocks that `kvservice clear` dropped",
+    "evicted_aged": "blocks dropped because they were older than max_age_seconds",
     "slots_reserved": "slots given to engines for writing",
     "admission_stopped": "times that admission stopped storing all but a sample, because nothing was reused",
     "admission_resumed": "times that admission resumed storing",

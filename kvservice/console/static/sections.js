@@ -16,6 +16,8 @@ const CAUSES = {
   pressure: "room for another block",
   slab_moved: "room for blocks of another size",
   quota: "its tenant is at its quota",
+  cleared: "cleared with kvservice clear",
+  aged: "older than max_age_seconds",
   drain: "its node left",
   owner_died: "its node fell silent",
   restarted: "its node restarted",

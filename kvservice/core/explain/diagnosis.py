@@ -86,6 +86,11 @@ _OF_TIER = {
     MissCause.OWNER_GONE: "{} failed to read it",
     MissCause.CORRUPT: "what {} gave did not match its digest",
 }
+_DROPPED = {  # evictions that made room for nobody
+    EvictionCause.CORRUPT.value: "found its bytes wrong {} before",
+    EvictionCause.CLEARED.value: "cleared it {} before, as `kvservice clear` said",
+    EvictionCause.AGED.value: "dropped it {} before, because it was older than max_age_seconds",
+}
 _SINCE = "; the engine that asked has stored it since"
 _NEVER = (MissReason.NEVER_STORED, MissReason.NONE)
 _OF_NODE = {  # how a block was lost with its node
@@ -304,8 +309,8 @@ def _not_handed(request: RecordedRequest, index: int) -> Diagnosis:
 
 def _evicted(entry: BlockHistory, before_seconds: float) -> str:
     """The text of an eviction: when and for whom, and what would have prevented it."""
-    if entry.cause == EvictionCause.CORRUPT.value:
-        return f"node {entry.node} found its bytes wrong {_seconds(before_seconds)} before"
+    if entry.cause in _DROPPED:
+        return f"node {entry.node} {_DROPPED[entry.cause].format(_seconds(before_seconds))}"
     room = f", to make room for {entry.caused_by}" if entry.caused_by else ""
     if entry.cause == EvictionCause.QUOTA.value:
         room = ", for another block of the same tenant, which had its quota"

@@ -110,7 +110,7 @@ def make_overview(nodes: Sequence[NodeOverview] | None = None, model: str = MODE
         hits=(ModelHits(model, tenant, 1000, 500, 250, 0.75),),
         refused=(RefusedEngine(second, model, "", 184.0, differences, 3, "other fingerprint"),),
         flows=(Flow(first, second, 21 * GiB, 9e9), Flow(second, first, 12 * GiB, 8e9)),
-        evictions={"pressure": 240, "slab_moved": 0, "quota": 2},
+        evictions={"pressure": 240, "slab_moved": 0, "quota": 2, "cleared": 5, "aged": 3},
         tenants=(TenantOverview(tenant, 40 * GiB, 64 * GiB, 12, {"quota_refused": 3}),),
         slowest=(
             SlowestRequest(first, "cmpl-6f2a9c0e1", model, tenant, 12.0, 0.9, 120, 90, 20, "deadline"),

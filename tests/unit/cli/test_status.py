@@ -35,6 +35,7 @@ def test_the_head_says_what_runs_and_how_full_it_is() -> None:
         "75.0 %",  # hit rate
         "since start (2h 3m)  last 10 min   last min",
         "evicted since start: 240 for other blocks, 2 for blocks of their tenant, at its quota",
+        "5 by `kvservice clear`",
         "d88a09957b84        2    75.0 %  gpu-a.rack1, gpu-b.rack1",  # a model's fingerprint, engines, rate, nodes
         "block_tokens  16               32",  # what differs in a refused engine
         "and 3 more fields",

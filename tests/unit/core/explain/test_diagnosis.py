@@ -73,6 +73,20 @@ def test_an_eviction_says_what_would_have_kept_the_block(cause: str, idle: float
     assert text.endswith(f", {hint} would have kept it")
 
 
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        ("corrupt", "node n1 found its bytes wrong 12.5 s before"),
+        ("cleared", "node n1 cleared it 12.5 s before, as `kvservice clear` said"),
+        ("aged", "node n1 dropped it 12.5 s before, because it was older than max_age_seconds"),
+    ],
+)
+def test_what_made_room_for_nobody_is_said_in_words(cause: str, said: str) -> None:
+    """No larger pool would have kept it."""
+    found = cause_of(REQUEST, BlockHistory("n1", "gone", 72.5, cause, held_seconds=90.0, idle_seconds=20.0))
+    assert found == (MissCause.EVICTED, said)
+
+
 def test_a_block_sealed_meanwhile_was_not_sealed_yet() -> None:
     """Another engine sealed it."""
     asked = replace(REQUEST, engine="me")
