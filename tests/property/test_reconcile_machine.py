@@ -132,8 +132,11 @@ class ReconcileMachine(ShardMachine):
             return
         place = which % len(book.mail)
         call, make = book.mail[place] if again else book.mail.pop(place)
-        op = self._ask(make(self.harness.next_op()), Asked(self.harness.now, ("engine", 0)))
+        event = make(self.harness.next_op())
+        op = self._ask(event, Asked(self.harness.now, ("engine", 0)))
         answer = self.harness.answers[op]
+        if isinstance(event, ev.Renew) and isinstance(answer, act.Reply):
+            self.heard[event.attachment] = len(self.harness.retracted)
         if call and isinstance(answer, act.Reply) and isinstance(answer.value, list):
             book.answers = [*book.answers, (call, answer.value)][-MAIL_MAX:]
 
@@ -231,6 +234,7 @@ class ReconcileMachine(ShardMachine):
             ev.Renew(self.harness.next_op(), attachment, (), (), statement), Asked(self.harness.now, ("engine", 0))
         )
         assert isinstance(self.harness.answers[op], act.Reply)
+        self.heard[attachment] = len(self.harness.retracted)
         digested = {digest.slot for digest in self.harness.digests}
         writing = {slot.index for slot in self.harness.state._store.slots_of(engine.spec.engine_id, SlotState.WRITING)}
         assert writing - digested == {write.slot for write in engine.writes}

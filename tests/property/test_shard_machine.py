@@ -549,7 +549,6 @@ class ShardMachine(LeavingRules):
 
     def teardown(self) -> None:
         """Everybody goes, everything ends: every slot must be usable again."""
-        self.unpin()
         harness = self.harness
         for one in range(len(SPECS)):
             self.lose(one, dies=True)
@@ -564,6 +563,7 @@ class ShardMachine(LeavingRules):
             self.tick()
         for job in self.stuck:
             harness.send(ev.WritesEnded(job))
+        self.unpin()  # only now: what was being fetched for a pin is pinned when it has come
         self.answers_are_taken()
         assert not self.asked, "a call was never answered"
         counts = harness.state.slot_counts()
