@@ -113,9 +113,9 @@ async def _marks(client: OperatorClient, members: Members, wanted: Scope) -> lis
 
 async def _keys(client: OperatorClient, members: Members, wanted: Scope) -> list[list[BlockKey]]:
     """The blocks of the prompts under every name that an engine of the model gives them, for each mark."""
+    from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX
     from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
     from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, group_key
-    from kvservice.core.clearing import CLEAR_MARKS_MAX
     from kvservice.serve.prompt_file import PromptNamer, read_prompts
 
     assert wanted.prompt is not None

@@ -13,8 +13,8 @@ import grpc
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import CallMetadata, Token
 from kvservice.client.channels import Channels
+from kvservice.core.acquire.clearing import ClearResult
 from kvservice.core.block.marks import MARKS_MAX, Mark
-from kvservice.core.clearing import ClearResult
 from kvservice.core.messages import EngineKind, Pin, WarmRequest, WarmResult
 from kvservice.wire.clearing import decode_cleared, decode_marks, encode_marks
 from kvservice.wire.codec import decode_engine_stats

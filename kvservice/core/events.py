@@ -124,7 +124,7 @@ class Unpin(Call):
 
 @dataclass(frozen=True, slots=True)
 class Clear(Call):
-    """Blocks are cleared, here and everywhere. Answered with a core.clearing.ClearResult."""
+    """Blocks are cleared, here and everywhere. Answered with a core.acquire.clearing.ClearResult."""
 
     marks: tuple[Mark, ...]
 

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions, check_request
 from kvservice.core.acquire.answers import Answers
+from kvservice.core.acquire.attached import EngineAttachment, count_models, kinds_of, list_engines
+from kvservice.core.acquire.clearing import Clearing
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.acquire.holds import Holds
 from kvservice.core.acquire.pulls import Pulls
 from kvservice.core.acquire.warming import Warming
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply, Retract
-from kvservice.core.attached import EngineAttachment, count_models, kinds_of, list_engines
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import KEY_BYTES, pack_keys
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
 from kvservice.core.bounded_table import BoundedTable
-from kvservice.core.clearing import Clearing
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import TakeOvers
 from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
+from kvservice.core.acquire.attached import EngineAttachment
 from kvservice.core.actions import Digest, Reply, WatchEngine
-from kvservice.core.attached import EngineAttachment
 from kvservice.core.block.keys import check_keys
 from kvservice.core.block.marks import BlockScopes
 from kvservice.core.block.window_groups import WINDOW_BIT

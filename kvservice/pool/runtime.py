@@ -19,9 +19,9 @@ from kvservice.aio import end_tasks, in_thread
 from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX, ClearResult
 from kvservice.core.block.marks import Mark
 from kvservice.core.block.tenants import NOBODY, TenantLimits
-from kvservice.core.clearing import CLEAR_MARKS_MAX, ClearResult
 from kvservice.core.counter_windows import SAMPLE_SECONDS
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import (

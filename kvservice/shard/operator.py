@@ -7,8 +7,8 @@ prompts are meant.
 from __future__ import annotations
 
 from kvservice.auth.authenticator import Authenticator, account_of
+from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX
 from kvservice.core.acquire.holds import check_pin_name
-from kvservice.core.clearing import CLEAR_MARKS_MAX
 from kvservice.errors import Forbidden
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.wire.clearing import decode_marks, encode_cleared, encode_marks

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.acquire.clearing import ClearResult
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import block_keys, chain_hashes, span_route
 from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.block.tenants import NOBODY, TenantLimits
-from kvservice.core.clearing import ClearResult
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,

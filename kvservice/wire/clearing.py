@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from kvservice.core.acquire.clearing import ClearResult
 from kvservice.core.block.keys import pack_keys, unpack_keys
 from kvservice.core.block.marks import Mark, MarkKind, check_mark
-from kvservice.core.clearing import ClearResult
 from kvservice.errors import InvalidRequest
 from kvservice.wire.v1 import shard_pb2
 

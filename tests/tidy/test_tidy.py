@@ -24,6 +24,13 @@ def test_the_tree_keeps_the_rule(name: str) -> None:
     assert not findings, "\n" + "\n".join(findings)
 
 
+@pytest.mark.parametrize(("package", "most"), [("core", 12), ("connector", 8)])
+def test_what_lies_at_the_root_of_a_package_is_little(package: str, most: int) -> None:
+    """It is the vocabulary; everything else has a room."""
+    files = [path.name for path in (ROOT / "kvservice" / package).glob("*.py") if path.name != "__init__.py"]
+    assert len(files) <= most, sorted(files)
+
+
 @pytest.fixture(scope="module")
 def clean_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small tree that keeps every rule; faults are planted in copies of it."""

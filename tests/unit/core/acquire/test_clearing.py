@@ -1,4 +1,4 @@
-"""Rules of core.clearing: what a clear takes from memory and tiers, what is dropped later, and the age limit."""
+"""Rules of core.acquire.clearing: what a clear takes from memory and tiers, what is dropped later, and ages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX, ClearResult
 from kvservice.core.block.marks import FUTURE_SECONDS_MAX, MARK_SECONDS, Mark, MarkKind
-from kvservice.core.clearing import CLEAR_MARKS_MAX, ClearResult
 from kvservice.core.messages import MissReason, SealStatus, TakeOverItem
 from kvservice.core.tier.rules import TierRules, WriteMoment
 from kvservice.core.tier.tier_block import TierBlock
