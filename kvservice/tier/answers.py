@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from kvservice.core.events import PullResult
+from kvservice.tier.base import ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
+
 T = TypeVar("T")
 
 
@@ -36,3 +39,21 @@ class ItemAnswers(Generic[T]):
 
     def drop(self, place: int) -> None:
         self.put(place, self._dropped)
+
+    def drop_all(self) -> None:
+        """Nothing was done for any block that has no result yet."""
+        for place in range(len(self._results)):
+            self.drop(place)
+
+
+def write_answers(job: TierWrite, on_done: WriteCallback) -> ItemAnswers[WriteResult]:
+    return ItemAnswers(len(job.items), WriteResult.FAILED, lambda results: on_done(job.job_id, tuple(results)))
+
+
+def read_answers(job: TierRead, on_done: ReadCallback) -> ItemAnswers[tuple[PullResult, int]]:
+    """Each result with the digest of what was read; 0 without."""
+
+    def done(found: list[tuple[PullResult, int]]) -> None:
+        on_done(job.job_id, tuple(result for result, _ in found), tuple(digest for _, digest in found))
+
+    return ItemAnswers(len(job.items), (PullResult.FAILED, 0), done)

@@ -20,7 +20,7 @@ from kvservice.core.events import PullResult
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError, TransferError
 from kvservice.observe.failpoints import failpoint
-from kvservice.tier.answers import ItemAnswers
+from kvservice.tier.answers import read_answers, write_answers
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
 from kvservice.tier.block_files import BlockFiles, TierFolder
 from kvservice.tier.disk_io import DiskIO, choose_way
@@ -91,7 +91,7 @@ class DiskTier:
     # -- work ----
 
     def write(self, job: TierWrite, on_done: WriteCallback) -> None:
-        answers = ItemAnswers(len(job.items), WriteResult.FAILED, lambda results: on_done(job.job_id, tuple(results)))
+        answers = write_answers(job, on_done)
         for place, (block, payload) in enumerate(job.items):
             work = partial(self._write_one, block, payload, partial(answers.put, place))
             if not self._worker.submit(Urgency.WRITE, work, partial(answers.drop, place)):
@@ -99,10 +99,7 @@ class DiskTier:
                 answers.drop(place)
 
     def read(self, job: TierRead, on_done: ReadCallback) -> None:
-        def done(found: list[tuple[PullResult, int]]) -> None:
-            on_done(job.job_id, tuple(result for result, _ in found), tuple(digest for _, digest in found))
-
-        answers = ItemAnswers(len(job.items), (PullResult.FAILED, 0), done)
+        answers = read_answers(job, on_done)
         urgency = Urgency.URGENT_READ if job.urgent else Urgency.READ
         for place, (block, target) in enumerate(job.items):
             work = partial(self._read_one, block, target, job.deadline, partial(answers.put, place))

@@ -40,6 +40,7 @@ from kvservice.core.segment.blockfile import (
 )
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError
+from kvservice.tier.answers import ItemAnswers, read_answers, write_answers
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
 from kvservice.tier.block_objects import BlockObjects
 from kvservice.tier.galloping import first_looks, narrowed, next_looks
@@ -65,24 +66,13 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[A-Za-z0-9][A-Za-z0-9
 @dataclass(slots=True)
 class _ObjectReads:
     job: TierRead
-    on_done: ReadCallback
-    results: list[PullResult]
-    digests: list[int]
-    left: int
-
-    def answer(self) -> None:
-        self.on_done(self.job.job_id, tuple(self.results), tuple(self.digests))
+    answers: ItemAnswers[tuple[PullResult, int]]
 
 
 @dataclass(slots=True)
 class _ObjectWrites:
     job: TierWrite
-    on_done: WriteCallback
-    results: list[WriteResult]
-    left: int
-
-    def answer(self) -> None:
-        self.on_done(self.job.job_id, tuple(self.results))
+    answers: ItemAnswers[WriteResult]
 
 
 @dataclass(slots=True)
@@ -161,14 +151,12 @@ class ObjectTier:
 
     def write(self, job: TierWrite, on_done: WriteCallback) -> None:
         """Write each block that is not known to be there. Full queues and stores that are down drop writes."""
-        count = len(job.items)
-        writing = _ObjectWrites(job, on_done, [WriteResult.FAILED] * count, count)
-        self._submit(lambda: self._accept_writes(writing), writing.answer)
+        writing = _ObjectWrites(job, write_answers(job, on_done))
+        self._submit(lambda: self._accept_writes(writing), writing.answers.drop_all)
 
     def read(self, job: TierRead, on_done: ReadCallback) -> None:
-        count = len(job.items)
-        reading = _ObjectReads(job, on_done, [PullResult.FAILED] * count, [0] * count, count)
-        self._submit(lambda: self._accept_reads(reading), reading.answer)
+        reading = _ObjectReads(job, read_answers(job, on_done))
+        self._submit(lambda: self._accept_reads(reading), reading.answers.drop_all)
 
     def erase(self, keys: Sequence[BlockKey]) -> None:
         self._submit(lambda: self._accept_erases(tuple(keys)), lambda: None)
@@ -210,19 +198,15 @@ class ObjectTier:
     def _accept_reads(self, reading: _ObjectReads) -> None:
         lane = self._urgent if reading.job.urgent else self._warming
         lane.waiting.extend((reading, place) for place in range(len(reading.job.items)))
-        if not reading.job.items:
-            reading.answer()
         self._pump()
 
     def _accept_writes(self, writing: _ObjectWrites) -> None:
         for place in range(len(writing.job.items)):
             if len(self._writes.waiting) >= WRITES_WAITING_MAX:
                 self._counters["writes_dropped"] += 1
-                self._written(writing, place, WriteResult.FAILED)
+                writing.answers.drop(place)
             else:
                 self._writes.waiting.append((writing, place))
-        if not writing.job.items:
-            writing.answer()
         self._pump()
 
     def _accept_erases(self, keys: Sequence[BlockKey]) -> None:
@@ -242,7 +226,7 @@ class ObjectTier:
                 lane.waiting.popleft()
                 if is_late or not self._objects.may_ask(now):
                     self._counters["reads_late" if is_late else "reads_refused"] += 1
-                    self._was_read(reading, place, PullResult.FAILED)
+                    reading.answers.drop(place)
                 else:
                     self._begin(lane, block.payload_bytes, self._read(reading, place))
         while self._erasing and self._erases < ERASES_MAX:
@@ -268,10 +252,10 @@ class ObjectTier:
         key = writing.job.items[place][0].key
         if self._objects.believed(key, now):
             self._counters["writes_skipped"] += 1
-            self._written(writing, place, WriteResult.OK)
+            writing.answers.put(place, WriteResult.OK)
         elif not self._objects.may_ask(now):
             self._counters["writes_dropped"] += 1
-            self._written(writing, place, WriteResult.FAILED)
+            writing.answers.drop(place)
         else:
             self._begin(self._writes, size, self._write(writing, place))
 
@@ -311,18 +295,6 @@ class ObjectTier:
         if deadlines:
             self._expiry = self._loop.call_later(max(min(deadlines) - now, 0.0), self._pump)
 
-    def _was_read(self, reading: _ObjectReads, place: int, result: PullResult, digest: int = 0) -> None:
-        reading.results[place], reading.digests[place] = result, digest
-        reading.left -= 1
-        if reading.left == 0:
-            reading.answer()
-
-    def _written(self, writing: _ObjectWrites, place: int, result: WriteResult) -> None:
-        writing.results[place] = result
-        writing.left -= 1
-        if writing.left == 0:
-            writing.answer()
-
     # -- on the loop: what is asked of the store ----
 
     async def _read(self, reading: _ObjectReads, place: int) -> None:
@@ -343,7 +315,7 @@ class ObjectTier:
                 self._counters[f"reads_{result.value}"] += 1
             if result in (PullResult.STALE, PullResult.CORRUPT):
                 self._objects.believe_absent(block.key)  # so the next write replaces what is there
-            self._was_read(reading, place, result, digest)
+            reading.answers.put(place, (result, digest))
 
     async def _unpack(self, data: memoryview, block: TierBlock, target: memoryview) -> tuple[PullResult, int]:
         """Verify and copy. Nothing gives this up midway, so an answered read has no writer left."""
@@ -377,7 +349,7 @@ class ObjectTier:
                 self._counters["stored_objects"] += 1
             else:
                 self._counters["writes_failed"] += 1
-            self._written(writing, place, WriteResult.OK if is_written else WriteResult.FAILED)
+            writing.answers.put(place, WriteResult.OK if is_written else WriteResult.FAILED)
 
     async def _on_codec_thread(self, work: Callable[[], T]) -> T:
         """Runs to its end, also when this task is cancelled meanwhile: `work` uses the memory of a slot."""
@@ -422,11 +394,10 @@ class ObjectTier:
 
     async def _end(self) -> None:
         """Answer what waits, give up reads and probes, and wait for writes."""
-        for lane in (self._urgent, self._warming):
+        for lane in (self._urgent, self._warming, self._writes):
             while lane.waiting:
-                self._was_read(*lane.waiting.popleft(), PullResult.FAILED)
-        while self._writes.waiting:
-            self._written(*self._writes.waiting.popleft(), WriteResult.FAILED)
+                work, place = lane.waiting.popleft()
+                work.answers.drop(place)
         self._erasing.clear()
         await end_tasks(self._tasks - self._puts)
         if self._puts:
