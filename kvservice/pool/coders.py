@@ -24,7 +24,6 @@ from kvservice.plugins import CODECS, load
 
 NONE, AUTO = "none", "auto"
 OURS = ("aesgcm", "int8", "planes")
-FINGERPRINT_BYTES = 16  # of its digest, as in TierBlock.fingerprint
 MODELS_MAX = 4096  # fingerprints that are remembered; blocks of older ones are stored as they are
 
 
@@ -43,7 +42,7 @@ class Coders:
         found = numbers_of(dict(spec.fingerprint.fields), spec.model)
         if found is not None:
             with self._lock:
-                self._numbers.put(spec.fingerprint.digest[:FINGERPRINT_BYTES], found)
+                self._numbers.put(spec.fingerprint.block_mark, found)
 
     def numbers_of(self, fingerprint: bytes) -> Numbers | None:
         with self._lock:

@@ -12,7 +12,7 @@ from kvservice.units import NodeId, printable
 from kvservice.wire.codec import NAME_CHARS_MAX
 from kvservice.wire.v1 import shard_pb2
 
-FINGERPRINT_BYTES = 32  # of a digest; another length is refused
+DIGEST_BYTES = 32  # of a fingerprint; another length is refused
 SOURCES_MAX = 64  # blocks of one prompt come from a few nodes; a longer list in an answer is refused
 
 
@@ -98,6 +98,6 @@ def decode_pins(messages: Iterable[shard_pb2.Pinned]) -> tuple[Pin, ...]:
 
 
 def _fingerprint(digest: bytes) -> bytes:
-    if len(digest) != FINGERPRINT_BYTES:
-        raise InvalidRequest(f"a fingerprint's digest is {FINGERPRINT_BYTES} bytes, not {len(digest)}")
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidRequest(f"a fingerprint's digest is {DIGEST_BYTES} bytes, not {len(digest)}")
     return digest

@@ -10,7 +10,6 @@ from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.explain.records import name_engine
 from kvservice.core.messages import AttachedEngine, EngineKind, EngineSpec
 from kvservice.core.reconcile import Grants
-from kvservice.core.store.freshness import FINGERPRINT_BYTES
 from kvservice.units import AttachmentId
 
 _Name = tuple[str, str, Fingerprint]
@@ -30,7 +29,7 @@ class EngineAttachment:
     digest: bytes = field(init=False)  # its first 16 bytes
 
     def __post_init__(self) -> None:
-        self.fingerprint, self.digest = self.spec.fingerprint.short, self.spec.fingerprint.digest[:FINGERPRINT_BYTES]
+        self.fingerprint, self.digest = self.spec.fingerprint.short, self.spec.fingerprint.block_mark
 
     @property
     def name(self) -> _Name:

@@ -58,6 +58,11 @@ class Fingerprint:
         return hasher.digest()
 
     @property
+    def block_mark(self) -> bytes:
+        """The first 16 bytes of its digest, as blocks carry it in memory, on the wire and in tiers."""
+        return self.digest[:16]
+
+    @property
     def short(self) -> str:
         """The digest for people: enough digits to tell the fingerprints of one service apart."""
         return self.digest.hex()[:SHORT_DIGITS]

@@ -13,7 +13,6 @@ from kvservice.core.block.marks import CLOCK_SKEW_SECONDS, BlockScopes, Mark, Ma
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.units import BlockKey
 
-FINGERPRINT_BYTES = 16  # the beginning of a fingerprint's digest, as blocks carry it
 # Fingerprints whose engines are remembered. The blocks of a forgotten one go with every clear of a model or namespace.
 FINGERPRINTS_MAX = 1024
 
