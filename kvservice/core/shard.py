@@ -455,9 +455,16 @@ class ShardState:
         if self._tiers.hears_uses:
             self._tiers.used(request.keys, now)
         if request.request_id:
-            writer = "" if handoff is None else str(handoff.node_id)
-            named = (event.op, attached.spec, request.request_id, pack_keys(request.keys), request.skip)
-            self.records.asked(*named, now, attached.account, writer)
+            self.records.asked(
+                event.op,
+                attached.spec,
+                request.request_id,
+                pack_keys(request.keys),
+                request.skip,
+                now,
+                attached.account,
+                handoff_node="" if handoff is None else str(handoff.node_id),
+            )
         if self._leaving.promises_nothing:
             self._answers.refuse(event.op, now)
             return
