@@ -168,4 +168,5 @@ def test_a_file_belongs_to_the_block_it_names() -> None:
     assert is_file_of(replace(PLAIN, block=replace(BLOCK, fingerprint=b"")), BLOCK)
     assert not is_file_of(PLAIN, replace(BLOCK, fingerprint=bytes(16)))
     assert not is_file_of(PLAIN, replace(BLOCK, payload_bytes=1))
+    assert not is_file_of(PLAIN, replace(BLOCK, stored_at=BLOCK.stored_at + 1)), "it is older than what is asked for"
     assert not is_file_of(PLAIN, replace(BLOCK, key=BlockKey(bytes(16))))
