@@ -10,6 +10,8 @@ import numpy as np
 
 from kvservice.api.layout import Array, Layout
 from kvservice.core.messages import Attachment
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.header import unpack_header
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved
 from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.liveness import hold
@@ -19,7 +21,7 @@ from kvservice.units import BlockKey, SlotIndex
 
 
 class MappedPool:
-    """Any thread may call. The lock of this process on the memory ends when the mapping is closed and nobody writes, so
+    """Any thread may call. The lock of this process on the memory ends when the mapping is closed and nobody copies, so
     that the shard gives no slot away that is being written."""
 
     def __init__(self, attachment: Attachment, engine_id: bytes, layout: Layout) -> None:
@@ -33,13 +35,13 @@ class MappedPool:
             self._segment.close()
             raise
         self._lock = threading.Lock()
-        self._writers = 0
+        self._users = 0
         self._closed = False
 
     @property
-    def is_written(self) -> bool:
-        """Whether a thread writes into it now."""
-        return self._writers > 0
+    def is_used(self) -> bool:
+        """Whether a thread writes into it or copies from it now."""
+        return self._users > 0
 
     def write(self, refs: Sequence[BlockRef], blocks: Sequence[Array]) -> int:
         """Write `blocks[i]` into the reserved slot `refs[i]`. Returns how many were written: it stops at the first slot
@@ -47,7 +49,7 @@ class MappedPool:
         with self._lock:
             if self._closed:
                 return 0
-            self._writers += 1
+            self._users += 1
         try:
             size, kind, shape = self._layout.block_bytes, self._layout.numpy_type, self._layout.shape
             for count, (ref, block) in enumerate(zip(refs, blocks, strict=True)):
@@ -59,9 +61,7 @@ class MappedPool:
                 np.copyto(target, block, casting="no")
             return len(refs)
         finally:
-            with self._lock:
-                self._writers -= 1
-                self._let_go()
+            self._used()
 
     def promised(self, refs: Sequence[BlockRef], keys: Sequence[BlockKey]) -> list[bytes]:
         """The headers of the leading slots that hold what was promised."""
@@ -76,6 +76,26 @@ class MappedPool:
                 headers.append(header)
         return headers
 
+    def read(self, ref: BlockRef, key: BlockKey, target: Array, *, check_digest: bool) -> bool:
+        """Copy a promised block into `target`. False, and `target` holds nothing of use, if the slot is not or was not
+        all the time what was promised. Blocks until the bytes are copied."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._users += 1
+        try:
+            size = self._layout.block_bytes
+            header = self._segment.header_bytes(ref.slot)
+            if not is_as_promised(header, self.attachment.epoch, ref, key, size):
+                return False
+            payload = self._segment.payload(ref.slot, size)
+            np.copyto(target, np.frombuffer(payload, self._layout.numpy_type).reshape(self._layout.shape), casting="no")
+            known = unpack_header(header)
+            is_sound = not check_digest or (known is not None and digest_payload(payload, key) == known.digest)
+            return is_sound and self._segment.header_bytes(ref.slot) == header
+        finally:
+            self._used()
+
     def open_window(self, slots: Sequence[SlotIndex]) -> tuple[ReadWindow, HeaderWatch] | None:
         """The payloads of these slots, and their headers. None when the mapping is closed. Raises SegmentError."""
         with self._lock:  # a closed segment's descriptor may name another file
@@ -84,7 +104,7 @@ class MappedPool:
             return ReadWindow(self._segment, slots, self._layout.block_bytes), HeaderWatch(self._segment, slots)
 
     def close(self) -> None:
-        """Unmap, at once or when the last write has ended. Windows stay."""
+        """Unmap, at once or when the last copy has ended. Windows stay."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -94,8 +114,13 @@ class MappedPool:
         """In a forked child: the lock is the parent's."""
         self._held.release()
 
+    def _used(self) -> None:
+        with self._lock:
+            self._users -= 1
+            self._let_go()
+
     def _let_go(self) -> None:
-        if self._closed and not self._writers:
+        if self._closed and not self._users:
             self._segment.close()
             self._held.release()
 

@@ -14,6 +14,7 @@ from kvservice.api.attached import AttachedModel, Verify
 from kvservice.api.explanation import RequestExplanation, explanation_of
 from kvservice.api.layout import Layout
 from kvservice.api.loop import LoopThread
+from kvservice.api.program import AttachedProgram
 from kvservice.auth.token import Token
 from kvservice.client.explanation import PoolWitness, ServiceWitnesses, explain
 from kvservice.client.members import find_members
@@ -41,7 +42,7 @@ class PoolThread:
             self._open_embedded = embedded(options, plan_geometry(options.embedded_bytes()), self._node)
         self.loop = LoopThread()
         self._runtime: PoolRuntime | None = None
-        self.attached: list[AttachedModel] = []
+        self.attached: list[AttachedModel | AttachedProgram] = []
         _open.add(self)
 
     async def open(self) -> None:
@@ -60,7 +61,19 @@ class PoolThread:
         self.attached.append(made)
         return made
 
-    async def detach(self, attached: AttachedModel) -> None:
+    async def attach_program(
+        self, model: str, layout: Layout, fields: Mapping[str, object], namespace: str
+    ) -> AttachedProgram:
+        """Attach a program that goes on without its pool, and is attached when the pool comes. Opens the embedded pool
+        if there is to be one. Raises SegmentError or ConfigError for that, InvalidRequest."""
+        made = AttachedProgram(self._open_pool, model, layout, fields, namespace)
+        if self._open_embedded is not None and self._runtime is None:
+            self._runtime = await self._open_embedded()
+        self.attached.append(made)
+        await made.begin()
+        return made
+
+    async def detach(self, attached: AttachedModel | AttachedProgram) -> None:
         await attached.close()
         with contextlib.suppress(ValueError):
             self.attached.remove(attached)

@@ -54,7 +54,8 @@ LAYERS: dict[str, frozenset[str]] = {
     "session": frozenset({"client", "core", "auth", "pool", "discovery", "config", "observe"}),
     "api": frozenset({"core", "auth", "client", "memory", "pool", "session"}),
     "connector": frozenset(
-        {"client", "core", "auth", "memory", "transfer", "pool", "copying", "session", "discovery", "config", "observe"}
+        {"api", "client", "core", "auth", "memory", "transfer", "pool", "copying", "session"}
+        | {"discovery", "config", "observe"}
     ),
     "engine": frozenset(
         {"api", "core", "memory", "pool", "copying", "session", "connector", "codec", "config", "observe"}

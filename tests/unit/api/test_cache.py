@@ -348,7 +348,7 @@ def test_a_promise_that_the_slots_do_not_keep_is_a_miss(
     cache: kvservice.Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.put(range(12), some(3))
-    session = cache._attached._session
+    session = cache._attached._program.session
     ask = session.ask
 
     async def late(*arguments: Any) -> AcquireResult:
@@ -370,7 +370,7 @@ def test_a_slot_that_is_not_reserved_is_not_written(cache: kvservice.Cache, monk
     async def reserve(*arguments: Any) -> list[BlockRef]:
         return of_others
 
-    monkeypatch.setattr(cache._attached._session, "reserve", reserve)
+    monkeypatch.setattr(cache._attached._program.session, "reserve", reserve)
     assert cache.put([9] * 12, some(3) + 1) == kvservice.PutResult(0, 0, 3, "unavailable")
     assert np.array_equal(hit.copy(), some(3))
     hit.close()

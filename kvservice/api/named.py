@@ -1,0 +1,167 @@
+"""Blocks that are found by a name alone, for engines whose storage interface hands over one hash a block and no prompt.
+
+A block stands for itself here: it has no place in a chain, and its own key says which lookup partition knows it. So a
+name alone is enough to find it on any node. What a chain gives is given up: blocks are asked for one by one, and a
+prefix may lose its first block before its last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvservice.aio import in_thread
+from kvservice.api.layout import Array, Layout
+from kvservice.api.mapped import MappedPool
+from kvservice.api.pool_thread import PoolThread
+from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_key, route_of_head, term_key
+from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
+from kvservice.core.segment.refs import BlockRef
+from kvservice.session.options import PoolOptions
+from kvservice.units import BlockHash, BlockKey
+
+# Blocks asked for at a time. A shard on this node answers each in a fraction of a millisecond, and one that comes from
+# another node should not hold up the rest.
+ASKED_MAX = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PromisedBlock:
+    """One block on this node, leased until `NamedBlocks.release`."""
+
+    mapped: MappedPool
+    key: BlockKey
+    ref: BlockRef
+    result: AcquireResult  # with its lease
+
+    @property
+    def was_fetched(self) -> bool:
+        """Whether it came from another node or a tier for this promise."""
+        return self.result.fetched_count + self.result.tier_count > 0
+
+
+class NamedBlocks:
+    """Blocks of one shape in a pool. Calls return at once, with a future where there is something to wait for; any
+    thread may call. While the pool is away nothing is found and nothing is stored; it is attached again by itself."""
+
+    def __init__(
+        self,
+        options: PoolOptions,
+        model: str,
+        layout: Layout,
+        identity: Mapping[str, object],
+        *,
+        namespace: str,
+        check_digests: bool = False,
+    ) -> None:
+        """Opens the pool. `identity` must name everything that changes the bytes of a block and is not in its name.
+        Blocks until the first attempt to attach has ended; `failure` says how. Raises what a pool in this process is
+        refused with: SegmentError, or ConfigError."""
+        self._thread = PoolThread(options)
+        fields = {
+            "named": 1,  # of the way in which this module names blocks
+            "model": model,
+            "block_tokens": layout.block_tokens,
+            "shape": layout.shape,
+            "dtype": layout.dtype,
+            **identity,
+        }
+        self._layout = layout
+        self._check_digests = check_digests
+        self.term = b""  # of the weights, where they are changed in place: blocks of another term have other names
+        try:
+            attaching = self._thread.attach_program(model, layout, fields, namespace)
+            self._program = self._thread.loop.wait(attaching)
+        except BaseException:
+            self._thread.loop.wait(self._thread.close())
+            self._thread.loop.stop()
+            raise
+
+    @property
+    def mode(self) -> str:
+        """`service` or `embedded`."""
+        return self._thread.mode.value
+
+    @property
+    def is_attached(self) -> bool:
+        return self._program.is_attached
+
+    @property
+    def failure(self) -> str:
+        """Why the last attempt to attach failed; empty while attached."""
+        failure = self._program.session.failure
+        return "" if failure is None else failure.message
+
+    def hold(self, names: Sequence[bytes], seconds: float) -> Future[list[PromisedBlock | None]]:
+        """Bring these blocks to this node and lease them; None for those that are not found within `seconds`. The
+        caller releases what it is promised. It does not cancel the future: that would lose promises."""
+        return self._thread.loop.submit(self._hold(names, seconds, self.term))
+
+    def read(self, promises: Sequence[PromisedBlock], targets: Sequence[Array]) -> Future[list[bool]]:
+        """Copy each promised block into its target. False where the promise was broken; the target then holds nothing
+        of use."""
+        return self._thread.loop.submit(self._read(promises, targets))
+
+    def put(self, names: Sequence[bytes], blocks: Sequence[Array]) -> Future[int]:
+        """Store blocks under their names. The result is how many of the leading ones are in the pool then. The arrays
+        must not change until it is there."""
+        return self._thread.loop.submit(self._program.write(self._put(names, blocks, self.term)))
+
+    def release(self, promises: Sequence[PromisedBlock]) -> None:
+        """Give promised blocks back, each once."""
+        for promise in promises:
+            self._program.release(promise.mapped.attachment, promise.result)
+
+    def close(self) -> None:
+        """Leave the pool. Blocks until the writes under way have ended. Idempotent."""
+        if self._thread.loop.is_usable:
+            self._thread.loop.wait(self._thread.close())
+            self._thread.loop.stop()
+
+    # -- on the loop ----
+
+    async def _hold(self, names: Sequence[bytes], seconds: float, term: bytes) -> list[PromisedBlock | None]:
+        mapped = await self._program.memory()
+        if mapped is None:
+            return [None] * len(names)
+        room = asyncio.Semaphore(ASKED_MAX)
+        return await asyncio.gather(*(self._hold_one(mapped, self._key(mapped, n, term), seconds, room) for n in names))
+
+    async def _hold_one(
+        self, mapped: MappedPool, key: BlockKey, seconds: float, room: asyncio.Semaphore
+    ) -> PromisedBlock | None:
+        async with room:
+            result = await self._program.ask(mapped.attachment, AcquireRequest((key,), 0, seconds))
+        if result is None or not result.blocks:
+            return None
+        return PromisedBlock(mapped, key, result.blocks[0], result)
+
+    async def _read(self, promises: Sequence[PromisedBlock], targets: Sequence[Array]) -> list[bool]:
+        def copy() -> list[bool]:
+            return [
+                promise.mapped.read(promise.ref, promise.key, target, check_digest=self._check_digests)
+                for promise, target in zip(promises, targets, strict=True)
+            ]
+
+        return await self._program.write(in_thread(copy))
+
+    async def _put(self, names: Sequence[bytes], blocks: Sequence[Array], term: bytes) -> int:
+        mapped = await self._program.memory()
+        if mapped is None:
+            return 0
+        keys = [self._key(mapped, name, term) for name in names]
+
+        def items(first: int, refs: Sequence[BlockRef]) -> list[SealItem]:
+            return [
+                SealItem(ref, key, None, 0, route_of_head(key)) for ref, key in zip(refs, keys[first:], strict=False)
+            ]
+
+        statuses, _ = await self._program.store(mapped, blocks, items)
+        return len(statuses)
+
+    def _key(self, mapped: MappedPool, name: bytes, term: bytes) -> BlockKey:
+        tenant = mapped.attachment.tenant_key or DEFAULT_TENANT_KEY
+        tenant = term_key(tenant, term) if term else tenant
+        return block_key(self._program.fingerprint.digest, BlockHash(name), tenant)
