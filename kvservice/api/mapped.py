@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from kvservice.memory.liveness import hold
 from kvservice.memory.segment import Segment
 from kvservice.memory.window import ReadWindow
 from kvservice.units import BlockKey, SlotIndex
+
+Copy: TypeAlias = Callable[[Array], None]  # copies into or out of the array that a slot is, and keeps no view of it
 
 
 class MappedPool:
@@ -43,7 +46,7 @@ class MappedPool:
         """Whether a thread writes into it or copies from it now."""
         return self._users > 0
 
-    def write(self, refs: Sequence[BlockRef], blocks: Sequence[Array]) -> int:
+    def write(self, refs: Sequence[BlockRef], blocks: Sequence[Array | Copy]) -> int:
         """Write `blocks[i]` into the reserved slot `refs[i]`. Returns how many were written: it stops at the first slot
         that is not this program's any more. Blocks until the bytes are copied."""
         with self._lock:
@@ -58,7 +61,10 @@ class MappedPool:
                 if not is_ours or not is_reserved(header, self.attachment.epoch, ref, size):
                     return count
                 target = np.frombuffer(self._segment.payload(ref.slot, size), kind).reshape(shape)
-                np.copyto(target, block, casting="no")
+                if callable(block):
+                    block(target)
+                else:
+                    np.copyto(target, block, casting="no")
             return len(refs)
         finally:
             self._used()
@@ -76,7 +82,7 @@ class MappedPool:
                 headers.append(header)
         return headers
 
-    def read(self, ref: BlockRef, key: BlockKey, target: Array, *, check_digest: bool) -> bool:
+    def read(self, ref: BlockRef, key: BlockKey, target: Array | Copy, *, check_digest: bool) -> bool:
         """Copy a promised block into `target`. False, and `target` holds nothing of use, if the slot is not or was not
         all the time what was promised. Blocks until the bytes are copied."""
         with self._lock:
@@ -89,7 +95,11 @@ class MappedPool:
             if not is_as_promised(header, self.attachment.epoch, ref, key, size):
                 return False
             payload = self._segment.payload(ref.slot, size)
-            np.copyto(target, np.frombuffer(payload, self._layout.numpy_type).reshape(self._layout.shape), casting="no")
+            source = np.frombuffer(payload, self._layout.numpy_type).reshape(self._layout.shape)
+            if callable(target):
+                target(source)
+            else:
+                np.copyto(target, source, casting="no")
             known = unpack_header(header)
             is_sound = not check_digest or (known is not None and digest_payload(payload, key) == known.digest)
             return is_sound and self._segment.header_bytes(ref.slot) == header

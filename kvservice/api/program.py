@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvservice.aio import in_thread
 from kvservice.api.layout import Array, Layout
-from kvservice.api.mapped import MappedPool
+from kvservice.api.mapped import Copy, MappedPool
 from kvservice.api.reasons import NO_POOL
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, SealItem, SealStatus
@@ -130,7 +130,10 @@ class AttachedProgram:
         return await asyncio.shield(task)
 
     async def store(
-        self, mapped: MappedPool, blocks: Sequence[Array], items: Callable[[int, Sequence[BlockRef]], list[SealItem]]
+        self,
+        mapped: MappedPool,
+        blocks: Sequence[Array | Copy],
+        items: Callable[[int, Sequence[BlockRef]], list[SealItem]],
     ) -> tuple[list[SealStatus], str]:
         """Write the blocks, batch by batch, and seal them. `items(first, refs)` names the slots of the blocks from
         number `first` on. Returns what became of the leading ones, which are in the pool, and why of no more."""
@@ -152,7 +155,7 @@ class AttachedProgram:
 
     # -- inside ----
 
-    async def _written(self, mapped: MappedPool, blocks: Sequence[Array]) -> list[BlockRef]:
+    async def _written(self, mapped: MappedPool, blocks: Sequence[Array | Copy]) -> list[BlockRef]:
         """Slots with the leading blocks, as many as there was room for. Raises KVServiceError."""
         attachment = mapped.attachment
         refs = await self.session.reserve(attachment, len(blocks))

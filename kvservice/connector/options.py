@@ -96,7 +96,33 @@ def slot_parts(slot_tokens: int | None, block_tokens: int) -> int:
     return parts
 
 
-class ConnectorOptions(PoolOptions):
+class EngineCacheOptions(PoolOptions):
+    """What is the same for every engine: how its blocks are named, and when and how they are loaded."""
+
+    namespace: str = ""
+    """Engines in different namespaces never share blocks, and never refuse each other."""
+
+    fetch_timeout_seconds: Timeout = 5.0
+    """Service: longest that a request waits for blocks of another node."""
+
+    verify_load: Verify = Verify.SAMPLED
+    """Which loaded blocks are checked against their digest: one in sixteen, all, or none. Blocks that came from another
+    node are always checked."""
+
+    weights_version: Annotated[Annotated[str, AfterValidator(_version)] | None, Shown(allowed=VERSION)] = None
+    """What you call the weights, such as step-1200. Without it the bytes of their files say which they are."""
+
+    accept_codec: Annotated[
+        Annotated[str, Field(pattern=rf"^({ACCEPTED})?$")], Shown(allowed="int8, or int8:0.1 with a limit of drift")
+    ] = ""
+    """A codec that loses something, which tiers below the memory may use for this engine's blocks. Engines with another
+    choice never share blocks with it. See docs/codecs.md."""
+
+    cache_folder: Annotated[str | None, Shown(default="$XDG_CACHE_HOME/kvservice, else ~/.cache/kvservice")] = None
+    """Directory for the digests of weight files."""
+
+
+class ConnectorOptions(EngineCacheOptions):
     """What the engine's operator can set, the keys of kv_connector_extra_config."""
 
     what: ClassVar[str] = "key of kv_connector_extra_config"
@@ -129,10 +155,6 @@ class ConnectorOptions(PoolOptions):
     slots are stored, so a shared prefix that is shorter than one is no hit. Engines with different slot_tokens share
     nothing. Not with offload evicting, loans, or several KV cache groups."""
 
-    verify_load: Verify = Verify.SAMPLED
-    """Which loaded blocks are checked against their digest: one in sixteen, all, or none. Blocks that came from another
-    node are always checked."""
-
     copier: CopierChoice = CopierChoice.AUTO
     """Service: who copies blocks between the engine's KV cache and the pool. in_process is the engine itself, worker a
     copy worker beside the shard. auto is in_process."""
@@ -141,12 +163,6 @@ class ConnectorOptions(PoolOptions):
     """What is copied layer by layer during the forward. The rest is copied as whole blocks."""
 
     traces: Traces = "off"
-
-    namespace: str = ""
-    """Engines in different namespaces never share blocks, and never refuse each other."""
-
-    fetch_timeout_seconds: Timeout = 5.0
-    """Service: longest that a request waits for blocks of another node."""
 
     handoff_timeout_seconds: Timeout = 60.0
     """Service: longest that a decode request waits for its prefill on another engine. The end of the prefill ends the
@@ -159,24 +175,12 @@ class ConnectorOptions(PoolOptions):
     loan_seconds: Timeout = 5.0
     """Longest that a prefill engine keeps its blocks for such a copy. 0 switches it off."""
 
-    weights_version: Annotated[Annotated[str, AfterValidator(_version)] | None, Shown(allowed=VERSION)] = None
-    """What you call the weights, such as step-1200. Without it the bytes of their files say which they are."""
-
     weights_version_file: str | None = None
     """File with the version of weights that are changed in place. It is read at each reset of the prefix cache."""
 
     adapter_files: AdapterFiles = AdapterFiles.CHECKED
     """Which LoRA adapters are cached: checked caches those whose files did not change since the engine started,
     immutable all of them."""
-
-    accept_codec: Annotated[
-        Annotated[str, Field(pattern=rf"^({ACCEPTED})?$")], Shown(allowed="int8, or int8:0.1 with a limit of drift")
-    ] = ""
-    """A codec that loses something, which tiers below the memory may use for this engine's blocks. Engines with another
-    choice never share blocks with it. See docs/codecs.md."""
-
-    cache_folder: Annotated[str | None, Shown(default="$XDG_CACHE_HOME/kvservice, else ~/.cache/kvservice")] = None
-    """Directory for the digests of weight files."""
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
