@@ -1,11 +1,14 @@
 """Whether a tier slows an engine: reserve, seal and acquire without one, with a busy one, with a hung one.
 
+A busy disk slows everything on its machine, whoever uses it. So there is a control: `beside` has no tier, and another
+process, as nice as a tier's threads, reads and writes files with plain calls as fast as the drive lets it.
+
     python -m benchmarks.tier_stall [--folder FOLDER] [--rounds 5] [--requests 400] [--block-bytes N] [--out PATH]
 
-One process, one event loop, one pool of 64 blocks. Each request reserves 8 blocks in the full pool, seals them, and
-acquires a prompt of 8 blocks that is in memory. Every block that is sealed is written down, and another engine keeps
-reading prompts that only the tier has, so the disk is loaded both ways. The ways alternate in every round. The longest
-step is the longest time that the loop was in one callback, whoever made it.
+One process, one event loop, one pool of 64 blocks. Every 10 ms a request reserves 8 blocks in the full pool, seals
+them, and acquires a prompt of 8 blocks that is in memory. Every block that is sealed is written down, and another
+engine keeps reading prompts that only the tier has, so the disk is loaded both ways. The ways alternate in every round.
+The longest step is the longest time that the loop was in one callback, whoever made it.
 """
 
 from __future__ import annotations
@@ -13,8 +16,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import mmap
+import multiprocessing
+import os
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -33,13 +40,19 @@ from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
 from kvservice.testing.fake_tier import FakeTier
 from kvservice.tier.base import Tier
+from kvservice.tier.mounts import decide_access, mounts_here
+from kvservice.tier.worker import NICENESS
 from kvservice.units import AttachmentId, BlockKey, GiB, MiB, NodeId, SpanRoute
 
-WAYS = ("none", "disk", "hung")
+WAYS = ("none", "beside", "disk", "hung")
 CALLS = ("reserve", "seal", "acquire")
 POOL_BLOCKS, PROMPT_BLOCKS = 64, 8
+PACE_SECONDS = 0.010  # between requests: 8 MiB each, so the engine stores about 600 MB/s
 WARM_REQUESTS = 16  # before a round counts: they fill the pool
 RATIO_GOAL, STEP_GOAL_SECONDS = 1.1, 0.010  # of p99 with a tier to p99 without; no step of the loop above it
+
+
+BESIDE_FILES = 256  # of each thread of the control
 
 
 @dataclass
@@ -116,10 +129,49 @@ class Load:
             await asyncio.sleep(0.005)
 
 
+def use_the_disk(folder: str, size: int, threads: int) -> None:
+    """Read and write files until the process is ended."""
+    os.nice(NICENESS)
+
+    def use(number: int) -> None:
+        memory, chosen = mmap.mmap(-1, size), random.Random(number)
+        memory.write(os.urandom(size))
+        flags = os.O_DIRECT | os.O_RDWR | os.O_CREAT
+        written = set[int]()
+        while True:
+            place = chosen.randrange(BESIDE_FILES)
+            descriptor = os.open(f"{folder}/{number}-{place}", flags, 0o600)
+            if place in written and number % 2:
+                os.preadv(descriptor, [memory], 0)
+            else:
+                os.pwritev(descriptor, [memory], 0)
+                written.add(place)
+            os.close(descriptor)
+
+    for number in range(threads):
+        threading.Thread(target=use, args=(number,)).start()
+
+
+@contextlib.contextmanager
+def disk_in_use(way: str, folder: Path, size: int) -> Iterator[None]:
+    """The control: the disk is busy meanwhile, and not with a tier."""
+    if way != "beside":
+        yield
+        return
+    threads = decide_access(folder.resolve(), mounts_here()).threads
+    process = multiprocessing.get_context("spawn").Process(target=use_the_disk, args=(str(folder), size, threads))
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
 async def play(way: str, folder: Path, requests: int, size: int) -> Round:
     """One round of one way, in a new pool."""
     fake, found = FakeTier(DISK), Round()
-    specs = () if way == "none" else (TierSpec(DISK, str(folder), 8 * GiB, "stored", "none"),)
+    specs = () if way in ("none", "beside") else (TierSpec(DISK, str(folder), 8 * GiB, "stored", "none"),)
     makers: dict[str, Callable[[], Tier]] | None = {DISK: lambda: fake} if way == "hung" else None
     geometry = plan_geometry(POOL_BLOCKS * (size + 64 * 1024) + 8 * MiB)
     config = PoolConfig(NodeId("n"), None, geometry, tiers=specs)
@@ -135,10 +187,10 @@ async def play(way: str, folder: Path, requests: int, size: int) -> Round:
     for _ in range(WARM_REQUESTS):
         await load.store(Round())
     reading = asyncio.create_task(load.read_old())
-    with longest_step(found):
+    with disk_in_use(way, folder, size), longest_step(found):
         for _ in range(requests):
             await load.store(found)
-            await asyncio.sleep(0)
+            await asyncio.sleep(PACE_SECONDS)
     await end_tasks([reading])
     counters = pool.stats().counters
     found.counters = {name: count for name, count in counters.items() if name.startswith("tier_") and count}
@@ -157,6 +209,7 @@ def figures(rounds: dict[str, list[Round]]) -> dict[str, object]:
         "ratio": {
             way: {name: median(p99[way][name]) / median(p99["none"][name]) for name in CALLS} for way in WAYS[1:]
         },
+        "disk_to_beside": {name: median(p99["disk"][name]) / median(p99["beside"][name]) for name in CALLS},
         "ratio_goal": RATIO_GOAL,
         "longest_step_ms": {way: [each.longest_step * 1e3 for each in found] for way, found in rounds.items()},
         "step_goal_ms": STEP_GOAL_SECONDS * 1e3,

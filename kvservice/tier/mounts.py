@@ -6,6 +6,7 @@ one write, read and compare. The table follows LMCache's backend for GPUDirect S
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from kvservice.errors import TierError
 
 MOUNTS = Path("/proc/self/mounts")
 LOCAL_THREADS = 4  # a local NVMe drive is at its limit with so many requests of a block's size
+LOCAL_THREADS_MIN = 2  # so that one reads while one writes; with more than there are cores the pool's loop waits
 NETWORK_THREADS = 16  # each request waits for the network, so more of them are under way
 UNKNOWN = "unknown"
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -80,5 +82,7 @@ def decide_access(path: Path, mounts: Iterable[MountPoint], *, direct: bool | No
     kind = file_system_of(path, mounts)
     if direct is False and kind in ALWAYS_DIRECT:
         raise TierError(f"{path} lies on {kind}, whose files are always accessed directly: choose another disk_io")
-    threads = NETWORK_THREADS if kind in NETWORK else LOCAL_THREADS
+    cores = len(os.sched_getaffinity(0))
+    local = min(LOCAL_THREADS, max(LOCAL_THREADS_MIN, cores))
+    threads = NETWORK_THREADS if kind in NETWORK else local
     return FileAccess(kind, kind not in INDIRECT if direct is None else direct, threads)

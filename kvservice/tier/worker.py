@@ -6,7 +6,9 @@ oldest comes first. The order is LMCache's (its local disk backend: prefetch, de
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -16,6 +18,8 @@ from enum import IntEnum
 log = logging.getLogger("kvservice.tier")
 
 CLOSE_SECONDS = 10.0  # `close` waits so long for what runs: a device that hangs must not keep a process from ending
+
+NICENESS = 10  # more than the process has: engines wait for the pool's loop, which must not wait for a core
 
 Work = Callable[[], None]
 
@@ -85,6 +89,7 @@ class TierWorker:
         return not hanging
 
     def _run(self) -> None:
+        _yield_to_others()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or any(self._waiting))
@@ -97,3 +102,10 @@ class TierWorker:
             except Exception:  # a mistake in one piece of work must not end the thread of all others
                 log.exception("tier_work_failed", extra={"tier": self._name})
                 drop()
+
+
+def _yield_to_others() -> None:
+    """Let the threads of the process that are not a tier's run before the calling one."""
+    with contextlib.suppress(OSError):  # where the kernel does not let it, it is a thread like the others
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)

@@ -30,10 +30,19 @@ def test_of_two_mounts_at_one_place_the_last_counts() -> None:
 @pytest.mark.parametrize(
     ("kind", "direct", "threads"), [("xfs", True, 4), ("ext4", True, 4), ("nfs4", True, 16), ("overlay", False, 4)]
 )
-def test_the_table_says_how_files_are_accessed(kind: str, direct: bool, threads: int) -> None:
+def test_the_table_says_how_files_are_accessed(
+    kind: str, direct: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64))
     found = decide_access(Path("/data/x"), parse_mounts(f"a / {kind} rw 0 0"))
     assert (found.kind, found.direct, found.threads) == (kind, direct, threads)
     assert decide_access(Path("/data/x"), parse_mounts(f"a / {kind} rw 0 0"), direct=not direct).direct is not direct
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 2), (2, 2), (3, 3), (64, 4)])
+def test_a_small_machine_uses_fewer_threads(cores: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    assert decide_access(Path("/data"), parse_mounts("a / ext4 rw 0 0")).threads == threads
 
 
 def test_an_unknown_file_system_is_not_accessed_directly() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -30,6 +31,18 @@ def test_several_threads_work_side_by_side() -> None:
     for gate in gates:
         gate.open.set()
     assert worker.close()
+
+
+def test_its_threads_let_others_run_first() -> None:
+    worker, found = TierWorker("disk", threads=1, writes_max=1), list[int]()
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    worker.submit(
+        Urgency.READ, lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())), lambda: None
+    )
+    eventually(lambda: found, "the work")
+    assert worker.close()
+    assert found == [min(19, mine + worker_module.NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
 
 
 def test_close_drops_what_waits_and_waits_for_what_runs() -> None:
