@@ -8,6 +8,7 @@ import math
 import pytest
 
 from kvservice.core import events as ev
+from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import AcquireRequest, EngineStats, Holder, PeerSpeed
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import CoreHarness, make_chain, make_spec
@@ -57,3 +58,10 @@ def test_a_speed_that_is_none_is_refused(value: float) -> None:
     message = encode_engine_stats(node, EngineStats((), (PeerSpeed(NodeId("b"), value, 0.0),)))
     with pytest.raises(InvalidRequest):
         decode_engine_stats(message)
+
+
+def test_an_engine_is_charged_to_its_tenant() -> None:
+    harness = CoreHarness(tenants={"acme": TenantLimits()})
+    engine = harness.attach(make_spec("one"), "acme")
+    assert harness.state.account_of(engine) == "acme"
+    assert harness.state.account_of(AttachmentId(99)) == NOBODY

@@ -229,3 +229,12 @@ def test_blocks_of_unknown_age_are_dropped_after_a_restart() -> None:
     assert harness.state.next_deadline() == 0.0
     harness.advance(0.0)
     assert not harness.keys_held()
+
+
+def test_a_shared_tier_is_cleared_by_the_mark_alone() -> None:
+    """Nobody knows here what other nodes stored in it; what this node is writing at the moment is erased."""
+    harness = CoreHarness(tiers=(TierRules("objects", is_shared=True, write=WriteMoment.STORED),))
+    harness.store(harness.attach(), CHAIN)
+    assert harness.clear(*MODEL).tier_blocks == 1, "the first is being written"
+    harness.written(harness.writes("objects")[0], True)
+    assert harness.erased("objects") == [CHAIN[0]]

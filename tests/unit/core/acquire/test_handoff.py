@@ -180,6 +180,16 @@ def test_a_cancelled_follow_is_never_answered(shard: CoreHarness) -> None:
     assert shard.open(op) and shard.slots("leased") == 0
 
 
+def test_an_answer_without_a_writer_comes_too_late(shard: CoreHarness) -> None:
+    shard.send(ev.Followed(shard.next_op(), 7, None, None, 0.0))
+    assert shard.count("follows_failed") == 0, "nobody waits for it"
+
+
+def test_an_open_handoff_is_counted(shard: CoreHarness) -> None:
+    open_handoff(shard, shard.attach())
+    assert shard.state.open_handoff_count == 1
+
+
 # -- the reader's node ----
 
 

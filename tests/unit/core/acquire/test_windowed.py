@@ -319,3 +319,22 @@ def test_a_window_before_a_hit_of_nothing_is_let_go(harness: CoreHarness) -> Non
     result = answer(harness, harness.acquire(engine, chain, skip=6))
     assert (result.blocks, result.miss) == ((), MissReason.WINDOW)
     assert harness.slots("leased") == 0
+
+
+def test_a_gap_in_one_window_shortens_the_other() -> None:
+    """Blocks of the first group that lie behind the new end are unpinned, and the shorter windows are leased."""
+    harness = CoreHarness(slab_count=8)
+    chain, narrow = make_chain(8), WindowGroup(make_layout(LARGE), Window(sliding_tokens=17))
+    engine = harness.attach(replace(spec(), window_groups=(WINDOWED, narrow)))
+    harness.store(engine, chain)
+    store_window(harness, engine, chain, range(8))
+    for i in (4, 5):
+        (ref,) = harness.reserve(engine, 1, group=2)
+        key = group_key(chain[i], 2)
+        harness.write(ref, key)
+        harness.begin_seal(engine, (SealItem(ref, key, None, WINDOW_BIT | i, group_route(chain, i, 2)),))
+        harness.digest_all()
+    result = answer(harness, harness.acquire(engine, chain))
+    assert (len(result.blocks), [len(refs) for refs in result.window_blocks]) == (6, [3, 1])
+    assert result.miss is MissReason.WINDOW
+    assert harness.slots("leased") == 6 + 3 + 1

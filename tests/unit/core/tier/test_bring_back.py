@@ -311,6 +311,13 @@ def test_a_tier_that_hangs_costs_one_request_its_time() -> None:
     assert harness.result(op).tier_count == 3
 
 
+def test_a_shared_tier_that_is_not_open_is_not_asked() -> None:
+    harness = CoreHarness(tiers=(OBJECTS,), has_directory=False)
+    harness.restart()
+    op = harness.acquire(harness.attach(), CHAIN)
+    assert harness.result(op).miss is MissReason.NEVER_STORED and not harness.tier_work
+
+
 def test_reads_take_a_share_of_the_memory_only() -> None:
     chain = make_chain(12)
     harness, engine = on_disk(chain=chain, has_directory=False)

@@ -206,6 +206,12 @@ def test_answers_to_other_offers_are_ignored(sender: Sender) -> None:
     assert len(sender.take_all()) == 30
 
 
+def test_what_nobody_asks_for_again_is_not_offered(sender: Sender) -> None:
+    sender.state._admission.admits = lambda account: False  # type: ignore[method-assign]
+    sender.fill()
+    assert not sender.searches
+
+
 def test_without_a_directory_nothing_is_offered() -> None:
     harness = CoreHarness(slab_count=2, spills=True, has_directory=False)
     harness.store(harness.attach(), CHAIN[:8])

@@ -298,3 +298,13 @@ def test_nothing_is_asked_of_a_tier_before_it_is_open() -> None:
     harness.send(ev.TierFound("disk", ()))
     harness.store(engine, chain, 2)
     assert harness.write_all() == list(chain), "those of before too"
+
+
+def test_copies_of_before_are_not_written_when_a_tier_opens() -> None:
+    harness, chain = harness_with(disk()), make_chain(3)
+    harness.restart()
+    engine = harness.attach()
+    harness.store(engine, chain[:1])
+    harness.fetch_all(harness.acquire(engine, chain, skip=1), chain[1:], 1)
+    harness.send(ev.TierFound("disk", ()))
+    assert harness.write_all() == list(chain[:1])
