@@ -26,6 +26,7 @@ from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
 from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload, slot_parts
 from kvservice.connector.vllm.group_rules import Spec, StoredGroup, StoredGroups, stored_groups
 from kvservice.connector.vllm.identity import config_fields, model_fields, text_of
+from kvservice.connector.vllm.shapes import refuse_shape
 from kvservice.connector.weights import weights_identity
 from kvservice.connector.worker.block_copier import BlockCopier, GroupedBlockCopiers
 from kvservice.connector.worker.devices import check_device
@@ -114,20 +115,8 @@ def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:
 
 def supported(vllm_config: Any, cache_config: KVCacheConfig) -> StoredGroups:
     """What is stored of this engine. Raises UnsupportedLayout that names the KV cache group or the setting."""
+    refuse_shape(vllm_config)
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise UnsupportedLayout("pipeline parallelism is not supported; start the engine with one pipeline stage")
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise UnsupportedLayout(f"context parallelism is not supported; leave {name} at 1")
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.use_eagle():
-        # Its draft layers are one token behind, so the last block of every hit would be wrong for them.
-        raise UnsupportedLayout("speculative decoding with a draft head (EAGLE, MTP) is not supported yet")
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise UnsupportedLayout(
-            "KV scales calculated at run time differ between replicas; start the engine without --calculate-kv-scales"
-        )
     found = stored_groups(cache_config)
     hash_block = cache_config.hash_block_size
     if hash_block is not None and (

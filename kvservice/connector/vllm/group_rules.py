@@ -38,6 +38,7 @@ LOCAL_KINDS = frozenset(
     }
 )
 FULL_KINDS = frozenset({KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION})
+ENCODER_KINDS = frozenset({KVCacheSpecKind.CROSS_ATTENTION, KVCacheSpecKind.ENCODER_ONLY_ATTENTION})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,8 @@ def _why_not(cache_config: KVCacheConfig, group: KVCacheGroupSpec, *, several: b
         return "vLLM gives up blocks that have left the window, and without another group there is no prefix to find"
     if kind is KVCacheSpecKind.MAMBA:
         return "its state is not a block of tokens"
+    if kind in ENCODER_KINDS:
+        return "its layers attend to what an encoder made of other input, and its blocks hold no tokens of the prompt"
     # Other subclasses free, move or rewrite blocks by rules of their own.
     known = (FullAttentionSpec, MLAAttentionSpec, *((SlidingWindowSpec, ChunkedLocalAttentionSpec) if several else ()))
     if not isinstance(spec, AttentionSpec) or type(spec) not in known:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     HiddenStateCacheSpec,
     KVCacheConfig,
@@ -75,6 +77,8 @@ def test_one_group_that_keeps_every_block_is_stored(spec: FullAttentionSpec) -> 
         (RSWASpec(**COMMON, rswa_window=128), r"\(RSWASpec, 3 layers.*only FullAttentionSpec and MLA"),
         (SinkFullAttentionSpec(**COMMON, sink_len=4), r"\(sink_full_attention, 3 layers.*only FullAttentionSpec"),
         (HiddenStateCacheSpec(**COMMON), r"\(HiddenStateCacheSpec, 3 layers.*only FullAttentionSpec"),
+        (CrossAttentionSpec(**COMMON), r"\(cross_attention, 3 layers.*what an encoder made"),
+        (EncoderOnlyAttentionSpec(**COMMON), r"\(encoder_only_attention, 3 layers.*what an encoder made"),
         (replace(FULL, non_causal=True), "attends to later tokens"),
         (replace(LATENT, tokens_per_state=4), "one state stands for 4 tokens"),
         (
@@ -128,6 +132,7 @@ def test_groups_of_smaller_blocks_have_several_in_a_slot() -> None:
     ("specs", "says"),
     [
         ((FULL, MAMBA), r"group 1 \(mamba, .*not a block of tokens.*Mamba and linear-attention"),
+        ((FULL, CrossAttentionSpec(**COMMON)), r"group 1 \(cross_attention, 3 layers.*what an encoder made"),
         ((FULL, RSWASpec(**COMMON, rswa_window=128)), r"group 1 \(RSWASpec, 3 layers: layers.1.0.*only FullAttention"),
         (
             (FULL, replace(FULL, head_size=16)),
