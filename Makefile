@@ -43,7 +43,7 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/do
 
 BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # In the process of pytest and without vLLM, whose import starts processes.
-FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm -m "not processes"
+FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm --ignore tests/unit/connector/offloading -m "not processes"
 
 .PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-tiers bench bench-blend bench-engine bench-guard bench-peers bench-tiers figures gpu-carry gpu lock audit wheel release
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvservice.aio import in_thread
+from kvservice.api.attached import SAMPLE_ONE_IN, Verify
 from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
@@ -54,9 +55,11 @@ class NamedBlocks:
         identity: Mapping[str, object],
         *,
         namespace: str,
-        check_digests: bool = False,
+        verify: Verify = "sampled",
     ) -> None:
         """Opens the pool. `identity` must name everything that changes the bytes of a block and is not in its name.
+        `verify` says which blocks are checked against their digest when they are read, as in `Pool.attach`.
+
         Blocks until the first attempt to attach has ended; `failure` says how. Raises what a pool in this process is
         refused with: SegmentError, or ConfigError."""
         self._thread = PoolThread(options)
@@ -69,7 +72,8 @@ class NamedBlocks:
             **identity,
         }
         self._layout = layout
-        self._check_digests = check_digests
+        self._verify = verify
+        self._looked_at = 0  # blocks read, for the sample
         self.term = b""  # of the weights, where they are changed in place: blocks of another term have other names
         try:
             attaching = self._thread.attach_program(model, layout, fields, namespace)
@@ -99,14 +103,17 @@ class NamedBlocks:
         caller releases what it is promised. It does not cancel the future: that would lose promises."""
         return self._thread.loop.submit(self._hold(names, seconds, self.term))
 
-    def read(self, promises: Sequence[PromisedBlock], targets: Sequence[Array]) -> Future[list[bool]]:
-        """Copy each promised block into its target. False where the promise was broken; the target then holds nothing
-        of use."""
-        return self._thread.loop.submit(self._read(promises, targets))
+    def load(
+        self, names: Sequence[bytes], held: Mapping[bytes, PromisedBlock], targets: Sequence[Array], seconds: float
+    ) -> Future[list[bool]]:
+        """Copy block by block into its target, and give `held` back, which are promises about some of them. The others
+        are asked for first, as `hold` does. False for a block that was not found or not as promised; its target then
+        holds nothing of use."""
+        return self._thread.loop.submit(self._program.write(self._load(names, held, targets, seconds, self.term)))
 
-    def put(self, names: Sequence[bytes], blocks: Sequence[Array]) -> Future[int]:
-        """Store blocks under their names. The result is how many of the leading ones are in the pool then. The arrays
-        must not change until it is there."""
+    def put(self, names: Sequence[bytes], blocks: Sequence[Array]) -> Future[list[bool]]:
+        """Store blocks under their names. The result says which of them are in the pool then. The arrays must not
+        change until it is there."""
         return self._thread.loop.submit(self._program.write(self._put(names, blocks, self.term)))
 
     def release(self, promises: Sequence[PromisedBlock]) -> None:
@@ -124,7 +131,7 @@ class NamedBlocks:
 
     async def _hold(self, names: Sequence[bytes], seconds: float, term: bytes) -> list[PromisedBlock | None]:
         mapped = await self._program.memory()
-        if mapped is None:
+        if mapped is None or not names:
             return [None] * len(names)
         room = asyncio.Semaphore(ASKED_MAX)
         return await asyncio.gather(*(self._hold_one(mapped, self._key(mapped, n, term), seconds, room) for n in names))
@@ -138,19 +145,38 @@ class NamedBlocks:
             return None
         return PromisedBlock(mapped, key, result.blocks[0], result)
 
-    async def _read(self, promises: Sequence[PromisedBlock], targets: Sequence[Array]) -> list[bool]:
-        def copy() -> list[bool]:
-            return [
-                promise.mapped.read(promise.ref, promise.key, target, check_digest=self._check_digests)
-                for promise, target in zip(promises, targets, strict=True)
-            ]
+    async def _load(
+        self,
+        names: Sequence[bytes],
+        held: Mapping[bytes, PromisedBlock],
+        targets: Sequence[Array],
+        seconds: float,
+        term: bytes,
+    ) -> list[bool]:
+        promises = dict(held)
+        try:
+            others = [name for name in names if name not in promises]
+            for name, promise in zip(others, await self._hold(others, seconds, term), strict=True):
+                if promise is not None:
+                    promises[name] = promise
+            return await in_thread(
+                lambda: [self._read(promises.get(name), row) for name, row in zip(names, targets, strict=True)]
+            )
+        finally:
+            self.release(list(promises.values()))
 
-        return await self._program.write(in_thread(copy))
+    def _read(self, promise: PromisedBlock | None, target: Array) -> bool:
+        """On a thread."""
+        if promise is None:
+            return False
+        self._looked_at += 1
+        is_checked = self._verify == "full" or (self._verify == "sampled" and self._looked_at % SAMPLE_ONE_IN == 0)
+        return promise.mapped.read(promise.ref, promise.key, target, check_digest=is_checked)
 
-    async def _put(self, names: Sequence[bytes], blocks: Sequence[Array], term: bytes) -> int:
+    async def _put(self, names: Sequence[bytes], blocks: Sequence[Array], term: bytes) -> list[bool]:
         mapped = await self._program.memory()
         if mapped is None:
-            return 0
+            return [False] * len(names)
         keys = [self._key(mapped, name, term) for name in names]
 
         def items(first: int, refs: Sequence[BlockRef]) -> list[SealItem]:
@@ -159,7 +185,7 @@ class NamedBlocks:
             ]
 
         statuses, _ = await self._program.store(mapped, blocks, items)
-        return len(statuses)
+        return [number < len(statuses) for number in range(len(names))]
 
     def _key(self, mapped: MappedPool, name: bytes, term: bytes) -> BlockKey:
         tenant = mapped.attachment.tenant_key or DEFAULT_TENANT_KEY

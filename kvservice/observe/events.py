@@ -99,6 +99,19 @@ CONNECTOR_COUNTERS: Mapping[str, str] = {
     "store_blocks_put_off": "blocks that found no free slot in their step",
 }
 
+# Of vllm:kvservice_offloading_events_total, which the tier below vLLM's OffloadingConnector counts, in chunks.
+OFFLOADING_EVENTS: Mapping[str, str] = {
+    "offloading_failed": "calls of vLLM that failed with an unexpected error, which is in the log",
+    "offloading_found": "chunks asked for that the pool has",
+    "offloading_loaded": "chunks copied into vLLM's CPU memory",
+    "offloading_missed": "chunks asked for that the pool does not have",
+    "offloading_not_loaded": "chunks that were found and could not be loaded; vLLM computes them",
+    "offloading_not_stored": "chunks for which the pool had no room, or that it could not store",
+    "offloading_refused": "chunks neither stored nor loaded because a reset was refused",
+    "offloading_resets_refused": "resets while requests held blocks; the tier is out of use until one without",
+    "offloading_stored": "chunks that are in the pool, new or as before",
+}
+
 # Of vllm:kvservice_connector_events_total.
 CONNECTOR_EVENTS: Mapping[str, str] = {
     "stock_given_back": "slots held ready that an idle engine gave back",

@@ -16,7 +16,13 @@ from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.messages import PoolStats, TierFigures, UsageRow
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.endpoint import BuildCollector
-from kvservice.observe.events import CONNECTOR_COUNTERS, CONNECTOR_EVENTS, LOOKUP_EVENTS, SHARD_EVENTS
+from kvservice.observe.events import (
+    CONNECTOR_COUNTERS,
+    CONNECTOR_EVENTS,
+    LOOKUP_EVENTS,
+    OFFLOADING_EVENTS,
+    SHARD_EVENTS,
+)
 from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, LookupNumbers
 from kvservice.observe.metrics import ShardCollector
 from kvservice.observe.timings import Timings
@@ -155,6 +161,11 @@ def engine() -> list[Row]:
     return [*named, Row("vllm:kvservice_connector_events_total", "counter", (*labels, "event"), events)]
 
 
+def offloading() -> list[Row]:
+    text = "what kvservice's tier below vLLM's OffloadingConnector counts, by event, in chunks"
+    return [Row("vllm:kvservice_offloading_events_total", "counter", ("model_name", "engine", "event"), text)]
+
+
 PARTS = (
     ("Shard", "", shard, SHARD_EVENTS, "kvservice_events_total"),
     ("Lookup partition", "", lookup, LOOKUP_EVENTS, "kvservice_lookup_events_total"),
@@ -166,6 +177,13 @@ PARTS = (
         engine,
         CONNECTOR_EVENTS,
         "vllm:kvservice_connector_events_total",
+    ),
+    (
+        "Tier below the OffloadingConnector",
+        "Exported through vLLM, beside its own `vllm:kv_offload_tiering_*`.\n\n",
+        offloading,
+        OFFLOADING_EVENTS,
+        "vllm:kvservice_offloading_events_total",
     ),
     ("Router", "Names as Ray's exporter has them, without its `ray_`.\n\n", router, {}, ""),
     ("Proxy", "", proxy, {}, ""),

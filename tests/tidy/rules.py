@@ -119,7 +119,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("options", "cache_groups", "step_failures"),
         ("scheduler", "worker"),
         ("layerwise",),
-        ("vllm",),
+        ("vllm", "offloading"),
     ),
     "copying": (
         ("message", "memory", "profiling"),
@@ -144,7 +144,7 @@ CLI_TOP_LEVEL = frozenset({"", "cli"}) | GROUND
 
 # Third-party module → the packages, or folders of packages, where it is at home.
 HOMES: dict[str, frozenset[str]] = {
-    "vllm": frozenset({"connector/vllm"}),
+    "vllm": frozenset({"connector/vllm", "connector/offloading"}),
     "ray": frozenset({"actors", "cli", "serve"}),
     "nixl": frozenset({"transfer"}),
     "nixl_cu12": frozenset({"transfer"}),

@@ -14,6 +14,7 @@ import tomllib
 import typer.main
 
 from kvservice.cli.main import app
+from kvservice.connector.offloading.options import TierOptions
 from kvservice.connector.options import ConnectorOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,11 @@ def test_every_engine_is_started_with_options_that_exist(page: Path) -> None:
         if ELISION in found:
             continue
         config = json.loads(found)
+        if config["kv_connector"] == "OffloadingConnector":
+            (tier,) = config["kv_connector_extra_config"]["secondary_tiers"]
+            assert (tier.pop("type"), tier.pop("module_path")) == ("KVServiceTier", "kvservice.connector.offloading")
+            TierOptions(**tier)
+            continue
         assert config["kv_connector"] == "KVServiceConnector"
         assert config["kv_connector_module_path"] == "kvservice.connector.vllm"
         assert config["kv_role"] in ("kv_both", "kv_producer", "kv_consumer")

@@ -21,7 +21,7 @@ SECONDS = 5.0  # for blocks that are here at once
 
 def opened(**changes: Any) -> NamedBlocks:
     options = PoolOptions(mode=Mode.EMBEDDED, memory=8 * MiB)
-    given: dict[str, Any] = {"identity": {"weights": "w1"}, "namespace": "test", "check_digests": True, **changes}
+    given: dict[str, Any] = {"identity": {"weights": "w1"}, "namespace": "test", "verify": "full", **changes}
     return NamedBlocks(options, "model", given.pop("layout", LAYOUT), given.pop("identity"), **given)
 
 
@@ -49,20 +49,29 @@ def leases(blocks: NamedBlocks) -> int:
 def test_a_block_is_found_by_its_name_alone(blocks: NamedBlocks) -> None:
     names, stored = [os.urandom(32) for _ in range(3)], some(3)
     assert held(blocks, names) == [None] * 3
-    assert blocks.put(names, stored).result() == 3
+    assert blocks.put(names, stored).result() == [True] * 3
     unknown, third, first = held(blocks, [b"unknown", names[2], names[0]])
-    assert unknown is None and third is not None and first is not None
-    targets = np.zeros((2, *LAYOUT.shape), np.uint8)
-    assert blocks.read([third, first], list(targets)).result() == [True, True]
-    assert np.array_equal(targets, stored[[2, 0]]) and leases(blocks) == 2 and not third.was_fetched
+    assert unknown is None and third is not None and first is not None and leases(blocks) == 2
+    assert not third.was_fetched
     blocks.release([third, first])
+    eventually(lambda: leases(blocks) == 0, "the leases are given back")
+
+
+def test_a_load_copies_what_is_held_and_what_is_not(blocks: NamedBlocks) -> None:
+    names, stored = [os.urandom(32) for _ in range(3)], some(3)
+    blocks.put(names, stored).result()
+    (second,) = held(blocks, names[1:2])
+    assert second is not None
+    targets = np.zeros((4, *LAYOUT.shape), np.uint8)
+    went = blocks.load([*names, b"unknown"], {names[1]: second}, list(targets), SECONDS).result()
+    assert went == [True, True, True, False] and np.array_equal(targets[:3], stored)
     eventually(lambda: leases(blocks) == 0, "the leases are given back")
 
 
 def test_what_is_stored_again_counts_as_stored(blocks: NamedBlocks) -> None:
     names = [b"a" * 32, b"b" * 32]
-    assert blocks.put(names[:1], some(1)).result() == 1
-    assert blocks.put(names, some(2)).result() == 2
+    assert blocks.put(names[:1], some(1)).result() == [True]
+    assert blocks.put(names, some(2)).result() == [True, True]
 
 
 def test_a_full_pool_stores_the_leading_blocks() -> None:
@@ -71,7 +80,7 @@ def test_a_full_pool_stores_the_leading_blocks() -> None:
         names = [os.urandom(32) for _ in range(40)]
         promised = []
         for name in names:
-            if not blocks.put([name], [np.zeros(500 * KiB, np.uint8)]).result():
+            if not all(blocks.put([name], [np.zeros(500 * KiB, np.uint8)]).result()):
                 break
             promised += [each for each in held(blocks, [name]) if each is not None]
         assert 0 < len(promised) < len(names)  # held blocks are not evicted
@@ -91,13 +100,13 @@ def test_a_broken_promise_is_not_read(blocks: NamedBlocks) -> None:
     blocks.put([b"n", b"m"], some(2)).result()
     promised, other = held(blocks, [b"n", b"m"])
     assert promised is not None and other is not None
-    target = np.zeros(LAYOUT.shape, np.uint8)
+    target = [np.zeros(LAYOUT.shape, np.uint8)]
     swapped = PromisedBlock(promised.mapped, promised.key, other.ref, promised.result)
-    assert blocks.read([swapped], [target]).result() == [False]
+    assert blocks.load([b"n"], {b"n": swapped}, target, SECONDS).result() == [False]
     promised.mapped._segment.payload(promised.ref.slot, 1)[0] ^= 1
-    assert blocks.read([promised], [target]).result() == [False]
+    assert blocks.load([b"n"], {}, target, SECONDS).result() == [False]
     promised.mapped.close()
-    assert blocks.read([other], [target]).result() == [False]
+    assert blocks.load([b"m"], {b"m": other}, target, SECONDS).result() == [False]
 
 
 def test_without_a_pool_nothing_is_found_or_stored() -> None:
@@ -105,6 +114,6 @@ def test_without_a_pool_nothing_is_found_or_stored() -> None:
     blocks = NamedBlocks(options, "model", LAYOUT, {}, namespace="test")
     try:
         assert not blocks.is_attached and "no shard listens" in blocks.failure and blocks.mode == "service"
-        assert held(blocks, [b"n"]) == [None] and blocks.put([b"n"], some(1)).result() == 0
+        assert held(blocks, [b"n"]) == [None] and blocks.put([b"n"], some(1)).result() == [False]
     finally:
         blocks.close()
