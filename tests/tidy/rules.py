@@ -115,11 +115,11 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("shard",),
     ),
     "connector": (
-        ("weights", "plan"),
+        ("weights", "plan", "config_text"),
         ("options", "cache_groups", "step_failures"),
         ("scheduler", "worker"),
         ("layerwise",),
-        ("vllm", "offloading"),
+        ("vllm", "offloading", "sglang"),
     ),
     "copying": (
         ("message", "memory", "profiling"),
@@ -145,6 +145,7 @@ CLI_TOP_LEVEL = frozenset({"", "cli"}) | GROUND
 # Third-party module → the packages, or folders of packages, where it is at home.
 HOMES: dict[str, frozenset[str]] = {
     "vllm": frozenset({"connector/vllm", "connector/offloading"}),
+    "sglang": frozenset({"connector/sglang"}),
     "ray": frozenset({"actors", "cli", "serve"}),
     "nixl": frozenset({"transfer"}),
     "nixl_cu12": frozenset({"transfer"}),
@@ -158,6 +159,7 @@ HOMES: dict[str, frozenset[str]] = {
     "triton": frozenset({"copying/cuda"}),
     "opentelemetry": frozenset({"observe"}),
     "prometheus_client": frozenset({"observe", "connector", "proxy"}),
+    "msgspec": frozenset({"connector/sglang"}),
     "yaml": frozenset({"cli"}),
     "xxhash": frozenset({"core", "connector"}),
     "typer": frozenset({"cli"}),

@@ -23,9 +23,10 @@ from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_con
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_kernel_blocks
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
+from kvservice.connector.config_text import text_of
 from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload, slot_parts
 from kvservice.connector.vllm.group_rules import Spec, StoredGroup, StoredGroups, stored_groups
-from kvservice.connector.vllm.identity import config_fields, model_fields, text_of
+from kvservice.connector.vllm.identity import config_fields, model_fields
 from kvservice.connector.vllm.shapes import refuse_shape
 from kvservice.connector.weights import weights_identity
 from kvservice.connector.worker.block_copier import BlockCopier, GroupedBlockCopiers

@@ -7,32 +7,24 @@ lists what is left out, by name and with the reason.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
-import torch
 from vllm.model_executor.models.registry import ModelRegistry
 
+from kvservice.connector.config_text import PLAIN_ROPES, flat_fields, parts_of, text_of, without
 from kvservice.connector.vllm.identity_tables import (
     ENVIRONMENT_HASHED,
     GENERATION_MODULES,
-    HF_LEFT_OUT,
     LEFT_OUT,
     LENGTH_ENTRIES,
     LENGTH_MODULES,
-    PLAIN_ROPES,
     SAMPLING,
     SECTIONS_LEFT_OUT,
 )
 
-TEXT_CHARS_MAX = 160  # Longer values are replaced by a digest, so that the fingerprint's text stays readable.
-HF_FIELDS_MAX = 300  # Fields of one configuration. If there are more, each part of it is one digest.
 MODELS = "vllm.model_executor.models."
 
 
@@ -97,44 +89,13 @@ def _default(config: Any, name: str) -> object:
 
 def hf_fields(model_config: Any) -> dict[str, object]:
     """The configuration that the engine uses, overrides included. Long lists are digests."""
-    whole = _kept(model_config.hf_config.to_dict())
-    fields = _flat("hf", whole)
+    whole = without(model_config.hf_config.to_dict())
+    fields = flat_fields("hf", whole)
     text = model_config.hf_text_config
-    if text is not model_config.hf_config and (kept := _kept(text.to_dict())) not in _parts(whole):
-        fields |= _flat("text", kept)
+    if text is not model_config.hf_config and (kept := without(text.to_dict())) not in parts_of(whole):
+        fields |= flat_fields("text", kept)
     fields["architecture"] = str(getattr(model_config, "architecture", ""))
     return fields
-
-
-def _kept(config: Mapping[str, object]) -> dict[str, object]:
-    return {
-        str(name): _kept(value) if isinstance(value, Mapping) else value
-        for name, value in config.items()
-        if name not in HF_LEFT_OUT
-    }
-
-
-def _parts(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """The configuration itself, and the configurations inside it at any depth."""
-    yield config
-    for value in config.values():
-        if isinstance(value, Mapping):
-            yield from _parts(value)
-
-
-def _flat(prefix: str, config: Mapping[str, object]) -> dict[str, object]:
-    found: dict[str, object] = dict(_entries(prefix, config))
-    if len(found) > HF_FIELDS_MAX:
-        return {f"{prefix}.{name}": text_of(value) for name, value in config.items() if value is not None}
-    return found
-
-
-def _entries(prefix: str, config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _entries(f"{prefix}.{name}", value)
-        elif value is not None:
-            yield f"{prefix}.{name}", text_of(value)
 
 
 # -- what depends on how long a prompt may become ----
@@ -145,8 +106,8 @@ def length_fields(model_config: Any) -> dict[str, object]:
     another way, or if nobody knows. Nothing if it changes no byte."""
     fields: dict[str, object] = {}
     length = getattr(model_config, "max_model_len", None)
-    parts = [_kept(model_config.hf_config.to_dict()), _kept(model_config.hf_text_config.to_dict())]
-    for part in (inner for outer in parts for inner in _parts(outer)):
+    parts = [without(model_config.hf_config.to_dict()), without(model_config.hf_text_config.to_dict())]
+    for part in (inner for outer in parts for inner in parts_of(outer)):
         kind = part.get("rope_type", part.get("type")) if _is_rope(part) else None
         if kind in ("longrope", "su"):
             trained = part.get("original_max_position_embeddings") or _first(parts, "original_max_position_embeddings")
@@ -169,7 +130,7 @@ def _is_rope(part: Mapping[str, object]) -> bool:
 
 
 def _first(parts: Sequence[Mapping[str, object]], name: str) -> object:
-    return next((part[name] for outer in parts for part in _parts(outer) if part.get(name) is not None), None)
+    return next((part[name] for outer in parts for part in parts_of(outer) if part.get(name) is not None), None)
 
 
 def module_of(model_config: Any) -> str | None:
@@ -188,35 +149,3 @@ def generation_fields(model_config: Any) -> dict[str, object]:
     read = getattr(model_config, "try_get_generation_config", dict)
     config = {**read(), **getattr(model_config, "override_generation_config", {})}
     return {f"generation.{name}": text_of(value) for name, value in config.items() if name not in SAMPLING}
-
-
-# -- values ----
-
-
-def text_of(value: object) -> str:
-    """A text that every process makes for the same value. A long text becomes a digest."""
-    text = json.dumps(_plain(value), sort_keys=True)
-    if len(text) <= TEXT_CHARS_MAX:
-        return text
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-
-
-def _plain(value: object) -> object:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, torch.dtype | Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(inner) for inner in value), key=str)
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_plain(inner) for inner in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name, None)) for field in dataclasses.fields(value)}
-    if isinstance(value, type) or callable(value):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    compute_hash = getattr(value, "compute_hash", None)
-    return f"{type(value).__qualname__} {compute_hash() if compute_hash is not None else value!r}"

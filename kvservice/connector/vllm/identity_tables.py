@@ -352,16 +352,6 @@ HASHED: Mapping[str, frozenset[str]] = {
     "diffusion_config": frozenset({"canvas_length", "max_denoising_steps"}),
 }
 
-# Entries of a model's own configuration that no layer computes with: names and words.
-HF_LEFT_OUT = frozenset(
-    {"_name_or_path", "transformers_version", "_commit_hash", "id2label", "label2id", "problem_type"}
-)
-
-# Rotary embeddings whose angles follow from position and configuration alone.
-PLAIN_ROPES = frozenset(
-    {"default", "linear", "llama3", "yarn", "mrope", "deepseek_yarn", "deepseek_llama_scaling", "proportional"}
-)
-
 # Entries of a model's configuration that make attention depend on how long a prompt may become.
 LENGTH_ENTRIES = frozenset({"attention_chunk_size", "attn_temperature_tuning", "floor_scale"})
 

@@ -34,9 +34,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
+from kvservice.connector.config_text import text_of
 from kvservice.connector.vllm import identity
 from kvservice.connector.vllm import identity_tables as tables
-from kvservice.connector.vllm.identity import config_fields, text_of
+from kvservice.connector.vllm.identity import config_fields
 from kvservice.core.block.fingerprint import Fingerprint
 
 CLASSES: dict[str, type] = {

@@ -1,0 +1,176 @@
+"""SGLang's resolved configuration as named fields of a fingerprint: everything that may change the bytes of a page.
+
+Only settings that differ from SGLang's default are named, because its version is a field too. What is left out stands
+here with the reason; a setting in no table is named. Written for SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.arg_groups.overrides import resolution_result
+from sglang.srt.configs.model_config import process_model_config
+from sglang.srt.runtime_context import get_server_args
+from sglang.version import __version__
+
+from kvservice.connector.config_text import PLAIN_ROPES, flat_fields, parts_of, text_of, without
+from kvservice.connector.sglang.options import SGLangOptions
+from kvservice.connector.weights import weights_identity
+from kvservice.errors import ConfigError
+
+PLACE = "it says where weights, pages or buffers lie, and how many there are"
+WHEN = "it says when a token is computed, and beside which others"
+AFTER = "it concerns what follows the last hidden state: logits, sampling, output"
+ROUNDING = "it computes the same function and sums in another order, as one engine does from one batch to the next"
+LOOKS = "it concerns logs, metrics, names, processes or limits of requests"
+NAMED = "it is a field of its own in the fingerprint"
+
+# SGLang's namespaces of settings of which nothing is named.
+SECTIONS_LEFT_OUT: Mapping[str, str] = {
+    "memory": PLACE,
+    "schedule": WHEN,
+    "parallel": ROUNDING,
+    "disagg": PLACE,
+    "serving": LOOKS,
+    "observability": LOOKS,
+    "exec.graph": ROUNDING,
+    "exec.comm": ROUNDING,
+    "exec.overlap": WHEN,
+    "exec.offload": PLACE,
+}
+LEFT_OUT: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "base_gpu_id",
+            "gpu_id_step",
+            "watchdog_timeout",
+            "soft_watchdog_timeout",
+            "sleep_on_idle",
+            "use_ray",
+            "custom_sigquit_handler",
+            "numa_node",
+            "gc_threshold",
+            "weight_loader_disable_mmap",
+            "weight_loader_prefetch_checkpoints",
+            "weight_loader_prefetch_num_threads",
+            "weight_loader_drop_cache_after_load",
+            "download_dir",
+            "model_checksum",
+            "weight_cache_mode",
+            "weight_cache_socket",
+            "weight_cache_timeout",
+            "enable_memory_saver",
+            "enable_weights_cpu_backup",
+            "enable_draft_weights_cpu_backup",
+            "max_loaded_loras",
+            "max_loras_per_batch",
+            "lora_eviction_policy",
+        ),
+        PLACE,
+    ),
+    **dict.fromkeys(
+        (
+            "random_seed",
+            "sampling_backend",
+            "grammar_backend",
+            "enable_custom_logit_processor",
+            "enable_return_hidden_states",
+            "enable_return_routed_experts",
+            "disable_outlines_disk_cache",
+        ),
+        AFTER,
+    ),
+    "disable_flashinfer_autotune": ROUNDING,
+    "model_path": NAMED + ": weights",
+    "revision": NAMED + ": weights",
+    "lora_paths": NAMED + ": adapter, with the bytes of each",
+    "json_model_override_args": NAMED + ": hf, which holds them",
+    "dtype": NAMED + ": model_dtype, as resolved",
+    "context_length": NAMED + ": where angles depend on it",
+    "quantization_param_path": NAMED + ": the bytes of the file",
+}
+
+
+def model_name() -> str:
+    """What people call the model."""
+    model = str(resolution_result(get_server_args(), "model_path"))
+    return Path(model).name or model
+
+
+def kv_heads() -> int:
+    """KV heads of the whole model; 0 if its configuration does not say it."""
+    return int(getattr(process_model_config(), "num_key_value_heads", 0) or 0)
+
+
+def engine_fields(options: SGLangOptions) -> dict[str, object]:
+    """The fields by name. May read all files of the model, for minutes, and logs progress.
+
+    Raises UnnamedWeights if nothing says which weights these are.
+    """
+    server, model = get_server_args(), process_model_config()
+    cache = None if options.cache_folder is None else Path(options.cache_folder).expanduser()
+    config = without(model.hf_config.to_dict())
+    fields: dict[str, object] = {
+        "engine": "sglang",
+        "sglang": __version__,
+        "model_dtype": str(model.dtype),
+        **_settings(server),
+        **flat_fields("hf", config),
+        **_lengths(config, model),
+    }
+    if options.weights_version is not None:
+        fields["weights"] = f"version {options.weights_version}"
+    else:
+        path, revision = str(model.model_path), getattr(model, "revision", None)
+        commit = getattr(model.hf_config, "_commit_hash", None)
+        fields["weights"] = weights_identity(path, revision, commit, cache)
+    for adapter in resolution_result(server, "lora_paths") or ():
+        folder = str(getattr(adapter, "lora_path", ""))
+        fields[f"adapter.{getattr(adapter, 'lora_name', '')}"] = weights_identity(folder, None, None, cache)
+    if found := resolution_result(server, "quantization_param_path"):
+        fields["kv_scales"] = hashlib.sha256(Path(str(found)).read_bytes()).hexdigest()
+    return fields
+
+
+def check_supported() -> None:
+    """Raises ConfigError for what is not supported, by the name of the setting that asks for it."""
+    server = get_server_args()
+    for name, what in (("attn_cp_size", "context parallelism"), ("dcp_size", "decode context parallelism")):
+        if int(resolution_result(server, name) or 1) > 1:
+            raise ConfigError(f"{name.replace('_', '-')}: {what} is not supported: each rank holds parts of tokens")
+
+
+def _settings(server: Any) -> dict[str, object]:
+    defaults = {field.name: field for field in msgspec.structs.fields(type(server))}
+    found: dict[str, object] = {}
+    for name, section in namespace_of(type(server)).items():
+        if name.startswith("_") or name in LEFT_OUT or _is_left_out(section):
+            continue
+        text = text_of(resolution_result(server, name))
+        if text != text_of(_default(defaults[name])):
+            found[f"{section}.{name}"] = text
+    return found
+
+
+def _is_left_out(section: str) -> bool:
+    return any(section == left or section.startswith(left + ".") for left in SECTIONS_LEFT_OUT)
+
+
+def _default(field: Any) -> object:
+    if field.default is not msgspec.NODEFAULT:
+        return field.default
+    return None if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+
+
+def _lengths(config: Mapping[str, object], model: Any) -> dict[str, object]:
+    """The length of the context, for a model whose angles may depend on it."""
+    for part in parts_of(config):
+        kind = part.get("rope_type", part.get("type")) if "rope_theta" in part or "factor" in part else None
+        if kind is not None and kind not in PLAIN_ROPES:
+            return {"context_length": int(model.context_len)}
+    return {}

@@ -1,0 +1,39 @@
+"""--hicache-storage-backend-extra-config, typed and checked once, without the keys that are SGLang's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from kvservice.config import Count, Shown
+from kvservice.connector.options import EngineCacheOptions
+from kvservice.errors import ConfigError
+
+# What SGLang reads itself and hands on. It takes further ones of its own out before.
+OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
+INTERFACE = (
+    'add "interface_v1": 1 to --hicache-storage-backend-extra-config: kvservice copies straight between the pages of '
+    "SGLang's host memory and the pool"
+)
+
+
+class SGLangOptions(EngineCacheOptions):
+    """What the engine's operator can set."""
+
+    what: ClassVar[str] = "key of --hicache-storage-backend-extra-config"
+
+    head_group: Annotated[
+        Annotated[Count, Field(ge=1)] | None,
+        Shown(allowed="a divisor of a rank's KV heads", default="a rank's KV heads"),
+    ] = None
+    """KV heads of one block of the pool. Engines of different tensor-parallel sizes share blocks when it divides the KV
+    heads of a rank in all of them: set it to that of the largest size."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, object]) -> SGLangOptions:
+        """Raises ConfigError naming the key, the value and what is allowed."""
+        if not given.get("interface_v1"):
+            raise ConfigError(INTERFACE)
+        return cls(**{name: value for name, value in given.items() if name not in OF_SGLANG})  # type: ignore[arg-type]

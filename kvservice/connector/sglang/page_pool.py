@@ -1,0 +1,292 @@
+"""One host pool of SGLang at the pool of the node: its pages are found, loaded and stored by their hashes. No engine.
+
+SGLang asks first how much of a prompt there is, and reads later, or never. So what is found is fetched to this node and
+leased at once: a promise, which ends with the last of its pages that is read, or by itself after a while. Reading is
+then a copy.
+
+The calls block, and come from SGLang's own threads; each ends by its own deadline. Nothing is found and nothing is
+stored while there is no pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvservice.api.attached import SAMPLE_ONE_IN
+from kvservice.api.loop import LoopThread
+from kvservice.api.mapped import MappedPool
+from kvservice.api.program import AttachedProgram
+from kvservice.api.reasons import NO_POOL, TOO_LONG
+from kvservice.connector.options import Verify
+from kvservice.connector.sglang.pages import PageForm
+from kvservice.core.block.keys import (
+    DEFAULT_TENANT_KEY,
+    KEYS_PER_REQUEST_MAX,
+    block_keys,
+    route_of_head,
+    span_route,
+    term_key,
+)
+from kvservice.core.messages import AcquireRequest, AcquireResult, RequestReport, SealItem, SealStatus
+from kvservice.core.segment.refs import BlockRef
+from kvservice.units import BlockKey
+
+# How long found pages wait for being read. SGLang reads within milliseconds, unless its host memory is full of other
+# prefetches; a prefix that it does not want is never read.
+PROMISE_SECONDS = 30.0
+# Pages asked for at a time where each stands for itself. Those of other nodes should not hold up the rest.
+ALONE_MAX = 32
+
+
+@dataclass(slots=True)
+class PagePromise:
+    """Pages of one question, on this node and leased."""
+
+    mapped: MappedPool
+    results: list[AcquireResult]  # one a block of a page, each with its lease
+    keys: list[Sequence[BlockKey]]  # by block of a page: of the pages found, in their order
+    unread: set[str] = field(default_factory=set)
+    is_over: bool = False
+
+
+class PagePool:
+    def __init__(
+        self,
+        loop: LoopThread,
+        program: AttachedProgram,
+        form: PageForm,
+        counters: Counter[str],
+        *,
+        timeout_seconds: float,
+        verify: Verify,
+    ) -> None:
+        """`timeout_seconds`: the longest that a question waits for blocks of other nodes and tiers."""
+        self._loop = loop
+        self._program = program
+        self._form = form
+        self._counters = counters
+        self._timeout_seconds = timeout_seconds
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._promised: dict[str, tuple[PagePromise, int]] = {}  # by page: the youngest promise, and its number in that
+        self._read_count = 0  # blocks, for the sample
+        self.term = b""  # blocks of another term have other names
+
+    @property
+    def form(self) -> PageForm:
+        return self._form
+
+    # -- for SGLang's threads ----
+
+    def find(self, before: Sequence[str], pages: Sequence[str]) -> int:
+        """How many of these pages, which follow the pages `before` in their prompt, are here now, from the first on."""
+        return self._loop.wait(self._find(before, pages))
+
+    def find_alone(self, pages: Sequence[str]) -> list[bool]:
+        """Which of these pages are here now. For pools that keep no whole prefix: each page stands for itself."""
+        return self._loop.wait(self._find_alone(pages))
+
+    def load(self, before: Sequence[str], pages: Sequence[str], addresses: Sequence[Sequence[int]]) -> list[bool]:
+        """Copy these pages to the addresses of their pieces. True for the leading ones that came; after the first False
+        nothing of use is at the addresses."""
+        with self._lock:
+            is_promised = bool(pages) and pages[0] in self._promised
+        if not is_promised and pages:
+            self._counters["asked_again"] += 1
+            self.find(before, pages)
+        return self._load_promised(pages, addresses)
+
+    def load_alone(self, pages: Sequence[str], addresses: Sequence[Sequence[int]]) -> list[bool]:
+        """The same for pages that stand for themselves."""
+        with self._lock:
+            unknown = [page for page in pages if page not in self._promised]
+        if unknown:
+            self._counters["asked_again"] += 1
+            self.find_alone(unknown)
+        return self._load_promised(pages, addresses)
+
+    def store(self, before: Sequence[str], pages: Sequence[str], addresses: Sequence[Sequence[int]]) -> list[bool]:
+        """Store these pages, which follow the pages `before`. True for the leading ones that the pool holds then.
+        Returns when nothing reads the addresses any more."""
+        return self._loop.wait(self._store(list(before), list(pages), addresses, alone=False))
+
+    def store_alone(self, pages: Sequence[str], addresses: Sequence[Sequence[int]]) -> list[bool]:
+        """The same for pages that stand for themselves."""
+        return self._loop.wait(self._store([], list(pages), addresses, alone=True))
+
+    # -- finding ----
+
+    async def _find(self, before: Sequence[str], pages: Sequence[str]) -> int:
+        mapped = await self._program.memory()
+        chain = [*before, *pages][:KEYS_PER_REQUEST_MAX]
+        self._counters["asked_pages"] += len(pages)
+        if mapped is None or len(chain) <= len(before):
+            self._miss(NO_POOL if mapped is None else TOO_LONG, len(pages))
+            return 0
+        keys = self._keys(mapped, chain)
+        name = f"sgl-{secrets.token_hex(6)}"  # SGLang does not say which request it asks for
+        asked = [AcquireRequest(tuple(each), len(before), self._timeout_seconds, request_id=name) for each in keys]
+        results = await asyncio.gather(*(self._program.ask(mapped.attachment, each) for each in asked))
+        found = min(0 if result is None else len(result.blocks) for result in results)
+        leased = [result for result in results if result is not None]
+        if found:
+            self._promise(mapped, leased, [each[len(before) : len(before) + found] for each in keys], pages[:found])
+        else:
+            self._release(mapped, leased)
+        self._counters["found_pages"] += found
+        self._counters["fetched_pages"] += min(found, max((result.fetched_count for result in leased), default=0))
+        if found < len(pages):
+            shortest = min(leased, key=lambda result: len(result.blocks), default=None)
+            is_cut = found == len(chain) - len(before)
+            reason = TOO_LONG if is_cut else NO_POOL if shortest is None else shortest.miss.value
+            self._miss(reason, len(pages) - found)
+        missed = len(chain) - len(before) - found
+        self._program.session.report(RequestReport(name, len(chain), len(before), found, missed))
+        return found
+
+    async def _find_alone(self, pages: Sequence[str]) -> list[bool]:
+        mapped = await self._program.memory()
+        self._counters["asked_pages"] += len(pages)
+        if mapped is None:
+            self._miss(NO_POOL, len(pages))
+            return [False] * len(pages)
+        room = asyncio.Semaphore(ALONE_MAX)
+
+        async def ask(page: str) -> bool:
+            keys = self._keys(mapped, [page])
+            async with room:
+                results = [
+                    await self._program.ask(mapped.attachment, AcquireRequest((key,), 0, self._timeout_seconds))
+                    for (key,) in keys
+                ]
+            held = [result for result in results if result is not None and result.blocks]
+            if len(held) == len(results):
+                self._promise(mapped, held, keys, [page])
+                self._counters["found_pages"] += 1
+                return True
+            self._release(mapped, held)
+            self._miss(next((result.miss.value for result in results if result is not None), NO_POOL), 1)
+            return False
+
+        return list(await asyncio.gather(*(ask(page) for page in pages)))
+
+    # -- promises ----
+
+    def _promise(
+        self,
+        mapped: MappedPool,
+        results: list[AcquireResult],
+        keys: list[Sequence[BlockKey]],
+        pages: Sequence[str],
+    ) -> None:
+        promise = PagePromise(mapped, results, keys, set(pages))
+        with self._lock:
+            for number, page in enumerate(pages):
+                if page in self._promised:
+                    self._promised[page][0].unread.discard(page)
+                self._promised[page] = promise, number
+        asyncio.get_running_loop().call_later(PROMISE_SECONDS, self._end, promise)
+
+    def _end(self, promise: PagePromise) -> None:
+        """Give its leases back. Idempotent."""
+        with self._lock:
+            if promise.is_over:
+                return
+            promise.is_over = True
+            for page in promise.unread:
+                if self._promised.get(page, (None, 0))[0] is promise:
+                    del self._promised[page]
+        self._release(promise.mapped, promise.results)
+
+    def _release(self, mapped: MappedPool, results: Sequence[AcquireResult]) -> None:
+        for result in results:
+            self._program.release(mapped.attachment, result)
+
+    def _load_promised(self, pages: Sequence[str], addresses: Sequence[Sequence[int]]) -> list[bool]:
+        loaded = 0
+        for page, pieces in zip(pages, addresses, strict=True):
+            with self._lock:
+                promise, number = self._promised.get(page, (None, 0))
+            if promise is None or not self._copied(promise, number, pieces):
+                self._counters["load_failed"] += len(pages) - loaded
+                break
+            loaded += 1
+            self._was_read(page, promise)
+        self._counters["loaded_pages"] += loaded
+        return [number < loaded for number in range(len(pages))]
+
+    def _copied(self, promise: PagePromise, number: int, pieces: Sequence[int]) -> bool:
+        for block, (result, keys) in enumerate(zip(promise.results, promise.keys, strict=True)):
+            self._read_count += 1
+            is_sampled = self._verify is Verify.SAMPLED and self._read_count % SAMPLE_ONE_IN == 0
+            is_sound = promise.mapped.read(
+                result.blocks[number],
+                keys[number],
+                self._form.load(pieces, block),
+                check_digest=is_sampled or self._verify is Verify.FULL,
+            )
+            if not is_sound:
+                return False
+        return True
+
+    def _was_read(self, page: str, promise: PagePromise) -> None:
+        with self._lock:
+            promise.unread.discard(page)
+            if self._promised.get(page, (None, 0))[0] is promise:
+                del self._promised[page]
+            is_done = not promise.unread
+        if is_done:
+            self._end(promise)
+
+    # -- storing ----
+
+    async def _store(
+        self, before: list[str], pages: list[str], addresses: Sequence[Sequence[int]], *, alone: bool
+    ) -> list[bool]:
+        mapped = await self._program.memory()
+        chain = [*before, *pages][:KEYS_PER_REQUEST_MAX]
+        storable = max(len(chain) - len(before), 0)
+        if mapped is None or not storable:
+            self._counters[f"dropped_{NO_POOL if mapped is None else TOO_LONG}"] += len(pages)
+            return [False] * len(pages)
+        keys = self._keys(mapped, chain)
+        blocks = [(page, block) for page in range(storable) for block in range(len(keys))]
+
+        def items(first: int, refs: Sequence[BlockRef]) -> list[SealItem]:
+            found: list[SealItem] = []
+            for ref, (page, block) in zip(refs, blocks[first:], strict=False):
+                place, row = len(before) + page, keys[block]
+                if alone:
+                    found.append(SealItem(ref, row[place], None, 0, route_of_head(row[place])))
+                else:
+                    parent = row[place - 1] if place else None
+                    found.append(SealItem(ref, row[place], parent, place, span_route(row, place)))
+            return found
+
+        fills = [self._form.store(addresses[page], block) for page, block in blocks]
+        statuses, reason = await self._program.write(self._program.store(mapped, fills, items))
+        kept = len(statuses) // len(keys)
+        known = statuses.count(SealStatus.DUPLICATE) // len(keys)
+        self._counters["stored_pages"] += kept - known
+        self._counters["known_pages"] += known
+        if kept < len(pages):
+            self._counters[f"dropped_{reason or TOO_LONG}"] += len(pages) - kept
+        return [number < kept for number in range(len(pages))]
+
+    # -- inside ----
+
+    def _keys(self, mapped: MappedPool, pages: Sequence[str]) -> list[Sequence[BlockKey]]:
+        """By block of a page: the keys of these pages. Raises ValueError for what is no hash in hex."""
+        tenant = mapped.attachment.tenant_key or DEFAULT_TENANT_KEY
+        tenant = term_key(tenant, self.term) if self.term else tenant
+        names = [self._form.names(page) for page in pages]
+        digest = self._program.fingerprint.digest
+        return [block_keys(digest, [each[block] for each in names], tenant) for block in range(len(self._form.marks))]
+
+    def _miss(self, reason: str, count: int) -> None:
+        self._counters[f"missed_{reason}"] += count

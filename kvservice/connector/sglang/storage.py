@@ -1,0 +1,289 @@
+"""What a HiCache storage back end does, for all host pools of one rank. Imports no engine: the pools are SGLang's.
+
+SGLang names a page by the SHA-256 chain of its tokens, seeded with the request's salt and adapter, and asks in batches:
+how many of these pages are there, copy these in, store these. The pool of the keys and values holds every page of a
+prefix. Others beside it (states of recurrent layers, sliding windows) may hold only the last pages of some prefixes;
+the storage says how long a prefix all of them can serve.
+
+Nothing raises into SGLang's threads: a failure is counted, logged once per kind, and answered as if nothing was there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from kvservice.api.layout import Layout
+from kvservice.api.pool_thread import PoolThread
+from kvservice.connector.sglang.options import SGLangOptions
+from kvservice.connector.sglang.page_pool import ALONE_MAX, PagePool
+from kvservice.connector.sglang.pages import PageForm, Ranks, cut_heads
+from kvservice.connector.weights import TERM_BYTES
+from kvservice.core.block.numbers import number_fields
+from kvservice.errors import ConfigError, KVServiceError
+
+log = logging.getLogger("kvservice.connector")
+
+KV = "kv"  # SGLang's name of the pool of keys and values
+ALL_PAGES, TRAILING_PAGES = "all_pages", "trailing_pages"  # SGLang's words for which pages of a prefix a pool holds
+PASS_PREFIX_KEYS = (
+    'add "hicache_storage_pass_prefix_keys": true to --hicache-storage-backend-extra-config: without it SGLang does '
+    "not say where in its prompt a page is, and other nodes could not find it"
+)
+T = TypeVar("T")
+
+
+class Indices(Protocol):
+    """A tensor of token places in a host pool."""
+
+    def __len__(self) -> int: ...
+
+
+class HostPool(Protocol):
+    """What is read of SGLang's host pools."""
+
+    page_size: int
+    layout: str
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        """(addresses, bytes) of the pieces of these pages, page by page."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What an engine computes, and which rank of it asks."""
+
+    model: str  # for people
+    fields: Mapping[str, object]  # of the fingerprint: everything that changes the bytes of a page
+    kv_heads: int  # of the whole model; 0 = not known
+    ranks: Ranks
+    layers: str = "all"  # of this pipeline stage
+
+
+@dataclass(frozen=True, slots=True)
+class PageTransfer:
+    """Pages of one pool that are asked for, read or stored with others."""
+
+    pool: str
+    pages: Sequence[str]
+    places: Indices | None  # of their tokens in the host pool
+    policy: str = ALL_PAGES
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """A prefix that all pools can serve."""
+
+    pages: int
+    by_pool: dict[str, int]  # the longest prefix that each can serve for itself
+    restorable: list[int]  # every length up to `pages` that all of them can serve, as far as is known
+
+
+def guarded(neutral: Callable[..., Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Guard a call of SGLang: what goes wrong is counted and logged once per kind, and the answer is `neutral`."""
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(function)
+        def call(self: PageStorage, *args: Any) -> T:
+            try:
+                return function(self, *args)
+            except Exception as error:  # noqa: BLE001  SGLang's threads must go on whatever happens here
+                self.note_failure(function.__name__, error)
+                return neutral(*args)  # type: ignore[no-any-return]
+
+        return call
+
+    return decorate
+
+
+class PageStorage:
+    """One rank's storage. Only a wrong option raises, at the start."""
+
+    def __init__(self, options: SGLangOptions, identity: Identity, thread: PoolThread | None = None) -> None:
+        """Opens the pool when the first host pool is registered. `thread`: the one to use, which this closes. Raises
+        ConfigError if several shards fit."""
+        self._options = options
+        self._identity = identity
+        self._thread = thread or PoolThread(options)
+        self._pools: dict[str, PagePool] = {}
+        self._host_pools: dict[str, HostPool] = {}
+        self.counters: Counter[str] = Counter()  # pages by what became of them, and failures
+        self._kinds: set[str] = set()  # of failures that were logged
+
+    # -- host pools ----
+
+    def register(self, name: str, pool: HostPool, sample: Indices) -> None:
+        """Attach one kind of pages. `sample` are the places of the tokens of a page. Blocks until the first attempt to
+        attach has ended. Raises ConfigError if the options do not fit the pages."""
+        if name in self._pools:
+            return
+        try:
+            form, fields = self._form_of(name, pool, sample)
+        except ConfigError:
+            raise
+        except (KVServiceError, NotImplementedError, ValueError, TypeError) as error:
+            self.counters[f"unsupported_{name}"] += 1
+            log.error("pages of the pool %s are not cached: %s", name, error)
+            return
+        options, identity = self._options, self._identity
+        layout = Layout(pool.page_size, (form.block_bytes,), "uint8")
+        namespace = "/".join(part for part in (options.namespace, "" if name == KV else name) if part)
+        attaching = self._thread.attach_program(identity.model, layout, {**identity.fields, **fields}, namespace)
+        program = self._thread.loop.wait(attaching)
+        self._host_pools[name] = pool
+        self._pools[name] = PagePool(
+            self._thread.loop,
+            program,
+            form,
+            self.counters,
+            timeout_seconds=options.fetch_timeout_seconds,
+            verify=options.verify_load,
+        )
+
+    def _form_of(self, name: str, pool: HostPool, sample: Indices) -> tuple[PageForm, dict[str, object]]:
+        _, sizes = pool.get_page_buffer_meta(sample)
+        ranks, heads = self._identity.ranks, getattr(pool, "head_num", 0)
+        dtype, width = str(getattr(pool, "dtype", "uint8")).removeprefix("torch."), getattr(pool, "head_dim", 0)
+        fields: dict[str, object] = {
+            "pages": 1,  # of the way in which this module names blocks
+            "pool": name,
+            "host_pool": type(pool).__name__,
+            "host_layout": pool.layout,
+            "page_tokens": pool.page_size,
+            "pieces": ",".join(map(str, sizes)),
+            "layers": self._identity.layers,
+            **number_fields(dtype, width, 0, self._options.accept_codec),
+        }
+        by_heads = name == KV and not ranks.replicated and heads and heads * ranks.tp_size == self._identity.kv_heads
+        if not by_heads:
+            if self._options.head_group is not None and name == KV:
+                raise ConfigError(
+                    f"head_group: the pages of {self._identity.model} do not divide by KV heads: leave it out"
+                )
+            return PageForm(tuple(sizes), (ranks.mark,)), {**fields, "ranks": ranks.mark.decode()}
+        rows = pool.page_size * (1 if pool.layout == "layer_first" else getattr(pool, "layer_num", 1))
+        cut = cut_heads(heads, self._identity.kv_heads, rows, ranks, self._options.head_group)
+        if len(cut.marks) > 1 and pool.layout == "page_head":
+            raise ConfigError(
+                "head_group: pages in the layout page_head lie by heads already: choose page_first_direct"
+            )
+        per_head = ",".join(str(size // heads) for size in sizes)
+        fields |= {"pieces": per_head, "head_group": cut.group, "kv_heads": cut.total}
+        return PageForm(tuple(sizes), cut.marks, cut.rows), fields
+
+    # -- the calls ----
+
+    @guarded(lambda before, pages: 0)
+    def find(self, before: Sequence[str] | None, pages: Sequence[str]) -> int:
+        """How many of these pages are there, from the first on."""
+        pool = self._pools.get(KV)
+        return 0 if pool is None or not pages else pool.find(before or (), pages)
+
+    @guarded(lambda before, pages, others: FoundPrefix(0, {}, []))
+    def find_all(
+        self, before: Sequence[str] | None, pages: Sequence[str], others: Sequence[PageTransfer]
+    ) -> FoundPrefix:
+        """How long a prefix all pools can serve. A pool that states no policy known here has no say, and is empty."""
+        count = self.find(before, pages) if KV in self._pools else len(pages)
+        by_pool = {KV: count} if count and KV in self._pools else {}
+        lengths = list(range(1, count + 1))
+        for wanted in others:
+            if not lengths:
+                break
+            if wanted.policy not in (ALL_PAGES, TRAILING_PAGES):
+                continue
+            here = self._lengths(wanted, before or (), pages[: lengths[-1]])
+            if here:
+                by_pool[wanted.pool] = here[-1]
+            known = set(here)
+            lengths = [length for length in lengths if length in known]
+        return FoundPrefix(lengths[-1] if lengths else 0, by_pool, lengths)
+
+    def _lengths(self, wanted: PageTransfer, before: Sequence[str], pages: Sequence[str]) -> list[int]:
+        """The lengths of prefixes of `pages` that one pool can serve. Of one that holds only the last pages of a
+        prefix: the longest ones, found from the end."""
+        pool = self._pools.get(wanted.pool)
+        if pool is None:
+            return []
+        if wanted.policy == ALL_PAGES:
+            return list(range(1, pool.find(before, pages) + 1))
+        window = max(1, len(wanted.pages))
+        here: dict[int, bool] = {}
+        end = len(pages)
+        while end > 0:
+            begin = max(0, end - ALONE_MAX)
+            here |= zip(range(begin, end), pool.find_alone(pages[begin:end]), strict=True)
+            served = [
+                length
+                for length in range(begin + 1, len(pages) + 1)
+                if all(here.get(number, False) for number in range(max(0, length - window), length))
+            ]
+            if served:
+                return served
+            end = begin
+        return []
+
+    @guarded(lambda before, wanted: [False] * len(wanted.pages))
+    def load(self, before: Sequence[str] | None, wanted: PageTransfer) -> list[bool]:
+        """Copy pages into the host pool: True for the leading ones that came."""
+        if (pool := self._pools.get(wanted.pool)) is None:
+            return [False] * len(wanted.pages)
+        addresses = self._addresses(wanted)
+        if wanted.policy == TRAILING_PAGES:
+            return pool.load_alone(wanted.pages, addresses)
+        return pool.load(before or (), wanted.pages, addresses)
+
+    @guarded(lambda before, wanted: [False] * len(wanted.pages))
+    def store(self, before: Sequence[str] | None, wanted: PageTransfer) -> list[bool]:
+        """Store pages of the host pool: True for the leading ones that the pool holds then. `before` is None if SGLang
+        does not say it."""
+        if (pool := self._pools.get(wanted.pool)) is None:
+            return [False] * len(wanted.pages)
+        addresses = self._addresses(wanted)
+        if wanted.policy == TRAILING_PAGES:
+            return pool.store_alone(wanted.pages, addresses)
+        if before is None:
+            raise ConfigError(PASS_PREFIX_KEYS)
+        return pool.store(before, wanted.pages, addresses)
+
+    def clear(self) -> None:
+        """From now on this rank neither finds nor stores what it knew by the same names. The blocks stay, for others,
+        until they are evicted."""
+        term = secrets.token_bytes(TERM_BYTES)
+        for pool in self._pools.values():
+            pool.term = term
+
+    def close(self) -> None:
+        """Leave the pool. Blocks until the copies under way have ended. Idempotent."""
+        if self._thread.loop.is_usable:
+            self._thread.loop.wait(self._thread.close())
+            self._thread.loop.stop()
+            log.info("storage_closed", extra={"pages": dict(self.counters)})
+
+    # -- inside ----
+
+    def _addresses(self, wanted: PageTransfer) -> list[list[int]]:
+        """By page: the addresses of its pieces. Raises ValueError for places that are not whole pages."""
+        pool, form = self._host_pools[wanted.pool], self._pools[wanted.pool].form
+        places = 0 if wanted.places is None else len(wanted.places)
+        if places != len(wanted.pages) * pool.page_size:
+            raise ValueError(f"{places} places for {len(wanted.pages)} pages of {pool.page_size} tokens")
+        addresses, sizes = pool.get_page_buffer_meta(wanted.places)
+        count = len(form.pieces)
+        if tuple(sizes) != form.pieces * len(wanted.pages):
+            raise ValueError(f"pieces of {sizes[:count]} bytes, not {form.pieces} as at the start")
+        return [addresses[at : at + count] for at in range(0, len(addresses), count)]
+
+    def note_failure(self, entry: str, error: Exception) -> None:
+        self.counters[f"failed_{entry}"] += 1
+        kind = f"{entry}: {type(error).__name__}"
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            is_ours = isinstance(error, KVServiceError)
+            log.error("%s failed, going on without the cache for it: %s", entry, error, exc_info=not is_ours)
