@@ -66,7 +66,7 @@ class BlockCopier:
         self._slot_layers = slice(first_layer, first_layer + len(layers))
         self._layers_behind = layers_behind
         self._staged = first.device.type != "cpu" if staged is None else staged
-        self._together = _one_view(layers)
+        self._together = one_view(layers)
         self._slots: torch.Tensor | None = None  # the segment's bytes, `(segment bytes,)` uint8
         self._layout: SlotLayout | None = None
 
@@ -208,7 +208,7 @@ def _runs(slot: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[torch.Ten
         yield from zip(slot.unbind(0), staging.unbind(0), strict=True)
 
 
-def _one_view(layers: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def one_view(layers: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """`[block, layer, part, head, token, K‖V]` over the storage of all layers, or None if there is no such view."""
     first = layers[0]
     if any(
