@@ -37,6 +37,10 @@ class Grouping(Protocol):
         only between positions if there are several."""
         ...
 
+    def whole(self, positions: int) -> int:
+        """How many of these leading positions a hit may have: with their last one a block of the engine ends."""
+        ...
+
     def length(self, table: Table) -> int:
         """The number of positions in the table."""
         ...
@@ -63,6 +67,9 @@ class Grouping(Protocol):
 class OneGroup:
     stride: int = 1  # blocks of the engine in a slot
 
+    def whole(self, positions: int) -> int:
+        return positions
+
     @property
     def window_groups(self) -> tuple[WindowGroup, ...]:
         return ()
@@ -87,6 +94,40 @@ class OneGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class PagesOfBlocks:
+    """One KV cache group whose blocks hold several slots each. A position is a slot with a hash of its own. Its part is
+    its place in the engine's block."""
+
+    pages: int  # slots of a block
+
+    @property
+    def stride(self) -> int:
+        return 1
+
+    @property
+    def window_groups(self) -> tuple[WindowGroup, ...]:
+        return ()
+
+    def whole(self, positions: int) -> int:
+        return positions - positions % self.pages
+
+    def length(self, table: Table) -> int:
+        return len(table) * self.pages
+
+    def named(self, hashes: Sequence[BlockHash], position: int) -> list[tuple[BlockHash, BlockHash | None]]:
+        return []  # the engine's events know nothing of pages
+
+    def needed_from(self, group: int, end: int) -> int:
+        return 0
+
+    def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
+        return self.loaded(table, group, position, position)
+
+    def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
+        return [(0, position % self.pages, table[position // self.pages])]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineGroup:
     """One KV cache group of the engine. `parts` of its blocks lie in one slot, because groups may have blocks of
     different sizes."""
@@ -101,6 +142,9 @@ class SeveralGroups:
     window_groups: tuple[WindowGroup, ...]  # groups 1, 2, …
     block_tokens: int  # tokens of a position
     stride: int = 1
+
+    def whole(self, positions: int) -> int:
+        return positions
 
     def length(self, table: Table) -> int:
         return min(len(ids) // one.parts for ids, one in zip(table, self.engine_groups, strict=True))

@@ -77,6 +77,11 @@ class Layerwise(Enum):
         return self in (Layerwise.SAVE, Layerwise.BOTH)
 
 
+class Share(Enum):
+    OFF = "off"  # blocks are exact: they are found by engines of the same kind and version only
+    ENGINES = "engines"  # pages that any kind of engine finds which computes the same model in the same type
+
+
 class AdapterFiles(Enum):
     """Which LoRA adapters are cached."""
 
@@ -122,7 +127,18 @@ class EngineCacheOptions(PoolOptions):
     """Directory for the digests of weight files."""
 
 
-class ConnectorOptions(EngineCacheOptions):
+class SharingOptions(EngineCacheOptions):
+    """Of engines that can share pages with engines of other kinds."""
+
+    share: Share = Share.OFF
+    """Who finds this engine's blocks. off: engines of the same kind, version and settings; tokens are exactly those of
+    an engine without a cache. engines: every kind of engine with this option that computes the same weights in the same
+    type. Their K and V differ by rounding, so tokens may differ as they do between two sizes of a prefill chunk.
+    Nothing is shared until the engine's own K and V of a first prompt agree with the model's files. See
+    docs/howto/share-engines.md."""
+
+
+class ConnectorOptions(SharingOptions):
     """What the engine's operator can set, the keys of kv_connector_extra_config."""
 
     what: ClassVar[str] = "key of kv_connector_extra_config"
@@ -203,12 +219,29 @@ class ConnectorOptions(EngineCacheOptions):
             )
         if self.slot_tokens is not None and self.handoff_loans is HandoffLoans.ON:
             raise ConfigError("handoff_loans 'on' and slot_tokens exclude each other: blocks are lent one by one")
+        if self.share is Share.ENGINES:
+            self._shares_pages()
         if self.weights_version is not None and self.weights_version_file is not None:
             raise ConfigError(
                 "weights_version names weights that stay, weights_version_file weights that are changed in place: "
                 "give one of them"
             )
         return self
+
+    def _shares_pages(self) -> None:
+        """Raises ConfigError for what copies or names blocks in the engine's own way."""
+        refused = {
+            "copier": (self.copier is CopierChoice.WORKER, "a copy worker copies blocks as they are"),
+            "layerwise": (self.layerwise is not Layerwise.OFF, "layers are copied as they are"),
+            "slot_tokens": (self.slot_tokens is not None, "a slot holds one page of 16 tokens"),
+            "offload 'evicting'": (
+                self.offload is Offload.EVICTING,
+                "the engine knows blocks about to go by its names",
+            ),
+        }
+        for name, (is_set, reason) in refused.items():
+            if is_set:
+                raise ConfigError(f"share 'engines' and {name} exclude each other: {reason}")
 
     def loans_on(self, device: str) -> bool:
         """Whether an engine on this kind of device (vLLM's device type) lends and borrows blocks."""

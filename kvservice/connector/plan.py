@@ -77,6 +77,14 @@ class LendPlan:
     blocks: tuple[tuple[int, BlockKey], ...]  # (row of the engine's KV tensors, key)
 
 
+@dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """A prompt that this step has computed to its end, for workers to compare their K and V of it with the model's."""
+
+    token_ids: tuple[int, ...]  # whole pages
+    block_ids: tuple[int, ...]  # rows of the engine's KV tensors
+
+
 @dataclass(slots=True)
 class StepPlan:
     pool: PoolInfo | None = None
@@ -85,6 +93,7 @@ class StepPlan:
     lends: list[LendPlan] = field(default_factory=list)
     recalls: list[int] = field(default_factory=list)  # ids of loans
     invalid_blocks: list[int] = field(default_factory=list)  # of the engine: promised for this step but not loaded
+    probe: ProbePlan | None = None
 
 
 @dataclass(slots=True)

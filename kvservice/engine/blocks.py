@@ -9,7 +9,7 @@ first block manager; blocks are found by the same chained hashes as in the cache
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -18,6 +18,9 @@ from kvservice.errors import Exhausted, InvalidRequest
 from kvservice.units import BlockHash, div_ceil
 
 Pairs = list[tuple[int, int]]  # (source, target): block ids; which devices they belong to depends on the list
+
+# (tokens behind what has a name, tokens of a block, root, name of what comes before) -> names of the full blocks
+NameBlocks = Callable[[Sequence[int], int, bytes, BlockHash | None], list[BlockHash]]
 
 RELEASED = -1  # in a block table: the block was behind the sliding window and is gone. Never an id, so never a slot
 
@@ -178,9 +181,11 @@ class PagedMemory:
         *,
         watermark: float = 0.01,
         window: int = 0,
+        name: NameBlocks = chain_hashes,
     ) -> None:
         """
         Args:
+            name: makes the chained hashes of full blocks.
             watermark: share of the device's blocks that stay free when a sequence is admitted, so that those that run
             can grow for a while before one has to go.
             window: tokens of the model's sliding window, with the token itself. Blocks behind it are released. 0: none.
@@ -189,6 +194,7 @@ class PagedMemory:
             raise InvalidRequest("block_tokens must be at least 1, watermark in [0, 1) and window at least 0")
         self.device, self.host = device, host
         self.block_tokens, self.window = block_tokens, window
+        self._name = name
         self.watermark_blocks = int(watermark * device.count)
 
     def blocks_for(self, tokens: int) -> int:
@@ -199,7 +205,7 @@ class PagedMemory:
         known = sequence.hashes
         behind = sequence.tokens[len(known) * self.block_tokens :]
         if len(behind) >= self.block_tokens:
-            known += chain_hashes(behind, self.block_tokens, sequence.root, known[-1] if known else None)
+            known += self._name(behind, self.block_tokens, sequence.root, known[-1] if known else None)
         return known
 
     # -- is there room? ----

@@ -27,7 +27,7 @@ import transformers
 from kvservice.connector.cache_groups import OneGroup, Table
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
-from kvservice.connector.options import StoredPart, slot_parts
+from kvservice.connector.options import Share, StoredPart, slot_parts
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill, decode_params
@@ -48,6 +48,7 @@ from kvservice.engine.blocks import RELEASED, Pairs
 from kvservice.engine.model import PagedModel
 from kvservice.engine.options import EngineOptions, EngineRole
 from kvservice.engine.schedule import Found
+from kvservice.engine.sharing import check_pages, page_copier, shared_spec
 from kvservice.errors import ConfigError
 from kvservice.session.pool_choice import choose_pool
 from kvservice.session.session import Session
@@ -144,7 +145,11 @@ class BothHalves:
         to attach. Raises KVServiceError."""
         self.counters: Counter[str] = Counter()
         self._options = options
-        spec = engine_spec(model, options)
+        spec, self._pages = engine_spec(model, options), None
+        if options.share is Share.ENGINES:
+            spec = shared_spec(model, options, spec)
+            self._pages = page_copier(model)
+            check_pages(model, self._pages)
         self._layout, self._block_tokens = spec.layout, spec.layout.part_tokens
         pool = choose_pool(options, spec)
         self._engine_id = pool.spec.engine_id
@@ -186,7 +191,7 @@ class BothHalves:
     def _make_worker(self, model: PagedModel, shared: SharedKV | None) -> WorkerHalf:
         options, layers = self._options, model.kv.layers
         heads = range(model.shape.head_count)
-        block_copier = BlockCopier(layers, heads)
+        block_copier = self._pages or BlockCopier(layers, heads)
         lends = options.loans_on(model.device.type) and options.role is not EngineRole.CONSUMER
         copier = copier_for(options.copier, block_copier, layers, heads, shared, lends=lends)
         share = self._layout.share(0, 1)

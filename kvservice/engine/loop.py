@@ -18,12 +18,13 @@ from types import TracebackType
 
 import torch
 
-from kvservice.connector.options import CopierChoice
+from kvservice.connector.options import CopierChoice, Share
 from kvservice.connector.scheduler.half import BlockIds
 from kvservice.connector.scheduler.handoff import Prefill, parse_public_tokens, parse_transfer_params
 from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.copying.memory import SharedMemory
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES
+from kvservice.core.block.keys import chain_hashes
 from kvservice.engine.blocks import BlockAllocator, PagedMemory
 from kvservice.engine.cache import POLL_SECONDS, BothHalves, StepEnd
 from kvservice.engine.model import PagedModel
@@ -31,6 +32,7 @@ from kvservice.engine.options import CPU_BYTES, EngineOptions, PreemptBy
 from kvservice.engine.paged import TokenSpan
 from kvservice.engine.sampling import Generation, Sampling
 from kvservice.engine.schedule import Chunk, Found, Next, Scheduler, SequenceGroup, Step, SwapEstimate
+from kvservice.engine.sharing import name_pages
 from kvservice.errors import ConfigError, InvalidRequest, KVServiceError
 from kvservice.units import BlockHash, HandoffId
 
@@ -114,6 +116,7 @@ class ReferenceEngine:
             model.shape.block_tokens,
             watermark=options.watermark,
             window=model.window,
+            name=name_pages if options.share is Share.ENGINES else chain_hashes,
         )
         self._estimate = SwapEstimate(model.shape.block_bytes)
         self.scheduler = Scheduler(

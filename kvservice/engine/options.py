@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from pydantic_core import ErrorDetails
 
 from kvservice.config import Count, Shown, Size
-from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload
+from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload, Share
+from kvservice.core.block.pages import PAGE_TOKENS
 from kvservice.errors import ConfigError
 from kvservice.units import GiB
 
@@ -86,6 +87,8 @@ class EngineOptions(ConnectorOptions):
             raise ConfigError("offload 'evicting' reads the free queue of vLLM, which this engine does not have")
         if self.layerwise is not Layerwise.OFF and self.copier is CopierChoice.WORKER:
             raise ConfigError("layerwise and copier 'worker' exclude each other: a copy worker copies whole blocks")
+        if self.share is Share.ENGINES and self.block_tokens != PAGE_TOKENS:
+            raise ConfigError(f"share 'engines' needs block_tokens {PAGE_TOKENS}: a block is a page")
         if self.preempt_by is PreemptBy.SWAP and not self.swaps:
             raise ConfigError(
                 "preempt_by 'swap' needs the cache, host_blocks above 0, role 'both' and offload 'eager': the host "

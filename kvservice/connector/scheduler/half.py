@@ -232,7 +232,7 @@ class SchedulerHalf:
         request.local_tokens = computed_tokens
         if local < request.skip:
             return Promise(0)
-        end = min(request.promised_end, total_tokens // self._block_tokens)
+        end = self._grouping.whole(min(request.promised_end, total_tokens // self._block_tokens))
         return Promise(max(end * self._block_tokens - computed_tokens, 0))
 
     def _usable(self, request: EngineRequest, total_tokens: int) -> int:

@@ -126,7 +126,7 @@ class Stores:
             return None
         self._known.learn(item.key for item in planned.items)
         self._last_id += 1
-        read = [entry.block_id for entry in planned.entries]
+        read = list(dict.fromkeys(entry.block_id for entry in planned.entries))  # a block may fill several slots
         if self._pins is not None:
             self._pins.pin(read)
         span = tracing.begin("store", trace, blocks=len(planned.items))

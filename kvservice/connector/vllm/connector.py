@@ -14,7 +14,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,8 +38,9 @@ from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.connector.scheduler.ports import Wait
+from kvservice.connector.shared.judge import Probation
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
-from kvservice.connector.vllm import compat
+from kvservice.connector.vllm import compat, sharing
 from kvservice.connector.vllm.lora import Adapters, located
 from kvservice.connector.vllm.pins import PoolCache, PoolPins
 from kvservice.connector.vllm.request_terms import terms_of
@@ -124,6 +125,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._layered_scheduler: LayerwiseScheduler | None = None
         self._layered_worker: LayerwiseWorker | None = None
         self._shared_kv: SharedKV | None = None
+        # With the option share: names of pages, and the comparison before anything is shared.
+        self._pages: sharing.SharedRequests | None = None
+        self._probation: Probation | None = None
         self._failures: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._step: tuple[float, int] | None = None  # (start, tokens) of the step in flight
@@ -161,13 +165,19 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             slot_tokens=self._options.slot_tokens,
             accept_codec=self._options.accept_codec,
         )
-        self._spec = replace(self._spec, hears_removals=compat.publishes_events(vllm_config))
+        remembers = compat.publishes_events(vllm_config)
+        self._spec = replace(self._spec, hears_removals=remembers)
+        grouping = compat.grouping(vllm_config, self._config, self._spec)
+        worker_count = vllm_config.parallel_config.world_size
+        if sharing.wanted(self._options):
+            self._spec = sharing.engine_spec(vllm_config, self._config, self._spec, self._options)
+            grouping, remembers = sharing.grouping(self._config), False
+            self._pages = sharing.SharedRequests(worker_count)
         self._pool = choose_pool(self._options, self._spec)
         # A prompt that is handed off is waited for, so the blocks of its first step must find slots at once.
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
         step_blocks = step_tokens // self._spec.layout.block_tokens
         device = vllm_config.device_config.device_type
-        grouping = compat.grouping(vllm_config, self._config, self._spec)
         session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach(), step_blocks)
         make_half = LayerwiseScheduler if self._layerwise.loads else SchedulerHalf
         half = make_half(
@@ -175,14 +185,14 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             functools.partial(block_keys, self._spec.fingerprint.digest),
             self._pool_info,
             block_tokens=self._spec.layout.block_tokens,
-            worker_count=vllm_config.parallel_config.world_size,
+            worker_count=worker_count,
             offload=self._options.offload,
             evicting_blocks=2 * max(step_blocks, 1),
             fetch_timeout_seconds=self._options.fetch_timeout_seconds,
             handoff_timeout_seconds=self._options.handoff_timeout_seconds,
             loan_seconds=self._options.loan_seconds if self._options.loans_on(device) else 0.0,
             may_write=self._kv_transfer_config.is_kv_producer,
-            remember_stored=compat.publishes_events(vllm_config),
+            remember_stored=remembers,
             grouping=grouping,
             term=self._terms.first(),
         )
@@ -225,12 +235,13 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 return  # later questions about it are answered with nothing
             terms = terms_of(request, self._options, self._failures)
             may_read = self._kv_transfer_config.is_kv_consumer and not request.skip_reading_prefix_cache
+            may_share = self._pages is None or self._pages.begin(request)
             self._scheduler.on_new_request(
                 request.request_id,
-                request.block_hashes,
+                self._hashes(request),
                 time.monotonic(),
-                may_read=may_read and terms.may_load,
-                may_store=terms.may_store,
+                may_read=may_read and terms.may_load and may_share,
+                may_store=terms.may_store and may_share,
                 prompt_only=terms.prompt_only,
                 tokens=request.num_tokens,
                 wants=terms.wants,
@@ -239,6 +250,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 adapter=adapter,
                 trace=tracing.parent_in(request.trace_headers, request.kv_transfer_params),
             )
+
+    def _hashes(self, request: Request) -> Sequence[Any]:
+        """The hashes that name its blocks so far. The list grows."""
+        return request.block_hashes if self._pages is None else self._pages.hashes(request)
 
     def _adapter(self, request: Request) -> bytes | None:
         """The adapter's identity. None if it is not known which weights the request is computed with."""
@@ -268,7 +283,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._pins = PoolPins(gpu_block_pool)
             self._scheduler.pin_with(self._pins)
-            if compat.keeps_hashed_blocks_true(self._vllm_config):
+            if compat.keeps_hashed_blocks_true(self._vllm_config) and self._pages is None:
                 self._scheduler.read_cache(PoolCache(gpu_block_pool))
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -310,9 +325,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         now = time.monotonic()
         self._step = (now, tokens)
         scheduler.begin_step(plan, now, is_idle=tokens == 0)
-        scheduler.plan_stores(plan, self._scheduled(output), output.preempted_req_ids or ())
+        scheduler.plan_stores(plan, self._scheduled(plan, output), output.preempted_req_ids or ())
 
-    def _scheduled(self, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, BlockIds]]:
+    def _scheduled(self, plan: StepPlan, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, BlockIds]]:
         """(request id, block hashes, tokens computed when this step ends, its block ids) of every scheduled request."""
         state = output.kv_connector_block_state
         if state is None:
@@ -328,8 +343,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self._live.get(request_id)
             if request is not None:
-                ids = functools.partial(block_ids, request_id)
-                yield request_id, request.block_hashes, computed[request_id] + tokens, ids
+                ids, end = functools.partial(block_ids, request_id), computed[request_id] + tokens
+                if self._pages is not None and self._pages.is_waiting:
+                    self._pages.probe(plan, request, end, ids())
+                yield request_id, self._hashes(request), end, ids
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is None:
@@ -343,6 +360,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if report is not None:
             with self._guard("update_connector_output"):
                 self._scheduler.reported(report)
+                if self._pages is not None:
+                    self._pages.reported(report.counters)
         if self._layered_scheduler is not None:
             with self._guard("update_connector_output"):
                 self._layered_scheduler.end_layered(report)
@@ -361,9 +380,12 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         attachment = self._session.attachment
         done = request.status in STORABLE
+        hashes = self._hashes(request)
+        if self._pages is not None:
+            self._pages.end(request.request_id)
         handoff = self._scheduler.finished(
             request.request_id,
-            request.block_hashes,
+            hashes,
             request.num_computed_tokens,
             self._table(block_ids),
             store_rest=done,
@@ -434,6 +456,11 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerHalf(several, verify, copier, share, defer_stores=defers)
             return
         layers = compat.ordered_layers(self._vllm_config, self._config, kv_caches)
+        if sharing.wanted(self._options):
+            pages = sharing.page_copier(self._vllm_config, layers, share.heads)
+            self._probation = sharing.probation(self._vllm_config, pages)
+            self._worker = WorkerHalf(pages, verify, None, share, defer_stores=defers)
+            return
         block_copier = BlockCopier(layers, share.heads)
         lends = self._options.loans_on(block_copier.device.type) and self._kv_transfer_config.is_kv_producer
         copier = copier_for(self._options.copier, block_copier, layers, share.heads, self._shared_kv, lends=lends)
@@ -488,6 +515,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             with self._guard("wait_for_save"):
                 self._copying.stores_started(self._worker.store(plan))
+        if self._probation is not None and plan.probe is not None:
+            with self._guard("look"):
+                self._probation.look(plan.probe)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         loaded: set[str] = set()
@@ -501,6 +531,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._copying.complete(None if self._worker is None else self._worker.take_report())
+        if self._probation is not None and (found := self._probation.take_counters()):
+            report = (report or StepReport()).merge(StepReport(counters=found))
         return None if report is None else WorkerMetadata(report)
 
     def _plan(self) -> StepPlan | None:
@@ -521,7 +553,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def counters(self) -> dict[str, int]:
         """Everything counted since the start, for tests and benchmarks."""
         found = Counter(self._failures)
-        for part in (self._scheduler, self._session, self._adapters):
+        for part in (self._scheduler, self._session, self._adapters, self._pages):
             if part is not None:
                 found.update(part.counters)
         return dict(found)

@@ -76,6 +76,10 @@ class PageCopier(BlockCopier):
         self._whole = (one_view(views.keys), one_view(views.values))
 
     @property
+    def pages_of_block(self) -> int:
+        return int(self._pairs[0][0].shape[1]) // PAGE_TOKENS
+
+    @property
     def fills_slots(self) -> bool:
         """Never as runs of bytes: the engine's order is another one."""
         return False
@@ -109,12 +113,13 @@ class PageCopier(BlockCopier):
             for there, here in self._copies(slot[:, which], which, block_id, part):
                 here.copy_(there)
 
-    def page(self, block_id: int, part: int, layer_count: int) -> torch.Tensor:
-        """A copy of the first layers of a page, in host memory: `(layer, K|V, token, kv head of this rank, element)`.
-        Blocks until what the device has been given so far is done."""
-        tokens = slice(part * PAGE_TOKENS, (part + 1) * PAGE_TOKENS)
+    def pages(self, places: Sequence[tuple[int, int]], layer_count: int) -> torch.Tensor:
+        """A copy of the first layers of these pages (block id, part), one behind the other, in host memory: `(layer,
+        K|V, token, kv head of this rank, element)`. Blocks until what the device has been given so far is done."""
+        tokens = [(block_id, slice(part * PAGE_TOKENS, (part + 1) * PAGE_TOKENS)) for block_id, part in places]
         layers = zip(*(views[:layer_count] for views in self._pairs), strict=True)
-        return torch.stack([torch.stack([one[block_id, tokens] for one in pair]) for pair in layers]).cpu()
+        halves = [torch.stack([torch.cat([one[place] for place in tokens]) for one in pair]) for pair in layers]
+        return torch.stack(halves).cpu()
 
     def _slot_view(self, payload_offset: int, part: int = 0) -> torch.Tensor:
         """This rank's heads of a slot, `(layer, K|V, token, kv head, element)`."""

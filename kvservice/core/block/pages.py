@@ -30,6 +30,9 @@ WORDS_ONLY = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "is_llama_config"}
     | {"bos_token_id", "eos_token_id", "pad_token_id", "transformers.js_config"}
 )
+# A prompt that every engine can compute: ids below 128, so of any vocabulary, all different, in four
+# pages. An engine whose storage sees hashes only is asked for it before it shares anything.
+KNOWN_PROMPT = tuple(5 + 37 * index % 113 for index in range(4 * PAGE_TOKENS))
 _DIGEST_DIGITS = 32  # of SHA-256 in hex: 128 bits
 
 

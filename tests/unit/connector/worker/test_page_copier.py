@@ -99,7 +99,7 @@ def test_ranks_write_their_heads_into_one_page(kind: str, staged: bool) -> None:
     whole = copier("rows", truth())
     whole.bind(segment, layout())
     whole.load(0, 2, 0)
-    assert torch.equal(whole.page(2, 0, LAYERS), kv[:, :, 1, :PAGE_TOKENS])
+    assert torch.equal(whole.pages([(2, 0)], LAYERS), kv[:, :, 1, :PAGE_TOKENS])
 
 
 @kinds
@@ -111,7 +111,7 @@ def test_layers_in_memory_of_their_own_are_copied_one_by_one(kind: str) -> None:
     slots = engine.bind(segment, layout())
     engine.store(0, 0, 1)
     assert torch.equal(slots.view(torch.bfloat16), kv[:, :, 0, PAGE_TOKENS:].reshape(-1))
-    assert torch.equal(engine.page(0, 1, 2), kv[:2, :, 0, PAGE_TOKENS:])
+    assert torch.equal(engine.pages([(0, 1), (3, 0)], 2)[:, :, :PAGE_TOKENS], kv[:2, :, 0, PAGE_TOKENS:])
     assert not engine.fills_slots
 
 
