@@ -45,7 +45,7 @@ BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerw
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm --ignore tests/unit/connector/offloading -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-tiers bench bench-blend bench-engine bench-guard bench-peers bench-tiers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-tiers bench bench-blend bench-engine bench-guard bench-peers bench-tiers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -112,6 +112,10 @@ $(DOCS_INSTALLED): requirements/docs.txt
 	scripts/new-venv.sh "$(PYTHON)" "$(DOCS_VENV)"
 	$(DOCS_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $<
 	touch $@
+
+engines: $(INSTALLED) ## Record what the last run of the tests showed of each engine, for docs/reference/engines.md
+	$(BIN)/python -m scripts.reference.engines build/tests
+	$(BIN)/python -m scripts.reference
 
 chart-readme: $(INSTALLED) ## Write helm/kvservice/README.md from values.yaml
 	$(BIN)/python scripts/chart_readme.py helm/kvservice
