@@ -30,6 +30,9 @@ DOCS_INSTALLED := $(DOCS_VENV)/.installed
 FUZZ_SITE := .venv-fuzz/site
 FUZZ_INSTALLED := .venv-fuzz/.installed
 
+FUSE_SITE := .venv-fuse
+FUSE_INSTALLED := $(FUSE_SITE)/.installed
+
 TRITON_SITE := .venv-triton/site
 TRITON_INSTALLED := .venv-triton/.installed
 CUDA_LOCK := requirements/cuda-py311.lock
@@ -39,7 +42,7 @@ PEERS_INSTALLED := $(PEERS_VENV)/.installed
 
 AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
-LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt
+LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt
 
 BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # In the process of pytest and without vLLM, whose import starts processes.
@@ -135,7 +138,7 @@ test-fast: $(INSTALLED) ## Test single modules in less than a minute: no process
 test: $(INSTALLED) $(MODEL) ## Run the gate: every test but the slow ones, in parallel lanes
 	$(BIN)/python -m tests.lanes $(PYTEST)
 
-test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
+test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) $(FUSE_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
 	$(BIN)/python -m tests.lanes --all $(PYTEST)
 
 # Of what is decided in core, and of everything. Raise a bound when its figure has risen. All tests run 95 % of everything
@@ -169,6 +172,10 @@ fuzz: $(INSTALLED) $(FUZZ_INSTALLED) ## Fuzz every parser with Atheris for twent
 
 $(FUZZ_INSTALLED): requirements/fuzz.txt | $(INSTALLED)
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(FUZZ_SITE) -r $<
+	touch $@
+
+$(FUSE_INSTALLED): requirements/fuse.txt scripts/new-fuse.sh | $(INSTALLED)
+	scripts/new-fuse.sh $(BIN)/pip $(FUSE_SITE)
 	touch $@
 
 browser: $(INSTALLED) $(BROWSER_INSTALLED) ## Play a person at the console in a real browser, against shards under load
