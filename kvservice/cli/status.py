@@ -20,6 +20,7 @@ from kvservice.units import format_bytes, printable
 
 if TYPE_CHECKING:
     from kvservice.client.overview import Overview
+    from kvservice.client.tier_overview import TierOverview
 
 DIFFERENCES_SHOWN = 3  # of a refused engine; the first ones tell what to change, and `wide` shows all
 SLOWEST_SHOWN = 5  # requests; `kvservice explain` says more about each
@@ -130,6 +131,12 @@ def counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}" + ("" if count == 1 else "s")
 
 
+def used_of(tier: TierOverview) -> str:
+    """'3.0 GiB of 1.0 TiB'; without the end for a tier without a bound."""
+    budget = f" of {format_bytes(tier.budget_bytes)}" if tier.budget_bytes else ""
+    return format_bytes(tier.used_bytes) + budget
+
+
 def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = (), first_folds: bool = True) -> Table:
     """A table without lines. Columns in `right` hold numbers. When it is too wide, those in `fold`, and the first one,
     take more lines."""
@@ -229,11 +236,10 @@ def draw_hits(seen: Overview) -> RenderableType:
 
 def draw_tiers(seen: Overview, names: Mapping[str, str]) -> Table:
     """A line for each tier of each node."""
-    numbers = ("blocks", "used", "of", "written", "read", "failed", "waiting")
+    numbers = ("blocks", "used", "of", "waiting", "written", "read", "hits", "dropped", "failed")
     made = table("node", "tier", "state", *numbers, right=numbers)
     for node in seen.nodes:
         for tier in node.tiers:
-            failed = sum(tier.counters.get(name, 0) for name in ("write_failed", "read_failed", "read_corrupt"))
             made.add_row(
                 plain(names[node.node_id]),
                 plain(tier.name),
@@ -241,10 +247,12 @@ def draw_tiers(seen: Overview, names: Mapping[str, str]) -> Table:
                 f"{tier.blocks:,}",
                 format_bytes(tier.used_bytes),
                 format_bytes(tier.budget_bytes) if tier.budget_bytes else "-",
-                format_bytes(tier.counters.get("written_bytes", 0)),
-                format_bytes(tier.counters.get("read_bytes", 0)),
-                f"{failed:,}",
                 f"{tier.waiting_blocks:,}",
+                format_bytes(tier.written_bytes),
+                format_bytes(tier.read_bytes),
+                percent(tier.hit_share),
+                f"{tier.dropped_blocks:,}",
+                f"{tier.failed_blocks:,}",
             )
     return made
 

@@ -28,6 +28,8 @@ COUNTERS = {
     "stored": "stored_bytes",
     "served": "served_bytes",
 }
+# Fields of a tier that only grow, whose rates the page shows.
+TIER_RATES = ("written_bytes", "read_bytes")
 HIT_SOURCES = ("local", "remote", "tier")
 
 
@@ -41,6 +43,7 @@ class View:
         """(the page, the point of the charts). `now`: seconds on a clock that never goes back."""
         used: set[Hashable] = set()
         nodes = [self._node(row, now, used) for row in overview["nodes"]]
+        tiers = [self._tier(node, tier, now, used) for node in overview["nodes"] for tier in node["tiers"]]
         flows = [self._flow(row, now, used) for row in overview["flows"]]
         evicted = self._evictions(overview["nodes"], now, used)
         self._rates.keep_only(used)
@@ -56,6 +59,7 @@ class View:
             "hit_rates": _hit_rates(sums),
             "states": Counter(row["state"] for row in nodes),
             "nodes": nodes[:ROWS_MAX],
+            "tiers": tiers[:ROWS_MAX],
             "flows": flows[:FLOWS_MAX],
             "evictions": [
                 {"cause": cause, "blocks": count, "rate": evicted.get(cause, 0.0)}
@@ -70,7 +74,10 @@ class View:
             "refused": [_cut_all(row) for row in overview["refused"][:ROWS_MAX]],
             "lookups": [_cut_all(row) for row in overview["lookups"][:ROWS_MAX]],
             "problems": [_cut(text) for text in overview["problems"][:ROWS_MAX]],
-            "counts": {name: len(overview[name]) for name in ("nodes", "flows", "models", "tenants", "problems")},
+            "counts": {
+                "tiers": len(tiers),
+                **{name: len(overview[name]) for name in ("nodes", "flows", "models", "tenants", "problems")},
+            },
         }
         point = {"at": overview["at"], **sums, **_hit_rates(sums), "evicted": evicted}
         return page, point
@@ -94,6 +101,16 @@ class View:
             "lookup_keys": row["lookup_keys"],
             "mirror": row["mirror"],
         }
+
+    def _tier(self, node: Json, row: Json, now: float, used: set[Hashable]) -> Json:
+        rates = {}
+        for field in TIER_RATES:
+            key = (node["node_id"], node["epoch"], "tier", row["name"], field)
+            self._rates.put(key, row[field], now)
+            used.add(key)
+            rates[field] = round(self._rates.per_second(key), 2)
+        shown = {name: value for name, value in row.items() if name != "counters"}
+        return {"node_id": _cut(node["node_id"]), **_cut_all(shown), "rates": rates}
 
     def _flow(self, row: Json, now: float, used: set[Hashable]) -> Json:
         key = ("flow", row["source"], row["target"])

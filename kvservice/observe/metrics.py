@@ -118,6 +118,7 @@ CUTS: Mapping[str, str] = {
 }
 # Counters tier_<name>_<words> of a shard -> help text. Exported as kvservice_tier_<words>_total{tier}.
 TIER_COUNTERS: Mapping[str, str] = {
+    "hit_blocks": "blocks promised to engines after bringing them back from this tier",
     "written_blocks": "blocks written down into the tier",
     "written_bytes": "their bytes, as engines read them: for the endurance of a disk",
     "write_failed": "blocks that the tier could not write",
@@ -130,6 +131,7 @@ TIER_COUNTERS: Mapping[str, str] = {
     "read_corrupt": "reads of blocks whose digest did not match; they are erased",
     "read_failed": "reads that failed or came too late",
     "erased": "blocks erased from the tier, to make room or because they must go",
+    "busy": "times that the tier was not asked, because it owed an answer or too much was being read from it",
     "refused": "reads and writes refused because the tier is not open",
     "start_failed": "starts of the tier that failed",
 }

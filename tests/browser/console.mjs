@@ -59,7 +59,7 @@ const checks = {
   async content() {
     const page = await watching();
     const seen = await page.locator("#page").innerText();
-    for (const word of ["n0", "n1", "Qwen/Qwen3-8B", "readable", "room for another block", "1 of 1", "No tenants"]) {
+    for (const word of ["n0", "n1", "Qwen/Qwen3-8B", "readable", "room for another block", "1 of 1", "No tenants", "from tiers"]) {
       must(seen.includes(word), `the page does not say ${word}`);
     }
     await page.waitForFunction(() => /[\d.]+%\s+last minute/.test(document.getElementById("tile-hits").innerText));
@@ -69,6 +69,9 @@ const checks = {
     must(bars.includes("100%") && bars.every((width) => parseFloat(width) <= 100), `bars of flows: ${bars}`);
     must((await page.locator("#charts canvas").count()) === 3, "not three charts");
     must(!page.url().includes("token"), "the token stays in the address bar");
+    await page.waitForFunction(() => document.querySelectorAll("#tiers tbody tr").length === 2);
+    const disk = await text(page, "#tiers tbody tr");
+    must(/disk/.test(disk) && /open/.test(disk) && /of 64\.0 MiB/.test(disk), `no disk: ${disk}`);
     await page.context().close();
   },
 
@@ -78,6 +81,7 @@ const checks = {
     await changes(page, "#tile-pulled .sub", 3000);
     await changes(page, "#charts .chart:nth-child(2) .legend", 3000);
     await changes(page, "#requests tbody", 3000);
+    await changes(page, "#tiers tbody", 3000);
     await page.click("#pause");
     const before = await text(page, "#tile-stored .sub");
     await page.waitForTimeout(2500);
@@ -110,7 +114,7 @@ const checks = {
   async "hostile names of every kind are text"() {
     const page = await watching({}, hostile);
     await page.click("#pause");
-    for (const id of ["service", "problems", "nodes", "flows", "evictions", "models", "tenants", "lookups", "requests"]) {
+    for (const id of ["service", "problems", "nodes", "tiers", "flows", "evictions", "models", "tenants", "lookups", "requests"]) {
       must((await text(page, `#${id}`)).includes("<img src=x onerror=window.attacked=1>"), `no hostile name in ${id}`);
     }
     await page.click("#nodes .link");

@@ -26,6 +26,7 @@ SHOTS = os.environ.get("KVSERVICE_TEST_SHOTS", "")  # a folder for pictures of t
 SCRIPT = ROOT / "tests/browser/console.mjs"
 CHECKS = re.findall(r"^  async \"?([\w', -]+?)\"?\(\) \{$", SCRIPT.read_text(), re.MULTILINE)
 POOL_BYTES = 32 * MiB  # about a third of the blocks that the load stores
+DISK_BYTES = 64 * MiB  # of each node, for another part of them
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,7 +54,8 @@ def running(*command: str, environment: dict[str, str], log: Path) -> Iterator[s
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """By check: what went wrong, "" if nothing did."""
     folder = tmp_path_factory.mktemp("console")
-    with LocalCluster(nodes=2, lookup_partitions=1, pool_bytes=POOL_BYTES) as cluster:
+    disk = {"KVSERVICE_DISK_PATH": str(folder / "disk"), "KVSERVICE_DISK_BYTES": str(DISK_BYTES)}
+    with LocalCluster(nodes=2, lookup_partitions=1, pool_bytes=POOL_BYTES, environment=disk) as cluster:
         environment = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(cluster.root), "KVSERVICE_SERVICE": cluster.service}
         load = [sys.executable, "-m", "tests.browser.load", *[cluster.socket(node) for node in cluster.nodes]]
         console = [sys.executable, "-m", "kvservice", "console", "--port", "0"]

@@ -140,7 +140,7 @@ class Detail(Screen[None]):
 
 
 class TopApp(App[None]):
-    """The first screen: how the whole service does, and a table of its nodes, models, engines, tenants or requests."""
+    """The first screen: how the whole service does, and one of the tables in VIEWS."""
 
     TITLE = "kvservice top"
     ENABLE_COMMAND_PALETTE = False

@@ -1,4 +1,4 @@
-"""What `kvservice top` shows of one row: a node, a model, an engine, a tenant or a request. Pure."""
+"""What `kvservice top` shows of one row: a node, a model, an engine, a tenant, a request or a tier. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvservice.cli.status import counted, draw_hits, node_names, percent, plain, span, table
-from kvservice.cli.top.tables import STATE_STYLES, bar, model_key
+from kvservice.cli.status import counted, draw_hits, draw_tiers, node_names, percent, plain, span, table, used_of
+from kvservice.cli.top.tables import STATE_STYLES, TIER_STYLES, bar, model_key
 from kvservice.cli.top.trends import Trends
 from kvservice.units import format_bytes, printable
 
@@ -33,6 +33,8 @@ def detail_of(seen: Overview, trends: Trends, view: str, key: str) -> tuple[Text
             return _engine(seen, key)
         case "tenants":
             return _tenant(seen, key)
+        case "tiers":
+            return _tier(seen, key)
     return _request(seen, key)
 
 
@@ -71,6 +73,8 @@ def _node(seen: Overview, key: str) -> tuple[Text, RenderableType]:
         )
     ]
     parts += _part("Memory", _memory(node))
+    if node.tiers:
+        parts += _part("Tiers below the memory", draw_tiers(replace(seen, nodes=(node,)), node_names(seen)))
     parts += _part("Hits", draw_hits(replace(seen, windows=node.windows, evictions=node.evictions)))
     parts += _part("Engines", _engine_table(seen, [one for one in seen.engines if one.node_id == key]))
     flows = [flow for flow in seen.flows if key in (flow.source, flow.target)]
@@ -211,3 +215,25 @@ def _request(seen: Overview, key: str) -> tuple[Text, RenderableType]:
     )
     more = Text(f"\nWhy each block was hit or missed: kvservice explain {printable(slow.request_id)}", style="dim")
     return _title("Request", slow.request_id), Group(body, more)
+
+
+def _tier(seen: Overview, key: str) -> tuple[Text, RenderableType]:
+    found = ((node, tier) for node in seen.nodes for tier in node.tiers if f"{node.node_id} {tier.name}" == key)
+    node, tier = next(found, (None, None))
+    if node is None or tier is None:
+        return _title("Tier", key), Text(GONE)
+    title = _title("Tier", tier.name, f"of {printable(node.label)}")
+    title.append(f"  {printable(tier.state)}", TIER_STYLES.get(tier.state, "yellow"))
+    parts: list[RenderableType] = [
+        _fields(
+            *([("why it is not used", tier.detail)] if tier.detail else []),
+            ("shared by all nodes", "yes: blocks are those that this node knows of" if tier.shared else "no"),
+            ("blocks", f"{tier.blocks:,}"),
+            ("used", used_of(tier)),
+            ("waiting to be written", counted(tier.waiting_blocks, "block")),
+            ("hits of all blocks asked", percent(tier.hit_share)),
+        )
+    ]
+    counters = sorted(tier.counters.items())
+    parts += _part("Since the start", _fields(*((name.replace("_", " "), f"{count:,}") for name, count in counters)))
+    return title, Group(*parts)

@@ -1,4 +1,4 @@
-"""`kvservice top --plain`: a line for each node and round, for pipes, logs and people without a full screen."""
+"""`kvservice top --plain`: a line for each node, tier and round, for pipes, logs and people without a full screen."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from kvservice.cli.status import node_names, percent
+from kvservice.cli.status import node_names, percent, used_of
 from kvservice.cli.top.trends import Trends
 from kvservice.units import format_bytes, printable
 
 if TYPE_CHECKING:
     from kvservice.client.overview import NodeOverview, Overview
+    from kvservice.client.tier_overview import TierOverview
 
 HEAD_EVERY = 20  # rounds between two headings, so that one is on the screen
 # 119 characters, so that a line fits where tables do.
@@ -44,6 +45,7 @@ async def follow(
 def lines(seen: Overview, trends: Trends, *, is_first: bool = False) -> list[str]:
     names = node_names(seen)
     found = [_line(seen.at, printable(names[node.node_id]), node, trends, is_first) for node in seen.nodes]
+    found += [_tier_line(seen.at, printable(names[node.node_id]), tier) for node in seen.nodes for tier in node.tiers]
     return [*found, *(f"problem: {printable(problem)}" for problem in seen.problems)]
 
 
@@ -54,7 +56,7 @@ def _line(at: float, name: str, node: NodeOverview, trends: Trends, is_first: bo
         hit_rate = node.windows[0].hit_rate
     reserved = next(usage.bytes for usage in node.pool.states if usage.state == "reserved")
     return _COLUMNS.format(
-        time.strftime("%H:%M:%S", time.localtime(at)),
+        _clock(at),
         name,
         node.state,
         f"{node.pool.used_percent:.0f} %" if node.pool.total_bytes else "-",
@@ -66,3 +68,18 @@ def _line(at: float, name: str, node: NodeOverview, trends: Trends, is_first: bo
         format_bytes(int(rates.fetched_bytes)),
         f"{rates.evicted_blocks:.0f}",
     )
+
+
+def _tier_line(at: float, name: str, tier: TierOverview) -> str:
+    """Totals since the node's start, in words: tiers change too slowly for rates of a second."""
+    parts = (
+        f"{_clock(at):8}  {name:16}  tier {printable(tier.name)} {printable(tier.state)}: {tier.blocks:,} blocks",
+        f"{used_of(tier)}; {tier.waiting_blocks:,} waiting; written {format_bytes(tier.written_bytes)}",
+        f"read {format_bytes(tier.read_bytes)}; hits {percent(tier.hit_share)}; busy {tier.busy:,}",
+        f"dropped {tier.dropped_blocks:,}, failed {tier.failed_blocks:,}",
+    )
+    return ", ".join(parts)
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))

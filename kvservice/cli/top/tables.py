@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvservice.client.overview import Overview
 
 STATE_STYLES = {"ok": "green", "draining": "yellow", "silent": "bold red"}
+TIER_STYLES = {"open": "green", "failed": "bold red"}  # the others are yellow
 BAR_CHARS = 10  # of used memory: a character is 10 %
 
 
@@ -174,6 +175,31 @@ def request_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
         )
 
 
+def tier_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
+    names = node_names(seen)
+    for node in seen.nodes:
+        for tier in node.tiers:
+            budget = tier.budget_bytes
+            yield Row(
+                f"{node.node_id} {tier.name}",
+                (
+                    words(names[node.node_id]),
+                    words(tier.name),
+                    words(tier.state, TIER_STYLES.get(tier.state, "yellow")),
+                    count(tier.blocks),
+                    number(format_bytes(tier.used_bytes), tier.used_bytes),
+                    number(format_bytes(budget) if budget else "-", budget),
+                    count(tier.waiting_blocks),
+                    number(format_bytes(tier.written_bytes), tier.written_bytes),
+                    number(format_bytes(tier.read_bytes), tier.read_bytes),
+                    hits(tier.hit_share),
+                    count(tier.busy),
+                    count(tier.dropped_blocks),
+                    count(tier.failed_blocks),
+                ),
+            )
+
+
 VIEWS: dict[str, TopView] = {
     "nodes": TopView(
         "Nodes",
@@ -245,5 +271,24 @@ VIEWS: dict[str, TopView] = {
         ),
         request_rows,
         (3, True),
+    ),
+    "tiers": TopView(
+        "Tiers",
+        (
+            Column("node"),
+            Column("tier"),
+            Column("state"),
+            Column("blocks", True),
+            Column("used", True),
+            Column("of", True),
+            Column("waiting", True),
+            Column("written", True),
+            Column("read back", True),
+            Column("hits", True),
+            Column("busy", True),
+            Column("dropped", True),
+            Column("failed", True),
+        ),
+        tier_rows,
     ),
 }

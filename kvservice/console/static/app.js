@@ -155,6 +155,7 @@ function makeCharts() {
     series: [
       { name: "all", label: "all", colour: "--c-local", swatch: "b-local", value: (point) => point.local_hits === null ? null : Math.min(point.local_hits + point.remote_hits + point.tier_hits, 1) },
       { name: "remote", label: "from other nodes", colour: "--c-remote", swatch: "b-remote", value: (point) => point.remote_hits },
+      ...(page.tiers.length ? [{ name: "tier", label: "from tiers", colour: "--c-b", swatch: "b-b", value: (point) => point.tier_hits }] : []),
     ],
   });
   const bytes = new Chart({

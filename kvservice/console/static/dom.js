@@ -1,5 +1,7 @@
 // Elements from data. Texts come from engines, tenants and clients: they only ever become text nodes and attributes.
 
+const NEARLY_FULL = 0.95; // of a bound: then a bar changes its colour
+
 export const byId = (id) => document.getElementById(id);
 
 /** An element. `props`: attributes; `on…` a listener, `style` properties, `class` the class. Children: elements, texts. */
@@ -159,4 +161,16 @@ export function fillPill(td, text, kind, second = "") {
   td.pill.className = `pill ${kind}`;
   setText(td.pill, text);
   setText(td.below, second);
+}
+
+/** Fill a cell with a bar of what is used, 0 to 1, and a text below it; without a bound (null) with the text alone. */
+export function fillBar(td, share, text) {
+  if (!td.bar) {
+    td.bar = bar();
+    td.below = h("div", { class: "second" });
+    td.replaceChildren(h("div", { class: "cell-bar" }, td.bar, td.below));
+  }
+  td.bar.hidden = share === null;
+  td.bar.update([{ kind: share > NEARLY_FULL ? "writing" : "sealed", share: Math.min(share ?? 0, 1) }], text);
+  setText(td.below, text);
 }

@@ -1,6 +1,6 @@
 // The sections of the page. Each is made once and has `update(page)`.
 
-import { Table, bar, byId, fill, fillLink, fillPill, h, keyed, setText } from "./dom.js";
+import { Table, bar, byId, fill, fillBar, fillLink, fillPill, h, keyed, setText } from "./dom.js";
 import { ago, count, perSecond, percent, plural, rate, size, sizeParts, span, words } from "./format.js";
 
 export const STATES = ["sealed", "leased", "writing", "reserved", "quarantined", "free"];
@@ -108,7 +108,7 @@ function tiles() {
       hit === null ? "" : "last minute",
       hit === null
         ? start.hit_rate === null || start.hit_rate === undefined ? "nothing asked yet" : `nothing asked in the last minute; ${percent(start.hit_rate)} before`
-        : `${percent(minute.local_hit_rate)} local, ${percent(minute.remote_hit_rate)} remote`,
+        : `${percent(minute.local_hit_rate)} local, ${percent(minute.remote_hit_rate)} remote` + (page.tiers.length ? `, ${percent(minute.tier_hit_rate)} tiers` : ""),
     );
     const silent = page.states.silent ?? 0;
     const draining = page.states.draining ?? 0;
@@ -187,6 +187,59 @@ function nodes(open) {
   return (page) => table.update(page.nodes, page.counts.nodes);
 }
 
+const TIER_PILLS = { open: "ok", failed: "silent" };
+
+function tiers() {
+  const number = (key, label, text) => ({ key, label, kind: "num", sort: (row) => row[key] ?? -1, cell: (row, td) => fill(td, text(row[key])) });
+  const moved = (key, label) => ({
+    key,
+    label,
+    kind: "num",
+    sort: (row) => row[key],
+    cell: (row, td) => fill(td, size(row[key]), row.rates[key] ? rate(row.rates[key]) : "idle"),
+  });
+  const table = new Table(byId("tiers"), {
+    label: "Tiers below the memory",
+    cards: true,
+    empty: "No node has a tier.",
+    keyOf: (row) => `${row.node_id} ${row.name}`,
+    sorted: { key: "node", down: false },
+    columns: [
+      { key: "tier", label: "Tier", kind: "text", sort: (row) => row.name, cell: (row, td) => fill(td, row.name, row.shared ? "shared by all nodes" : "") },
+      { key: "node", label: "Node", kind: "name", sort: (row) => row.node_id, cell: (row, td) => fill(td, row.node_id) },
+      {
+        key: "state",
+        label: "State",
+        kind: "state",
+        sort: (row) => row.state,
+        cell: (row, td) => fillPill(td, row.state, TIER_PILLS[row.state] ?? "draining", row.detail),
+      },
+      number("blocks", "Blocks", count),
+      {
+        key: "used",
+        label: "Used",
+        kind: "wide",
+        sort: (row) => row.used_bytes,
+        cell: (row, td) => {
+          const text = row.budget_bytes ? `${size(row.used_bytes)} of ${size(row.budget_bytes)}` : row.shared ? "as the store allows" : size(row.used_bytes);
+          fillBar(td, row.budget_bytes ? row.used_bytes / row.budget_bytes : null, text);
+        },
+      },
+      number("waiting_blocks", "Waiting", count),
+      moved("written_bytes", "Written"),
+      moved("read_bytes", "Read back"),
+      number("hit_share", "Hits", percent),
+      number("busy", "Busy", count),
+      number("dropped_blocks", "Dropped", count),
+      number("failed_blocks", "Failed", count),
+    ],
+  });
+  return (page) => {
+    byId("tiers-card").hidden = page.tiers.length === 0;
+    table.update(page.tiers, page.counts.tiers);
+  };
+}
+
 function flows() {
   const home = byId("flows");
   const list = h("ul");
@@ -230,13 +283,13 @@ function flows() {
   };
 }
 
-function tiers() {
-  const home = byId("tiers");
+function memory() {
+  const home = byId("memory");
   const whole = bar("bar big");
   const table = h("div");
   home.append(whole, table);
   const rows = new Table(table, {
-    label: "Slots by tier and state",
+    label: "Slots by state",
     empty: "No memory is known yet.",
     keyOf: (row) => row.state,
     columns: [
@@ -318,16 +371,8 @@ function tenants() {
         label: "Holds",
         kind: "wide",
         cell: (row, td) => {
-          if (!td.bar) {
-            td.bar = bar();
-            td.below = h("div", { class: "second" });
-            td.replaceChildren(h("div", { class: "cell-bar" }, td.bar, td.below));
-          }
-          const share = row.quota_bytes ? Math.min(row.used_bytes / row.quota_bytes, 1) : 0;
           const text = row.quota_bytes ? `${size(row.used_bytes)} of ${size(row.quota_bytes)}` : `${size(row.used_bytes)}, no quota`;
-          td.bar.hidden = !row.quota_bytes;
-          td.bar.update([{ kind: share > 0.95 ? "writing" : "sealed", share }], text);
-          setText(td.below, text);
+          fillBar(td, row.quota_bytes ? row.used_bytes / row.quota_bytes : null, text);
         },
       },
       { key: "hits", label: "Hits", kind: "num", cell: (row, td) => fill(td, percent(row.hit_rate)) },
@@ -417,6 +462,7 @@ export function sections(open) {
     nodes(open.node),
     flows(),
     tiers(),
+    memory(),
     evictions(),
     models(),
     tenants(),

@@ -45,6 +45,9 @@ class Answers:
         sources = [origin for index, origin in main.origins.items() if index < main.request.skip + len(promised)]
         brought = sum(map(is_tier, sources))
         self._count(main, len(promised), fetched, brought, reason)
+        for source in sources:
+            if is_tier(source):
+                self._shard.counters[f"tier_{name_of_tier(source)}_hit_blocks"] += 1
         table = self._shard.store.table
         in_windows = sum(table[slot].payload_bytes for window in windows for slot in window)
         self._shard.counters["hit_bytes"] += len(promised) * main.payload_bytes + in_windows

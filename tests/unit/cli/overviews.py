@@ -23,9 +23,22 @@ from kvservice.client.overview import (
     sum_pools,
     sum_windows,
 )
+from kvservice.client.tier_overview import TierOverview, sum_tiers, tiers_of
+from kvservice.core.messages import TierFigures
 from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.units import GiB, MiB
+from kvservice.wire.figures import encode_tiers
+from kvservice.wire.v1 import shard_pb2
 
+# Of each disk that `make_tiers` makes.
+DISK_COUNTERS = {
+    "tier_disk_hit_blocks": 3600,
+    "tier_disk_written_bytes": 5 * GiB,
+    "tier_disk_read_bytes": 2 * GiB,
+    "tier_disk_busy": 6,
+    "tier_disk_dropped_evicted": 4,
+    "tier_disk_read_corrupt": 3,
+}
 MODEL = "meta-llama/Llama-3.3-70B-Instruct"
 HOSTS = ("gpu-a.rack1", "gpu-b.rack1", "gpu-c.rack2")
 
@@ -48,6 +61,14 @@ def make_windows(asked: int) -> tuple[HitWindow, ...]:
         )
         for name, seconds, count in spans
     )
+
+
+def make_tiers(asked: int = 80_000) -> tuple[TierOverview, ...]:
+    """A disk with 7 blocks that gave 4.5 % of what was asked, and an object store that cannot be used."""
+    disk = TierFigures("disk", "open", "", False, 7, 3 * GiB, 1024 * GiB, 2)
+    objects = TierFigures("objects", "failed", "no credentials", is_shared=True)
+    reply = shard_pb2.StatsReply(tiers=encode_tiers((disk, objects)))
+    return tiers_of(reply, {**DISK_COUNTERS, "asked_blocks": asked})
 
 
 def make_node(number: int, asked: int = 80_000, state: str = "ok") -> NodeOverview:
@@ -124,4 +145,5 @@ def make_overview(nodes: Sequence[NodeOverview] | None = None, model: str = MODE
             "lookup partition 10.0.0.5:7400: unavailable",
             "node 526d7a5fe832 at 10.0.0.6:34123: deadline exceeded",
         ),
+        tiers=sum_tiers(tier for node in found for tier in node.tiers),
     )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 from rich.console import Console
 
 from kvservice.cli.status import draw
+from kvservice.cli.top.plain import lines
+from kvservice.cli.top.trends import Trends
 from kvservice.client.overview import hit_window
 from kvservice.client.tier_overview import TierOverview, sum_tiers, tiers_of
 from kvservice.core.messages import TierFigures
 from kvservice.wire.figures import encode_tiers
 from kvservice.wire.v1 import shard_pb2
-from tests.unit.cli.overviews import make_node, make_overview
+from tests.unit.cli.overviews import make_node, make_overview, make_tiers
 
 COUNTERS = {"tier_disk_written_bytes": 5 << 30, "tier_disk_read_bytes": 2 << 30, "tier_disk_read_corrupt": 3}
 
@@ -43,17 +46,35 @@ def test_blocks_of_tiers_are_hits() -> None:
     assert (window.hit_rate, window.tier_hit_rate, window.local_hit_rate) == (0.5, 0.375, 0.125)
 
 
+def test_a_share_of_hits_is_of_all_blocks_that_were_asked() -> None:
+    disk, objects = make_tiers(asked=80_000)
+    assert (disk.hit_share, disk.dropped_blocks, disk.failed_blocks, disk.busy) == (0.045, 4, 3, 6)
+    assert (objects.hit_share, make_tiers(asked=0)[0].hit_share) == (0.0, None)
+    assert sum_tiers([*make_tiers(80_000), *make_tiers(40_000)])[0].hit_share == 0.06
+
+
+SHOWN = ("open", "7", "3.0 GiB", "1.0 TiB", "2", "5.0 GiB", "2.0 GiB", "4.5 %", "4", "3")
+
+
 def test_status_has_a_line_for_each_tier_of_a_node() -> None:
-    found = tiers(TierFigures("disk", "open", "", False, 7, 3 << 30, 1 << 40, 2))
-    seen = make_overview([replace(make_node(0), tiers=found), make_node(1)])
-    seen = replace(seen, tiers=found)
-    out = io.StringIO()
-    Console(file=out, width=120).print(draw(seen, wide=False))
-    text = out.getvalue()
+    seen = make_overview([replace(make_node(0), tiers=make_tiers()), make_node(1)])
+    text = _plain(seen)
     assert "Tiers below the memory" in text and "from tiers" in text
     (line,) = [line for line in text.splitlines() if " disk " in line]
-    assert "3.0 GiB" in line and "1.0 TiB" in line and "5.0 GiB" in line and "2.0 GiB" in line
+    assert re.split(r"\s{2,}", line.strip())[2:] == list(SHOWN)
     assert "Tiers below" not in _plain(make_overview())
+
+
+SAID = (
+    "  gpu-a.rack1       tier disk open: 7 blocks, 3.0 GiB of 1.0 TiB; 2 waiting; written 5.0 GiB, read 2.0 GiB; "
+    "hits 4.5 %; busy 6, dropped 4, failed 3"
+)
+
+
+def test_plain_lines_of_top_follow_with_the_tiers() -> None:
+    seen = make_overview([replace(make_node(0), tiers=make_tiers()), make_node(1)])
+    _, _, disk, objects, *_ = lines(seen, Trends())
+    assert disk.endswith(SAID) and "tier objects failed: 0 blocks, 0 B; " in objects
 
 
 def _plain(seen: object) -> str:

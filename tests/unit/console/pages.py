@@ -42,6 +42,7 @@ def node(name: str, counters: Mapping[str, int], *, epoch: int = 1, state: str =
         "counters": dict(counters),
         "lookup_keys": 0,
         "mirror": None,
+        "tiers": [],
     } | others
 
 

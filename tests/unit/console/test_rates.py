@@ -100,3 +100,13 @@ def test_a_page_is_bounded_whatever_the_service_has() -> None:
     assert len(page["tenants"][0]["name"]) == len(page["problems"][0]) == TEXT_CHARS_MAX
     assert page["flows"][0]["bytes"] == 4999
     assert len(json.dumps(page)) < 1 << 20
+
+
+def test_a_tier_has_rates_and_its_texts_are_cut() -> None:
+    tier = {"name": "disk", "detail": "x" * 1000, "written_bytes": 100, "read_bytes": 0, "counters": {"busy": 1}}
+    view = View()
+    view.take(overview(node("n0", {}, tiers=[tier])), 0.0)
+    page, _ = view.take(overview(node("n0", {}, tiers=[{**tier, "written_bytes": 300}]), node("n1", {})), 2.0)
+    (row,) = page["tiers"]
+    assert (row["node_id"], row["rates"]) == ("n0", {"written_bytes": 100.0, "read_bytes": 0.0})
+    assert len(row["detail"]) == TEXT_CHARS_MAX and "counters" not in row and page["counts"]["tiers"] == 1

@@ -11,7 +11,7 @@ from kvservice.cli.top.app import Detail, TopApp
 from kvservice.client.overview import Overview
 from kvservice.errors import Unavailable
 from kvservice.testing.eventually import eventually_async
-from tests.unit.cli.overviews import make_node, make_overview
+from tests.unit.cli.overviews import make_node, make_overview, make_tiers
 
 
 class Canned:
@@ -27,7 +27,11 @@ class Canned:
         self.readings += 1
         if self.broken:
             raise Unavailable("the service is [bold]away")
-        nodes = (make_node(0, 800 * self.readings), make_node(1, 400 * self.readings), make_node(2, state="silent"))
+        nodes = (
+            replace(make_node(0, 800 * self.readings), tiers=make_tiers()[:1]),
+            make_node(1, 400 * self.readings),
+            make_node(2, state="silent"),
+        )
         return replace(make_overview(nodes), at=1000.0 + self.readings, **self._changes)  # type: ignore[arg-type]
 
     async def close(self) -> None:
@@ -72,6 +76,7 @@ BEHIND = {
     "3": ("a0b3c4d5", "Engine a0b3c4d5"),
     "4": ("search", "Tenant search"),
     "5": ("cmpl-6f2a9c0e1", "Request cmpl-6f2a9c0e1"),
+    "6": ("gpu-a.rack1", "Tier disk  of gpu-a.rack1"),
 }
 
 

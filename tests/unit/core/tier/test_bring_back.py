@@ -52,6 +52,7 @@ def test_what_the_disk_has_comes_back_without_a_directory() -> None:
     assert (len(result.blocks), result.fetched_count, result.tier_count) == (4, 0, 4)
     assert (result.miss, result.farthest) == (MissReason.NONE, "disk")
     assert (harness.count("hit_tier_blocks"), harness.count("hit_local_blocks")) == (4, 0)
+    assert harness.count("tier_disk_hit_blocks") == 4
     assert (harness.count("tier_disk_read_blocks"), harness.count("tier_disk_read_bytes")) == (4, 4 * SMALL)
     blocks = {block.key: block for block in harness.state.blocks()}
     assert [blocks[key].position for key in CHAIN] == [0, 1, 2, 3]
