@@ -167,9 +167,15 @@ def _headline(seen: Overview) -> list[Text]:
             (printable(seen.service), "bold"),
             f": {nodes}, {counted(len(seen.engines), 'engine')}.",
         ),
-        Text(f"Memory: {used}, {format_bytes(pool.free_bytes)} free."),
+        Text(f"Memory: {used}, {format_bytes(pool.free_bytes)} free.{_pinned(seen)}"),
         Text(lookups),
     ]
+
+
+def _pinned(seen: Overview) -> str:
+    pins = sum(node.pins for node in seen.nodes)
+    size = format_bytes(sum(node.pinned_bytes for node in seen.nodes))
+    return f" {counted(pins, 'pin')} {'hold' if pins > 1 else 'holds'} {size} of it." if pins else ""
 
 
 def _nodes(seen: Overview) -> Table:

@@ -123,6 +123,8 @@ class NodeOverview:
     lookup_keys: int  # blocks that the directory has of it
     mirror: MirrorOverview | None
     tiers: tuple[TierOverview, ...] = ()  # below its memory
+    pins: int = 0  # prompts that are pinned by name
+    pinned_bytes: int = 0
 
     @property
     def label(self) -> str:
@@ -385,6 +387,8 @@ def _node(answer: _NodeAnswer, lookup_keys: int) -> NodeOverview:
         lookup_keys,
         _mirror(counters),
         tiers_of(reply, counters),
+        counters.get("pins", 0),
+        counters.get("pinned_bytes", 0),
     )
 
 

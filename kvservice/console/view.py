@@ -98,6 +98,8 @@ class View:
             "rates": rates,
             "hit_rates": _hit_rates(rates),
             "evictions": row["evictions"],
+            "pins": row["pins"],
+            "pinned_bytes": row["pinned_bytes"],
             "lookup_keys": row["lookup_keys"],
             "mirror": row["mirror"],
         }

@@ -19,6 +19,8 @@ from kvservice.observe.timings import Timings
 
 # A shard's number that can fall as well -> help text. Exported as kvservice_<name>.
 GAUGES: Mapping[str, str] = {
+    "pins": "prompts that are pinned by name",
+    "pinned_bytes": "bytes of their blocks",
     "mirror_keys": "keys in the node's mirror of the directory",
     "mirror_bytes": "shared memory that the mirror takes",
     "mirror_live_partitions": "lookup partitions whose part of the mirror is fresh",

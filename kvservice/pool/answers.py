@@ -105,6 +105,8 @@ class PoolAnswers:
         if self._puller is not None:
             counters.update({f"transfer_{name}": count for name, count in self._puller.counters().items()})
         counters.update(self._tiers.counters())
+        pins = self._state.pins(self._clock())
+        counters.update(pins=len(pins), pinned_bytes=sum(pin.bytes for pin in pins))
         slots = self._state.slot_usage()
         return PoolStats(
             self._config.node_id,

@@ -97,6 +97,8 @@ def test_a_pin_is_made_shown_and_ended_by_commands(service: Service) -> None:
     code, found = service.run("pins")
     (pin,) = found["pins"]
     assert (code, pin["name"], pin["node"], pin["model"], pin["blocks"]) == (0, "system", "n0", MODEL, 8)
+    (node,) = [row for row in service.run("status")[1]["nodes"] if row["node_id"] == "n0"]
+    assert (node["pins"], node["pinned_bytes"]) == (1, pin["bytes"])
     assert service.run("unpin", "system")[0] == 0
     assert service.run("pins")[1]["pins"] == []
     assert service.run("unpin", "system")[0] == 1

@@ -70,6 +70,7 @@ def _node(seen: Overview, key: str) -> tuple[Text, RenderableType]:
             ("transport", node.transport),
             ("version", node.version),
             ("blocks in the directory", f"{node.lookup_keys:,}"),
+            ("pinned", f"{counted(node.pins, 'prompt')}, {format_bytes(node.pinned_bytes)}"),
         )
     ]
     parts += _part("Memory", _memory(node))

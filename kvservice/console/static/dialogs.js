@@ -189,6 +189,7 @@ export function openNode(id, page) {
       fact("Version", row.version || "–"),
       fact("Keys in the directory", count(row.lookup_keys ?? 0)),
       fact("Own mirror of the directory", row.mirror ? `${count(row.mirror.keys)} keys, ${span(row.mirror.age_seconds)} old` : "none"),
+      fact("Pinned", row.pins ? `${plural(row.pins, "prompt")}, ${size(row.pinned_bytes)}` : "nothing"),
       fact("Evicted", evicted.length ? evicted.map(([cause, blocks]) => `${count(blocks)}: ${causeWords(cause)}`).join("; ") : "nothing"),
     );
     const known = byState(row.pool);

@@ -26,6 +26,7 @@ assert WARM_SHARE + PIN_SHARE <= 0.5
 @dataclass(frozen=True, slots=True)
 class _Pinned:
     lease_id: LeaseId
+    byte_count: int
     model: str
     since: float
 
@@ -79,7 +80,7 @@ class Holds:
                 "the pool larger"
             )
         lease = self._shard.leases.grant(("pin", f"{account} {name}"), tuple(slots), now, math.inf)
-        self._pins[account, name] = _Pinned(lease.lease_id, model, now)
+        self._pins[account, name] = _Pinned(lease.lease_id, wanted, model, now)
 
     def unpin(self, account: str, name: str, now: float) -> Pin | None:
         """End a pin. Returns what it was; None if there is none of this name."""
@@ -90,7 +91,7 @@ class Holds:
     def pins(self, now: float) -> tuple[Pin, ...]:
         """By tenant and name."""
         return tuple(
-            Pin(name, account, pinned.model, len(lease.slots), self._bytes(lease.slots), now - pinned.since)
+            Pin(name, account, pinned.model, len(lease.slots), pinned.byte_count, now - pinned.since)
             for (account, name), pinned in sorted(self._pins.items())
             for lease in self._leases_of(account, name)
         )
@@ -156,12 +157,14 @@ class Holds:
         return sum(self._bytes(lease.slots) for lease in self._shard.leases.of_holder(holder))
 
     def _pinned_bytes(self, of: str | None = None) -> int:
-        named = [key for key in self._pins if of is None or key[0] == of]
-        return sum(self._bytes(lease.slots) for key in named for lease in self._leases_of(*key))
+        return sum(pin.byte_count for (account, _), pin in self._pins.items() if of in (None, account))
 
     def check_invariants(self) -> None:
         pinned = {holder for holder in self._shard.leases.holders() if holder[0] == "pin"}
         assert pinned == {("pin", f"{account} {name}") for account, name in self._pins}, "a pin without its blocks"
+        for (account, name), pin in self._pins.items():
+            held = sum(self._bytes(lease.slots) for lease in self._leases_of(account, name))
+            assert pin.byte_count == held, "the bytes of a pin are off"
 
 
 def check_pin_name(name: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvservice.cli.status import draw, node_names, span
+from kvservice.units import GiB
 from tests.unit.cli.overviews import HOSTS, make_node, make_overview
 
 
@@ -25,6 +26,12 @@ def test_the_head_says_what_runs_and_how_full_it_is() -> None:
         "Memory: 96.0 GiB of 128.0 GiB used (75 %), 32.0 GiB free.",
         "Lookup partitions: 1 of 2 answering.",
     ]
+
+
+def test_the_head_says_what_pins_hold() -> None:
+    pinned = [replace(make_node(number), pins=number, pinned_bytes=number * GiB) for number in range(3)]
+    assert "32.0 GiB free. 1 pin holds 1.0 GiB of it." in shown(nodes=tuple(pinned[:2]))
+    assert "32.0 GiB free. 3 pins hold 3.0 GiB of it." in shown(nodes=tuple(pinned))
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ def node(name: str, counters: Mapping[str, int], *, epoch: int = 1, state: str =
         "lookup_keys": 0,
         "mirror": None,
         "tiers": [],
+        "pins": 0,
+        "pinned_bytes": 0,
     } | others
 
 
