@@ -49,6 +49,23 @@ def buckets(fast: str, slow: str) -> dict[str, str]:
     return {name % (SHARD, le): fast for le in ("0.001", "0.1")} | {name % (SHARD, le): slow for le in ("1.0", "+Inf")}
 
 
+DISK = f'{SHARD},tier="disk"'
+OF_DISK = OF_A | {"tier": "disk"}
+
+
+def tier(**samples: str) -> dict[str, str]:
+    """Counters of node a's disk, by their names without what all of them share."""
+    return {f"kvservice_tier_{name}_total{{{DISK}}}": each for name, each in samples.items()}
+
+
+def reads(source: str, fast: str, slow: str) -> dict[str, str]:
+    """Reads below 0.1 s, and reads of 2 s."""
+    name = 'kvservice_fetch_seconds_bucket{%s,source="%s",le="%s"}'
+    return {name % (SHARD, source, le): fast for le in ("0.1", "1.0")} | {
+        name % (SHARD, source, le): slow for le in ("2.5", "+Inf")
+    }
+
+
 CASES = (
     Case("KVServiceCorruptBlocks", counters("kvservice_pull_corrupt_total", "0x10 1x20"), 13, OF_A),
     Case("KVServiceCorruptBlocks", counters("kvservice_pull_corrupt_total", "0x40"), 30, None),
@@ -127,6 +144,31 @@ CASES = (
         40,
         None,
     ),
+    Case("KVServiceTierDown", counters("kvservice_tier_open", "1x5 0x60", DISK), 40, OF_DISK),
+    Case("KVServiceTierDown", counters("kvservice_tier_open", "0x5 1x60", DISK), 40, None),
+    Case("KVServiceTierDown", counters("kvservice_tier_open", "1x20 0x8 1x60", DISK), 35, None),
+    Case(
+        "KVServiceTierWritesDropped",
+        tier(dropped_evicted="0+5x60", dropped_full="0+4x60", written_blocks="0+8x60"),
+        40,
+        OF_DISK,
+    ),
+    Case(
+        "KVServiceTierWritesDropped",
+        tier(dropped_evicted="0+3x60", dropped_full="0+4x60", written_blocks="0+8x60"),
+        40,
+        None,
+    ),
+    Case("KVServiceTierWritesFail", tier(write_failed="0+3x60", written_blocks="0+2x60"), 40, OF_DISK),
+    Case("KVServiceTierWritesFail", tier(write_failed="0x60", written_blocks="0x60"), 40, None),
+    Case("KVServiceTierReadsFail", tier(read_failed="0+2x60", read_blocks="0+10x60"), 40, OF_DISK),
+    Case("KVServiceTierReadsFail", tier(read_failed="0+1x60", read_blocks="0+10x60"), 40, None),
+    Case("KVServiceTierReadsFail", tier(read_failed="0x60", read_blocks="0x60"), 40, None),
+    Case("KVServiceTierCorrupt", tier(read_corrupt="0x10 1x20"), 13, OF_DISK),
+    Case("KVServiceTierCorrupt", tier(read_corrupt="7x60"), 40, None),
+    Case("KVServiceTierSlow", reads("disk", "0+8x60", "0+10x60"), 40, OF_A | {"source": "disk"}),
+    Case("KVServiceTierSlow", reads("disk", "0+95x60", "0+100x60"), 40, None),
+    Case("KVServiceTierSlow", reads("peer", "0+8x60", "0+10x60"), 40, None),
     Case(
         "KVServiceSlotsQuarantined",
         counters("kvservice_slots", "3x60", f'{SHARD},state="quarantined"'),

@@ -93,7 +93,7 @@ def test_installing_tells_what_to_do_next(values: str) -> None:
     if values.startswith("standalone"):
         snippet = notes.split("lines in its Deployment:")[1].split("These two folders are")[0]
         parsed = yaml.safe_load(snippet)["spec"]
-        shard = find(rendered(values), "DaemonSet")["spec"]["template"]["spec"]
+        shard = find(rendered(values), "DaemonSet", "-shard")["spec"]["template"]["spec"]
         folders = [volume["hostPath"] for volume in parsed["volumes"] if "hostPath" in volume]
         paths = {folder["path"] for folder in folders}
         assert {folder["type"] for folder in folders} == {"DirectoryOrCreate"}, "engines do not wait for a shard"

@@ -180,6 +180,24 @@ def test_a_claim_without_a_name_is_made_for_each_pod() -> None:
     assert "needs a limit" in refusal("tiers.disk.volume=emptyDir", values=STANDALONE)
 
 
+def test_memory_nodes_run_shards_that_accept_what_others_evict() -> None:
+    engines, memory = (find(rendered(FULL), "DaemonSet", name)["spec"] for name in ("-shard", "-shard-memory"))
+    added = {"--accept-spill", "--pool-bytes=512GiB"}
+    of_engines, of_memory = (set(each["template"]["spec"]["containers"][0]["args"]) for each in (engines, memory))
+    assert of_memory - of_engines == added and of_engines <= of_memory
+    assert memory["template"]["spec"]["nodeSelector"] == {"pool": "memory", "kubernetes.io/os": "linux"}
+    assert limit(next(each for each in pods(rendered(FULL)) if each.owner.endswith("-memory"))) == (
+        512 - 64
+    ) * 1024 + limit(pod(rendered(FULL), "shard"))
+    service = find(rendered(FULL), "Service", "-shard")["spec"]["selector"]
+    for mine, other in ((engines, memory), (memory, engines)):
+        chosen = mine["selector"]["matchLabels"]
+        labels = [each["template"]["metadata"]["labels"] for each in (mine, other)]
+        assert chosen.items() <= labels[0].items() and not chosen.items() <= labels[1].items()
+        assert service.items() <= labels[0].items()
+    assert "nodeSelector" in refusal("tiers.memoryNodes.enabled=true", PLAINTEXT)
+
+
 def test_object_store_gets_its_secret_and_its_ports() -> None:
     shard = pod(rendered(FULL), "shard").spec["containers"][0]
     assert shard["envFrom"] == [{"secretRef": {"name": "s3"}}]
@@ -211,7 +229,7 @@ def test_placement_reaches_the_pods() -> None:
     everybody = {"key": "dedicated", "operator": "Exists"}
     assert lookup["tolerations"] == [everybody, {"key": "cpu-only", "operator": "Exists"}]
     assert shard["tolerations"] == check["tolerations"] == [everybody]
-    update = find(objects, "DaemonSet")["spec"]["updateStrategy"]["rollingUpdate"]
+    update = find(objects, "DaemonSet", "-shard")["spec"]["updateStrategy"]["rollingUpdate"]
     assert update == {"maxUnavailable": "10%"}
     assert pod(rendered(RAY_FULL), "worker").spec["nodeSelector"] == {"gpu": "h200"}
 
