@@ -72,8 +72,8 @@ class Tier(Protocol):
 
     def read(self, job: TierRead, on_done: ReadCallback) -> None:
         """Read each block into its target, with one result for each: STALE when it is not there or its header names
-        another block, length or fingerprint; CORRUPT when header or bytes do not have the digest; FAILED otherwise.
-        Reads pass everything else that waits."""
+        another block, length, fingerprint or version; CORRUPT when header or bytes do not have the digest, or are not
+        all there; FAILED otherwise. Reads pass everything else that waits."""
         ...
 
     def erase(self, keys: Sequence[BlockKey]) -> None:

@@ -27,9 +27,7 @@ from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import (
     FILE_HEADER_BYTES,
     BlockFileHeader,
-    is_file_of,
     pack_file_header,
-    unpack_file_header,
 )
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import PAGE_BYTES
@@ -39,6 +37,7 @@ from kvservice.observe.failpoints import failpoint
 from kvservice.private_files import user_name
 from kvservice.tier.base import WriteResult
 from kvservice.tier.file_io import FileIO, aligned_memory
+from kvservice.tier.headers import header_of
 from kvservice.tier.index import INDEX_NAME
 from kvservice.units import BlockKey
 
@@ -292,9 +291,9 @@ class BlockFiles:
             failpoint("tier.read")
             if self._fill(descriptor, parts) != size:
                 return PullResult.FAILED, 0  # it is as long as it should be, and yet not all of it came
-            header = unpack_file_header(self._header)
-            if header is None or not is_file_of(header, block):
-                return (PullResult.CORRUPT if header is None else PullResult.STALE), 0
+            header = header_of(self._header, size, block)
+            if isinstance(header, PullResult):
+                return header, 0
             if not header.codec:
                 target[pages:] = self._tail[: len(target) - pages]
                 if digest_payload(target, block.key) != header.block.digest:
@@ -316,10 +315,8 @@ class BlockFiles:
         room = aligned_memory(size)
         if self._fill(descriptor, [room]) != size:
             return PullResult.FAILED, 0
-        header = unpack_file_header(room[:FILE_HEADER_BYTES])
-        if header is None:
-            return PullResult.CORRUPT, 0
-        if not is_file_of(header, block) or header.file_bytes != size:
-            return PullResult.STALE, 0
+        header = header_of(room[:FILE_HEADER_BYTES], size, block)
+        if isinstance(header, PullResult):
+            return header, 0
         result = self._coder.decode(header, room[FILE_HEADER_BYTES:size], target)
         return result, header.block.digest if result is PullResult.OK else 0

@@ -30,20 +30,14 @@ from kvservice.aio import end_tasks
 from kvservice.codec.base import EXTRA_BYTES_MAX
 from kvservice.codec.coder import Coder
 from kvservice.core.events import PullResult
-from kvservice.core.segment.blockfile import (
-    BLOCKFILE_VERSION,
-    FILE_HEADER_BYTES,
-    is_file_of,
-    pack_file_header,
-    unpack_file_header,
-    version_of,
-)
+from kvservice.core.segment.blockfile import BLOCKFILE_VERSION, FILE_HEADER_BYTES, pack_file_header
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError
 from kvservice.tier.answers import ItemAnswers, read_answers, write_answers
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
 from kvservice.tier.block_objects import BlockObjects
 from kvservice.tier.galloping import first_looks, narrowed, next_looks
+from kvservice.tier.headers import header_of
 from kvservice.units import BlockKey, MiB
 
 log = logging.getLogger("kvservice.tier")
@@ -319,14 +313,9 @@ class ObjectTier:
 
     async def _unpack(self, data: memoryview, block: TierBlock, target: memoryview) -> tuple[PullResult, int]:
         """Verify and copy. Nothing gives this up midway, so an answered read has no writer left."""
-        header = unpack_file_header(data[:FILE_HEADER_BYTES])
-        if header is None:
-            is_ours = version_of(data[:FILE_HEADER_BYTES]) in (None, BLOCKFILE_VERSION)
-            return (PullResult.CORRUPT if is_ours else PullResult.STALE), 0
-        if not is_file_of(header, block):
-            return PullResult.STALE, 0
-        if len(data) != header.file_bytes:
-            return PullResult.CORRUPT, 0
+        header = header_of(data[:FILE_HEADER_BYTES], len(data), block)
+        if isinstance(header, PullResult):
+            return header, 0
         stored = data[FILE_HEADER_BYTES:]
         if header.codec:
             result = await self._on_codec_thread(lambda: self._coder.decode(header, stored, target))

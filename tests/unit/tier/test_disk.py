@@ -26,6 +26,7 @@ from kvservice.tier.file_io import VectoredIO
 from kvservice.tier.mounts import MountPoint
 from kvservice.transfer.nixl import nixl_available
 from kvservice.units import BlockKey
+from tests.unit.tier.damages import Damage, each_damage
 
 
 class DiskPlace:
@@ -127,6 +128,16 @@ def test_a_damaged_file_is_removed_when_it_is_read(tmp_path: Path) -> None:
     assert tier.result_of(items[0][0]) is STALE
     tier.close()
     assert found_in(tmp_path) == [items[1][0]]
+
+
+@each_damage
+def test_damaged_files_are_never_a_hit(tmp_path: Path, damage: Damage, wanted: Any) -> None:
+    ((block, _),) = filled(tmp_path, 1)
+    tier = StartedTier(DiskTier(tmp_path))
+    path = tmp_path / name_of(block.key)
+    path.write_bytes(damage(path.read_bytes()))
+    assert tier.result_of(block) is wanted and not path.exists()
+    tier.close()
 
 
 def test_a_link_is_never_followed(tmp_path: Path) -> None:

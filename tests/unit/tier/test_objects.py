@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from kvservice.testing.tier_calls import BlocksOfTier
 from kvservice.tier import block_objects, objects
 from kvservice.tier.base import TierWrite, WriteResult
 from kvservice.tier.objects import ObjectTier
+from tests.unit.tier.damages import Damage, each_damage
 
 SIZE = 64 << 10
 PATIENT_SECONDS = 60.0
@@ -56,21 +56,10 @@ def test_a_read_brings_bytes_and_their_digest(blocks: BlocksOfTier) -> None:
     assert bytes(slots[0]) == blocks.payload(1) and bytes(slots[1]) == blocks.payload(2)
 
 
-@pytest.mark.parametrize(
-    ("damage", "wanted"),
-    [
-        (lambda data: data[:FILE_HEADER_BYTES] + b"x" + data[FILE_HEADER_BYTES + 1 :], PullResult.CORRUPT),
-        (lambda data: data[:-1], PullResult.CORRUPT),
-        (lambda data: data + b"x", PullResult.CORRUPT),
-        (lambda data: b"x" + data[1:], PullResult.CORRUPT),
-        (lambda data: data[:100], PullResult.STALE),
-        (lambda data: b"", PullResult.STALE),
-        (lambda data: data + bytes(8192), PullResult.STALE),
-        (lambda data: data.replace(b'"kvservice_block":"1"', b'"kvservice_block":"2"'), PullResult.STALE),
-    ],
-    ids=["a byte", "cut", "longer", "header", "no header", "empty", "much longer", "another version"],
-)
-def test_damaged_objects_are_never_a_hit(tmp_path: Path, blocks: BlocksOfTier, damage: Any, wanted: PullResult) -> None:
+@each_damage
+def test_damaged_objects_are_never_a_hit(
+    tmp_path: Path, blocks: BlocksOfTier, damage: Damage, wanted: PullResult
+) -> None:
     blocks.write(1)
     path = path_of(tmp_path, 1)
     path.write_bytes(damage(path.read_bytes()))
