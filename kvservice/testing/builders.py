@@ -374,6 +374,12 @@ class CoreHarness:
         op = self.next_op()
         when = self.state.freshness.wall(self.now) if at is None else at
         self.send(ev.Clear(op, (Mark(kind, when, name, tuple(keys)),)))
+        return self.cleared(op)
+
+    def cleared(self, op: int) -> ClearResult:
+        """The answer to a clear, after as many Ticks as its walk takes."""
+        while self.open(op) and self.state.next_deadline() == 0.0:
+            self.advance(0.0)
         value = self.reply(op)
         assert isinstance(value, ClearResult)
         return value

@@ -1,7 +1,5 @@
 // Elements from data. Texts come from engines, tenants and clients: they only ever become text nodes and attributes.
 
-const NEARLY_FULL = 0.95; // of a bound: then a bar changes its colour
-
 export const byId = (id) => document.getElementById(id);
 
 /** An element. `props`: attributes; `on…` a listener, `style` properties, `class` the class. Children: elements, texts. */
@@ -164,13 +162,13 @@ export function fillPill(td, text, kind, second = "") {
 }
 
 /** Fill a cell with a bar of what is used, 0 to 1, and a text below it; without a bound (null) with the text alone. */
-export function fillBar(td, share, text) {
+export function fillBar(td, share, text, kind = "sealed") {
   if (!td.bar) {
     td.bar = bar();
     td.below = h("div", { class: "second" });
     td.replaceChildren(h("div", { class: "cell-bar" }, td.bar, td.below));
   }
   td.bar.hidden = share === null;
-  td.bar.update([{ kind: share > NEARLY_FULL ? "writing" : "sealed", share: Math.min(share ?? 0, 1) }], text);
+  td.bar.update([{ kind, share: Math.min(share ?? 0, 1) }], text);
   setText(td.below, text);
 }

@@ -372,7 +372,8 @@ function tenants() {
         kind: "wide",
         cell: (row, td) => {
           const text = row.quota_bytes ? `${size(row.used_bytes)} of ${size(row.quota_bytes)}` : `${size(row.used_bytes)}, no quota`;
-          fillBar(td, row.quota_bytes ? row.used_bytes / row.quota_bytes : null, text);
+          const share = row.quota_bytes ? row.used_bytes / row.quota_bytes : null;
+          fillBar(td, share, text, share > 0.95 ? "writing" : "sealed");
         },
       },
       { key: "hits", label: "Hits", kind: "num", cell: (row, td) => fill(td, percent(row.hit_rate)) },

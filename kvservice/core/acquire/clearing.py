@@ -1,9 +1,18 @@
-"""Clears blocks everywhere on this node, and drops those that reached the age limit. Pure; a part of ShardState."""
+"""Clears blocks everywhere on this node, and drops those that reached the age limit. Pure; a part of ShardState.
+
+A mark counts from the moment when it is taken: nothing that it covers is taken in any more. What is here already is
+found by a walk over all slots, and then over the books of the tiers. The walk is done in slices, one for each Tick, so
+that no step takes long however much there is. The clear is answered when its walk has ended. A block that is stored
+during the walk may go with it.
+"""
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass
+from itertools import islice
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.holds import Holds
@@ -15,12 +24,15 @@ from kvservice.core.store.blocks import Block
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.core.tier.tiers import Tiers
 from kvservice.errors import InvalidRequest
-from kvservice.units import BlockKey
+from kvservice.units import BlockKey, SlotIndex
 
+SLICE = 256  # slots, or blocks of a tier, that one step looks at: 3 ms if all of them go
 CLEAR_MARKS_MAX = 16  # of one call; one that clears a long prompt has several
 # Between two looks for old blocks in a tier, as a share of the age limit: a block may stay there so much longer. It is
 # not served meanwhile, because its age is looked at when it is read.
 AGE_LOOK_SHARE = 0.01
+Walk = Generator[None, None, int]  # yields after each whole slice; returns how many blocks of tiers were given up
+_ENDED = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,8 @@ class Clearing:
         self._holds = holds
         self._by_age: list[tuple[float, BlockKey]] = []  # heap; entries of blocks that are gone are skipped
         self._looked_at = float("-inf")
+        self._walks: deque[Walk] = deque()  # the first one is under way
+        self._now = 0.0  # of the step
         if self._freshness.max_age_seconds:
             self._store.on_insert = self._inserted
 
@@ -58,33 +72,31 @@ class Clearing:
                     f"this clear is of a time {mark.at - wall:+.0f} s from this node's: set the clocks of both machines"
                 )
         self._freshness.clear(event.marks, now)
-        in_tiers = self._tiers.clear(lambda block: self._is_marked(event.marks, block))
-        found = [block for block in self._store.blocks() if self._is_marked(event.marks, block)]
-        for block in found:
-            self._store.retire(block.key, EvictionCause.CLEARED, now)
-        self._store.forget_free()
-        self._holds.let_go_of(self._store.retired)
         self._shard.counters["clears"] += 1
-        size = sum(block.payload_bytes for block in found)
-        self._shard.emit(Reply(event.op, ClearResult(len(found), size, len(self._store.retired), in_tiers)))
+        self._begin(self._cleared(event), now)
 
     def tick(self, now: float) -> None:
-        """Drop what has become too old."""
+        """Go on with the walks, and drop what has become too old."""
+        self._step(now)
         limit = self._freshness.max_age_seconds
         if not limit:
             return
         oldest = self._freshness.wall(now) - limit
-        while self._by_age and self._by_age[0][0] < oldest:
+        for _ in range(SLICE):
+            if not self._by_age or self._by_age[0][0] >= oldest:
+                break
             stored_at, key = heapq.heappop(self._by_age)
             block = self._store.get(key)
             if block is not None and block.stored_at == stored_at:
                 self._store.retire(key, EvictionCause.AGED, now)
-        if now >= self._looked_at + AGE_LOOK_SHARE * limit:
+        self._holds.let_go_of(self._store.retired)
+        if now >= self._looked_at + AGE_LOOK_SHARE * limit and not self._walks:
             self._looked_at = now
-            self._tiers.clear(lambda block: block.stored_at < oldest)
-            self._holds.let_go_of(self._store.retired)
+            self._begin(self._tiers.clear(lambda block: block.stored_at < oldest, SLICE), now)
 
     def next_deadline(self) -> float | None:
+        if self._walks:
+            return 0.0
         limit = self._freshness.max_age_seconds
         if not limit:
             return None
@@ -93,6 +105,38 @@ class Clearing:
         return max(min(first, look), 0.0)
 
     # -- inside ----
+
+    def _begin(self, walk: Walk, now: float) -> None:
+        """Walk after those that have begun. Its first slice is done at once, if there are none."""
+        self._walks.append(walk)
+        if len(self._walks) == 1:
+            self._step(now)
+
+    def _step(self, now: float) -> None:
+        """Do the next slice."""
+        self._now = now
+        if self._walks and next(self._walks[0], _ENDED) is _ENDED:
+            self._walks.popleft()
+
+    def _cleared(self, event: ev.Clear) -> Walk:
+        """Memory goes first: what leaves it during the walk may be written into a tier."""
+        blocks = size = 0
+        slots, slot = self._store.table, SlotIndex(0)
+        while found := list(islice(slots.slots_from(slot), SLICE)):
+            for each in found:
+                block = self._store.block_in(each.index)
+                if block is None:
+                    self._store.forget_free(each)
+                elif self._is_marked(event.marks, block):
+                    blocks, size = blocks + 1, size + block.payload_bytes
+                    self._store.retire(block.key, EvictionCause.CLEARED, self._now)
+            self._holds.let_go_of(self._store.retired)
+            slot = SlotIndex(found[-1].index + 1)
+            if len(found) == SLICE:
+                yield
+        in_tiers = yield from self._tiers.clear(lambda block: self._is_marked(event.marks, block), SLICE)
+        self._shard.emit(Reply(event.op, ClearResult(blocks, size, len(self._store.retired), in_tiers)))
+        return in_tiers
 
     def _inserted(self, block: Block) -> None:
         heapq.heappush(self._by_age, (block.stored_at, block.key))

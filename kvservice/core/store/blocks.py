@@ -136,11 +136,10 @@ class BlockStore:
         if not slot.pins:
             self._forget(slot)
 
-    def forget_free(self) -> None:
-        """Clear the headers of free slots. What was evicted may still lie in them, and a restart would find it."""
-        for slot in self.table.all_slots():
-            if slot.state is SlotState.FREE:
-                self._emit(ClearHeader(slot.index))
+    def forget_free(self, slot: Slot) -> None:
+        """Clear the header of a free slot. What was evicted may still lie in it, and a restart would find it."""
+        if slot.state is SlotState.FREE:
+            self._emit(ClearHeader(slot.index))
 
     def _forget(self, slot: Slot) -> None:
         self.table.free(slot, SlotEvent.EVICT)

@@ -64,6 +64,10 @@ class TierBooks:
         """Whether the block is here, or is being written, or has not gone yet."""
         return key in self._entries
 
+    def keys(self) -> list[BlockKey]:
+        """A snapshot of all that `knows` knows. Milliseconds for a million."""
+        return list(self._entries)
+
     def blocks(self) -> Iterable[TierBlock]:
         """Those that can be read."""
         return (entry.block for key, entry in self._entries.items() if key in self)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from kvservice.core.actions import Action, Announce, Erase, Retract, WriteDown
 from kvservice.core.block.marks import MARK_SECONDS
@@ -262,19 +263,26 @@ class Tiers:
             self._count(tier, "write_failed", len(items) - good)
             tier.queue.report(good, now)
 
-    def clear(self, is_covered: Callable[[TierBlock], bool]) -> int:
-        """Give up these blocks, and those of them that are being written when that ends. Returns how many there were.
-        What other nodes wrote into a shared tier is not known here: the marks keep it from being served."""
+    def clear(self, is_covered: Callable[[TierBlock], bool], slice_blocks: int) -> Generator[None, None, int]:
+        """Give up these blocks, and those of them that are being written when that ends. Yields after each whole slice,
+        and returns how many there were. Memory must have none of them, else they are written later.
+
+        What other nodes wrote into a shared tier is not known here: the marks keep it from being served.
+        """
         count = 0
         for tier in self._tiers.values():
-            if tier.books is not None:
-                found = [block.key for block in tier.books.blocks() if is_covered(block)]
-                count += len(found)
-                for key in found:
-                    tier.books.discard(key)
             writing = [block for block in tier.queue.blocks() if is_covered(block)]
             tier.cleared.update(block.key for block in writing)
             count += len(writing)
+            keys = iter([] if tier.books is None else tier.books.keys())
+            while tier.books is not None and (some := list(islice(keys, slice_blocks))):
+                for key in some:
+                    block = tier.books.get(key)
+                    if block is not None and is_covered(block):
+                        tier.books.discard(key)
+                        count += 1
+                if len(some) == slice_blocks:
+                    yield
         return count
 
     def _settle(self, tier: _Tier, block: TierBlock, now: float, *, is_written: bool) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.acquire import clearing
 from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX, ClearResult
 from kvservice.core.block.marks import FUTURE_SECONDS_MAX, MARK_SECONDS, Mark, MarkKind
 from kvservice.core.messages import MissReason, SealStatus, TakeOverItem
@@ -189,6 +192,100 @@ def test_a_clear_of_nothing_or_too_much_is_refused(count: int) -> None:
     harness.send(ev.Clear(op, (Mark(MarkKind.EVERYTHING, WALL),) * count))
     with pytest.raises(InvalidRequest, match="marks"):
         harness.reply(op)
+
+
+# -- slices --
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clearing, "SLICE", 2)
+
+
+def begun(harness: CoreHarness, kind: MarkKind, name: str = "") -> int:
+    op = harness.next_op()
+    harness.send(ev.Clear(op, (Mark(kind, harness.state.freshness.wall(harness.now), name),)))
+    return op
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_no_step_of_a_clear_looks_at_more_than_a_slice() -> None:
+    harness = CoreHarness(slab_count=8, tiers=(DISK,))
+    engine = harness.attach()
+    harness.store(engine, make_chain(7))
+    harness.write_all()
+    op = begun(harness, *MODEL)
+    memory, steps = [len(harness.keys_held())], 0
+    while harness.open(op):
+        assert harness.state.next_deadline() == 0.0
+        erased_before = len(erased(harness))
+        harness.advance(0.0)
+        memory.append(len(harness.keys_held()))
+        assert len(erased(harness)) - erased_before <= 2
+        steps += 1
+    assert memory[0] == 5 and memory[-1] == 0 and steps >= 7
+    assert all(before - after <= 2 for before, after in pairwise(memory))
+    assert harness.reply(op) == ClearResult(7, 7 * SMALL, 0, 7)
+    assert erased(harness) == set(make_chain(7)) and harness.state.next_deadline() is None
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_what_is_stored_after_a_walk_stays() -> None:
+    harness = CoreHarness(slab_count=8)
+    engine = harness.attach()
+    harness.store(engine, make_chain(7))
+    op = begun(harness, *MODEL)
+    harness.now += 0.001
+    assert harness.store(engine, OTHER) == [SealStatus.SEALED] * 3
+    assert harness.cleared(op).blocks in range(7, 11)
+    assert harness.keys_held() <= set(OTHER)
+    harness.store(engine, CHAIN)
+    assert set(CHAIN) <= harness.keys_held()
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_what_leaves_memory_during_a_walk_is_not_found_again() -> None:
+    """Neither in the free slot where it lay, nor in a tier that it was being written into."""
+    harness = CoreHarness(slab_count=8, tiers=(DISK,))
+    engine = harness.attach()
+    chain = make_chain(7)
+    harness.store(engine, chain)
+    op = begun(harness, *MODEL)
+    harness.write_all()
+    harness.now += 0.001
+    harness.clear(MarkKind.PROMPT, keys=chain[5:])
+    assert harness.cleared(op).tier_blocks == 7
+    assert harness.state.inventory() == [] and erased(harness) == set(chain)
+    harness.restart()
+    assert not harness.keys_held()
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_clears_end_in_the_order_in_which_they_came() -> None:
+    harness = CoreHarness(slab_count=8)
+    harness.store(harness.attach(), make_chain(7))
+    first, second = begun(harness, *MODEL), begun(harness, MarkKind.EVERYTHING)
+    harness.send(ev.Cancel(first))  # who asked has gone: the marks stay, and the walk goes on
+    assert harness.cleared(first).blocks == 7 and harness.open(second)
+    assert harness.cleared(second).blocks == 0
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_old_blocks_go_in_slices_too() -> None:
+    harness = CoreHarness(slab_count=8, max_age=60.0, tiers=(DISK,))
+    harness.store(harness.attach(), make_chain(7))
+    harness.write_all()
+    harness.now += 61.0
+    left = [7]
+    while left[-1]:
+        deadline = harness.state.next_deadline()
+        assert deadline is not None and deadline <= harness.now
+        harness.advance(0.0)
+        left.append(len(harness.keys_held()))
+    assert left == [7, 5, 3, 1, 0]
+    while harness.state.next_deadline() == 0.0:
+        harness.advance(0.0)
+    assert erased(harness) == set(make_chain(7))
 
 
 # -- the age limit --
