@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from kvservice.connector.options import Share
 from kvservice.connector.sglang import identity
 from kvservice.connector.sglang.options import INTERFACE, SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
@@ -44,7 +45,8 @@ class HiCacheKVService(HiCacheStorage):
         self._storage: PageStorage | None = None
         try:
             identity.check_supported()
-            self._storage = PageStorage(options, _identity(storage_config, options))
+            shares = options.share is Share.ENGINES
+            self._storage = PageStorage(options, _identity(storage_config, options, shares=shares))
         except ConfigError:
             raise
         except KVServiceError as error:
@@ -142,14 +144,15 @@ class HiCacheKVService(HiCacheStorage):
         raise NotImplementedError(INTERFACE)
 
 
-def _identity(config: HiCacheStorageConfig, options: SGLangOptions) -> Identity:
+def _identity(config: HiCacheStorageConfig, options: SGLangOptions, *, shares: bool) -> Identity:
     layers = "all" if config.pp_size == 1 else f"stage {config.pp_rank} of {config.pp_size}"
     return Identity(
         model=identity.model_name(),
-        fields=identity.engine_fields(options),
+        fields={} if shares else identity.engine_fields(options),
         kv_heads=identity.kv_heads(),
         ranks=Ranks(config.tp_rank, config.tp_size, config.is_mla_model),
         layers=layers,
+        source=identity.model_source() if shares else None,
     )
 
 

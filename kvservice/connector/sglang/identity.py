@@ -20,8 +20,9 @@ from sglang.version import __version__
 
 from kvservice.connector.config_text import PLAIN_ROPES, flat_fields, parts_of, text_of, without
 from kvservice.connector.sglang.options import SGLangOptions
+from kvservice.connector.sglang.sharing import ModelSource
 from kvservice.connector.weights import weights_identity
-from kvservice.errors import ConfigError
+from kvservice.errors import ConfigError, UnsupportedLayout
 
 PLACE = "it says where weights, pages or buffers lie, and how many there are"
 WHEN = "it says when a token is computed, and beside which others"
@@ -42,6 +43,14 @@ SECTIONS_LEFT_OUT: Mapping[str, str] = {
     "exec.comm": ROUNDING,
     "exec.overlap": WHEN,
     "exec.offload": PLACE,
+}
+# Settings with which pages are not shared with engines of other kinds, and the values that are none.
+CHANGES_PAGES: Mapping[str, tuple[object, ...]] = {
+    "quantization": (None,),
+    "json_model_override_args": (None, "", "{}"),
+    "lora_paths": (None, [], {}),
+    "speculative_algorithm": (None,),
+    "pp_size": (None, 1),
 }
 LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(
@@ -143,6 +152,23 @@ def check_supported() -> None:
     for name, what in (("attn_cp_size", "context parallelism"), ("dcp_size", "decode context parallelism")):
         if int(resolution_result(server, name) or 1) > 1:
             raise ConfigError(f"{name.replace('_', '-')}: {what} is not supported: each rank holds parts of tokens")
+
+
+def model_source() -> ModelSource:
+    """The model, for pages that engines of other kinds read. Raises UnsupportedLayout for a setting that changes K and
+    V and is no part of the model's files."""
+    server, model = get_server_args(), process_model_config()
+    for name in CHANGES_PAGES:
+        found = resolution_result(server, name)
+        if found not in CHANGES_PAGES[name]:
+            raise UnsupportedLayout(f"share 'engines' is not supported with --{name.replace('_', '-')} {found!r:.100}")
+    return ModelSource(
+        str(model.model_path),
+        str(model.dtype).removeprefix("torch."),
+        kv_heads(),
+        getattr(model, "revision", None),
+        getattr(model.hf_config, "_commit_hash", None),
+    )
 
 
 def _settings(server: Any) -> dict[str, object]:

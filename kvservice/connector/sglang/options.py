@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvservice.config import Count, Shown
-from kvservice.connector.options import EngineCacheOptions
+from kvservice.connector.options import Share, SharingOptions
 from kvservice.errors import ConfigError
 
 # What SGLang reads itself and hands on. It takes further ones of its own out before.
@@ -19,7 +19,7 @@ INTERFACE = (
 )
 
 
-class SGLangOptions(EngineCacheOptions):
+class SGLangOptions(SharingOptions):
     """What the engine's operator can set."""
 
     what: ClassVar[str] = "key of --hicache-storage-backend-extra-config"
@@ -30,6 +30,12 @@ class SGLangOptions(EngineCacheOptions):
     ] = None
     """KV heads of one block of the pool. Engines of different tensor-parallel sizes share blocks when it divides the KV
     heads of a rank in all of them: set it to that of the largest size."""
+
+    @model_validator(mode="after")
+    def _shares_whole_pages(self) -> SGLangOptions:
+        if self.share is Share.ENGINES and self.head_group is not None:
+            raise ConfigError("share 'engines' and head_group exclude each other: a shared page holds all heads")
+        return self
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> SGLangOptions:

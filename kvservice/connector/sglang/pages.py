@@ -106,5 +106,27 @@ class PageForm:
             at += length
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPageForm(PageForm):
+    """A page that engines of other kinds read too. SGLang keeps K and V apart, each by layers; in the slot they take
+    turns: `[layer][K|V]`. Within a layer both are `[token][kv head][element]`."""
+
+    layer_count: int = 1
+
+    def _copy(self, addresses: Sequence[int], number: int, slot: Array, *, into_slot: bool) -> None:
+        for in_slot, in_page in zip(self.halves(slot), self.layers_at(addresses), strict=True):
+            np.copyto(in_slot, in_page) if into_slot else np.copyto(in_page, in_slot)
+
+    def halves(self, slot: Array) -> list[Array]:
+        """The bytes of K and of V in a slot, `(layer, byte)` each."""
+        by_layer = slot[: self.page_bytes].reshape(self.layer_count, 2, -1)
+        return [by_layer[:, 0], by_layer[:, 1]]
+
+    def layers_at(self, addresses: Sequence[int]) -> list[Array]:
+        """The same in SGLang's host memory."""
+        pieces = zip(addresses, self.pieces, strict=True)
+        return [_bytes_at(address, size).reshape(self.layer_count, -1) for address, size in pieces]
+
+
 def _bytes_at(address: int, size: int) -> Array:
     return np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address))

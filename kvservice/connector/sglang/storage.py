@@ -23,9 +23,12 @@ from kvservice.api.pool_thread import PoolThread
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.page_pool import ALONE_MAX, PagePool
 from kvservice.connector.sglang.pages import PageForm, Ranks, cut_heads
+from kvservice.connector.sglang.sharing import KnownPrompt, ModelSource, form_of, shared_of
+from kvservice.connector.shared.identity import shared_name
+from kvservice.connector.shared.judge import Judge
 from kvservice.connector.weights import TERM_BYTES
 from kvservice.core.block.numbers import number_fields
-from kvservice.errors import ConfigError, KVServiceError
+from kvservice.errors import ConfigError, KVServiceError, UnsupportedLayout
 
 log = logging.getLogger("kvservice.connector")
 
@@ -64,6 +67,7 @@ class Identity:
     kv_heads: int  # of the whole model; 0 = not known
     ranks: Ranks
     layers: str = "all"  # of this pipeline stage
+    source: ModelSource | None = None  # of the model that is shared with engines of other kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,7 @@ class PageStorage:
         self._host_pools: dict[str, HostPool] = {}
         self.counters: Counter[str] = Counter()  # pages by what became of them, and failures
         self._kinds: set[str] = set()  # of failures that were logged
+        self._gate: KnownPrompt | None = None  # with the option share
 
     # -- host pools ----
 
@@ -132,9 +137,12 @@ class PageStorage:
             log.error("pages of the pool %s are not cached: %s", name, error)
             return
         options, identity = self._options, self._identity
+        model = identity.model if self._gate is None else shared_name(identity.model)
         layout = Layout(pool.page_size, (form.block_bytes,), "uint8")
         namespace = "/".join(part for part in (options.namespace, "" if name == KV else name) if part)
-        attaching = self._thread.attach_program(identity.model, layout, {**identity.fields, **fields}, namespace)
+        if self._gate is None:
+            fields = {**identity.fields, **fields}
+        attaching = self._thread.attach_program(model, layout, fields, namespace)
         program = self._thread.loop.wait(attaching)
         self._host_pools[name] = pool
         self._pools[name] = PagePool(
@@ -148,6 +156,8 @@ class PageStorage:
 
     def _form_of(self, name: str, pool: HostPool, sample: Indices) -> tuple[PageForm, dict[str, object]]:
         _, sizes = pool.get_page_buffer_meta(sample)
+        if self._identity.source is not None:
+            return self._shared_form(self._identity.source, name, pool, sizes)
         ranks, heads = self._identity.ranks, getattr(pool, "head_num", 0)
         dtype, width = str(getattr(pool, "dtype", "uint8")).removeprefix("torch."), getattr(pool, "head_dim", 0)
         fields: dict[str, object] = {
@@ -177,12 +187,25 @@ class PageStorage:
         fields |= {"pieces": per_head, "head_group": cut.group, "kv_heads": cut.total}
         return PageForm(tuple(sizes), cut.marks, cut.rows), fields
 
+    def _shared_form(
+        self, source: ModelSource, name: str, pool: HostPool, sizes: Sequence[int]
+    ) -> tuple[PageForm, dict[str, object]]:
+        if name != KV:
+            raise UnsupportedLayout("share 'engines' is for keys and values alone")
+        model = shared_of(source, pool, self._identity.ranks, self._options)
+        form = form_of(model, sizes)
+        self._gate = KnownPrompt(Judge(source.path, model.dtype, source.revision), model, form, self.counters)
+        return form, dict(model.fingerprint.fields)
+
     # -- the calls ----
 
     @guarded(lambda before, pages: 0)
     def find(self, before: Sequence[str] | None, pages: Sequence[str]) -> int:
         """How many of these pages are there, from the first on."""
         pool = self._pools.get(KV)
+        if self._gate is not None and not self._gate.is_open:
+            self.counters[f"share_left_out_gate_{self._gate.state.value}"] += 1
+            return 0
         return 0 if pool is None or not pages else pool.find(before or (), pages)
 
     @guarded(lambda before, pages, others: FoundPrefix(0, {}, []))
@@ -246,6 +269,11 @@ class PageStorage:
         if (pool := self._pools.get(wanted.pool)) is None:
             return [False] * len(wanted.pages)
         addresses = self._addresses(wanted)
+        if self._gate is not None and not self._gate.is_open:
+            if not before:
+                self._gate.look(wanted.pages, addresses)
+            if not self._gate.is_open:
+                return [False] * len(wanted.pages)
         if wanted.policy == TRAILING_PAGES:
             return pool.store_alone(wanted.pages, addresses)
         if before is None:

@@ -67,16 +67,21 @@ def shared_model(
 
 def sharing(spec: EngineSpec, model: SharedModel) -> EngineSpec:
     """The engine's identity towards the pool when it shares pages. No block of the exact kind has a name in common with
-    it. The model's name says so too, because a shard refuses a second engine of one name that differs from the first,
-    and exact and sharing engines may be attached side by side."""
+    it."""
     return replace(
         spec,
-        model=f"{spec.model} (shared)",
+        model=shared_name(spec.model),
         fingerprint=model.fingerprint,
         layout=model.layout,
         window_groups=(),
         hears_removals=False,
     )
+
+
+def shared_name(model: str) -> str:
+    """What a model is called whose pages are shared. A shard refuses a second engine of one name that differs from the
+    first, and exact and sharing engines may be attached side by side."""
+    return f"{model} (shared)"
 
 
 def _downloaded(model: str, revision: str | None) -> Path | None:
