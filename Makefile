@@ -37,12 +37,15 @@ TRITON_SITE := .venv-triton/site
 TRITON_INSTALLED := .venv-triton/.installed
 CUDA_LOCK := requirements/cuda-py311.lock
 
+LMCACHE_SITE := .venv-lmcache/site
+LMCACHE_INSTALLED := .venv-lmcache/.installed
+
 PEERS_VENV := .venv-peers
 PEERS_INSTALLED := $(PEERS_VENV)/.installed
 
 AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
-LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt
+LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt requirements/lmcache.txt
 
 BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # In the process of pytest and without vLLM, whose import starts processes.
@@ -138,7 +141,7 @@ test-fast: $(INSTALLED) ## Test single modules in less than a minute: no process
 test: $(INSTALLED) $(MODEL) ## Run the gate: every test but the slow ones, in parallel lanes
 	$(BIN)/python -m tests.lanes $(PYTEST)
 
-test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) $(FUSE_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
+test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) $(FUSE_INSTALLED) $(LMCACHE_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
 	$(BIN)/python -m tests.lanes --all $(PYTEST)
 
 # Of what is decided in core, and of everything. Raise a bound when its figure has risen. All tests run 95 % of everything
@@ -209,6 +212,11 @@ $(TRITON_INSTALLED): $(CUDA_LOCK) | $(INSTALLED)
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(TRITON_SITE) -r .venv-triton/requirements.txt
 	touch $@
 
+# In a folder of its own: LMCache asks for older packages than the environment has, and works with these.
+$(LMCACHE_INSTALLED): requirements/lmcache.txt | $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(LMCACHE_SITE) -r $<
+	touch $@
+
 ##@ Run
 
 demo: $(INSTALLED) $(MODEL) ## Watch a remote prefix hit: two nodes, two replicas, one cache
@@ -247,7 +255,7 @@ bench-blend: $(INSTALLED) $(MODEL) ## Measure reuse that is no prefix: KL and ti
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.pictures
 
-bench-tiers: $(INSTALLED) ## Measure the disk tier and the object tier against plain reads and writes
+bench-tiers: $(INSTALLED) $(LMCACHE_INSTALLED) ## Measure the disk tier and the object tier against plain reads and writes
 	$(BIN)/python -m benchmarks.tier_disk
 	$(BIN)/python -m benchmarks.tier_objects
 

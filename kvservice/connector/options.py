@@ -18,7 +18,8 @@ VERSION = f"1 to {VERSION_CHARS_MAX} printable characters"
 Timeout = Annotated[Seconds, Field(ge=0, le=600), Shown(unit="seconds")]
 
 
-def _version(text: str) -> str:
+def checked_version(text: str) -> str:
+    """For validators: raises ValueError."""
     if not is_version(text):
         raise ValueError(f"{text!r:.200} cannot name a version of weights")
     return text
@@ -114,7 +115,7 @@ class EngineCacheOptions(PoolOptions):
     """Which loaded blocks are checked against their digest: one in sixteen, all, or none. Blocks that came from another
     node are always checked."""
 
-    weights_version: Annotated[Annotated[str, AfterValidator(_version)] | None, Shown(allowed=VERSION)] = None
+    weights_version: Annotated[Annotated[str, AfterValidator(checked_version)] | None, Shown(allowed=VERSION)] = None
     """What you call the weights, such as step-1200. Without it the bytes of their files say which they are."""
 
     accept_codec: Annotated[

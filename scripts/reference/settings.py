@@ -1,10 +1,11 @@
-"""docs/reference/settings.md and connector-options.md from the definitions."""
+"""docs/reference/settings.md and the pages of options from the definitions."""
 
 from __future__ import annotations
 
 from pydantic.fields import FieldInfo
 
 from kvservice.config import OTHER_VARIABLES, ServiceConfig, Settings, allowed, default_of, shown
+from kvservice.connector.lmcache.options import AdapterOptions
 from kvservice.connector.options import ConnectorOptions
 
 HEAD = """# Settings
@@ -44,6 +45,16 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVServiceConnector",
 
 """
 
+ADAPTER = """# Options of LMCache's adapter
+
+<!-- Made from kvservice/connector/lmcache/options.py by `make docs-reference`. Do not edit. -->
+
+These are the keys of `adapter_params` in `--l2-adapter` of [`lmcache server`](../howto/lmcache.md). A wrong value or an
+unknown name ends the start of the server and names the option. "Service" and "Embedded" in the last column say that an
+option counts in that mode only.
+
+"""
+
 VARIABLES = """
 ## Variables that are not settings
 
@@ -77,4 +88,8 @@ def options() -> str:
     return OPTIONS + table(ConnectorOptions, chart=False)
 
 
-PAGES = {"settings.md": settings, "connector-options.md": options}
+def adapter() -> str:
+    return ADAPTER + table(AdapterOptions, chart=False)
+
+
+PAGES = {"settings.md": settings, "connector-options.md": options, "lmcache-options.md": adapter}

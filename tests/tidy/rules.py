@@ -115,11 +115,11 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("shard",),
     ),
     "connector": (
-        ("weights", "plan", "config_text"),
+        ("weights", "plan", "config_text", "cpu_packing"),
         ("options", "cache_groups", "step_failures"),
         ("scheduler", "worker"),
         ("layerwise", "shared"),
-        ("vllm", "offloading", "sglang"),
+        ("vllm", "offloading", "sglang", "lmcache"),
     ),
     "copying": (
         ("message", "memory", "profiling"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_ke
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
 from kvservice.connector.config_text import text_of
+from kvservice.connector.cpu_packing import cpu_packing
 from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload, slot_parts
 from kvservice.connector.vllm.group_rules import Spec, StoredGroup, StoredGroups, stored_groups
 from kvservice.connector.vllm.identity import config_fields, model_fields
@@ -376,8 +376,7 @@ def _cell_format(vllm_config: Any) -> str:
     set."""
     backend = getattr(vllm_config.attention_config, "backend", None)
     if vllm_config.device_config.device_type == "cpu":
-        amx = " amx" if torch.cpu._is_amx_tile_supported() else ""  # noqa: SLF001  vLLM packs K and V by this
-        return f"{backend or 'cpu'} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}{amx}"
+        return f"{backend or 'cpu'} {cpu_packing()}"
     # If none is chosen, vLLM takes a backend by the kind of device.
     return str(backend or f"default {current_platform.get_device_name()}")
 

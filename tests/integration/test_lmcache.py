@@ -1,0 +1,83 @@
+"""LMCache itself on our L2 adapter: its contract tool, and two servers on two nodes driven by its bench client."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
+from kvservice.units import MiB
+from tests.integration.lmcache_server import CHUNK_TOKENS, LMCacheServer, adapter, needs_lmcache, tool
+
+pytestmark = [pytest.mark.slow, needs_lmcache]
+PROMPTS, CHUNKS = 2, 8
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(nodes=2, pool_bytes=256 * MiB) as running:
+        yield running
+
+
+def nothing_is_held(cluster: LocalCluster) -> bool:
+    books = [cluster.accounting(node) for node in cluster.nodes]
+    return all(book.balanced and not book.leases and not book.attachments for book in books)
+
+
+def bench_client(server: LMCacheServer) -> str:
+    """Look up, retrieve or store, and read back some prompts, with KV of the client's own."""
+    place = ("--rpc-url", f"tcp://127.0.0.1:{server.port}", "--url", server.url, "--mode", "cpu")
+    moves = ("--transfer-mode", "lmcache_driven", "--interval", "0.1", "--start", "0", "--end", str(PROMPTS))
+    kv = ("--kvcache-shape-spec", "(2,64,16,3,64):bfloat16:30", "--num-blocks", "64", "--block-size", "16")
+    return tool("bench", "server", *place, *moves, *kv, "--num-tokens", str(CHUNKS * CHUNK_TOKENS))
+
+
+def checksums(said: str) -> set[tuple[str, str]]:
+    """(number of the prompt, checksum of its chunks) of everything that the client read back."""
+    return set(re.findall(r"\[seq (\d+)/\w+\] CHECKSUM: ([0-9a-f]+) \(8 chunks\)", said))
+
+
+def test_its_contract_tool_gets_back_what_it_stored(cluster: LocalCluster) -> None:
+    """The tool takes back none of the locks of its lookups: closing the adapter must end them."""
+    node = adapter(socket=cluster.socket("n0"))
+    sizes = ("--num-keys", "16", "--in-flight", "2", "--rounds", "2", "--data-size-kb", "720")
+    said = tool("bench", "l2", "--l2-adapter", node, *sizes, "--no-skip-verify", "--lookup-max-hit-rate", "0.5")
+    assert "All 32 keys data verified OK." in said
+    assert len(re.findall(r"found=16/32", said)) == 3 and len(re.findall(r"loaded=32/32", said)) == 3
+    eventually(lambda: nothing_is_held(cluster), "no lease is left")
+
+
+def test_what_one_server_stores_another_node_hits(cluster: LocalCluster, tmp_path: Path) -> None:
+    with (
+        LMCacheServer(cluster, "n0", tmp_path / "a.log") as first,
+        LMCacheServer(cluster, "n1", tmp_path / "b.log") as second,
+    ):
+        stored = bench_client(first)
+        assert len(re.findall(r"cold\] LOOKUP: 0/8 chunks hit", stored)) == PROMPTS
+        eventually(lambda: first.level_2().get("objects_sealed") == PROMPTS * CHUNKS, "everything is stored", 30)
+        cluster.wait_until_announced("n0")
+        found = bench_client(second)
+        assert len(re.findall(r"cold\] LOOKUP: 8/8 chunks hit", found)) == PROMPTS
+        assert checksums(stored) and checksums(found) == checksums(stored)
+        assert cluster.stats("n1").counters["fetched_blocks"] == PROMPTS * CHUNKS
+        for server in (first, second):
+            eventually(lambda server=server: server.level_2()["locked_objects"] == 0, "every lock was taken back", 30)
+        first.close()
+        second.close()
+    eventually(lambda: nothing_is_held(cluster), "no lease is left")
+
+
+def test_a_server_whose_shard_dies_computes_on(tmp_path: Path) -> None:
+    with (
+        LocalCluster(nodes=1, pool_bytes=64 * MiB) as cluster,
+        LMCacheServer(cluster, "n0", tmp_path / "a.log") as server,
+    ):
+        stored = bench_client(server)
+        cluster.kill("n0")
+        said = bench_client(server)
+        assert checksums(stored) and checksums(said) == checksums(stored)
+        eventually(lambda: server.level_2()["is_attached"] is False, "the adapter noticed", 30)
