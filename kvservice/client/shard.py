@@ -40,6 +40,7 @@ from kvservice.wire.codec import (
     decode_attachment,
     decode_refs,
     decode_removed,
+    encode_hints,
     encode_refs,
     encode_seal_item,
     encode_spec,
@@ -112,6 +113,8 @@ class ShardClient:
             handoff=b"" if request.handoff is None else request.handoff.handoff_id,
             handoff_node="" if request.handoff is None else request.handoff.node_id,
             request_id=check_request_id(request.request_id),
+            tail_at=0 if request.tail_at is None else request.tail_at + 1,
+            hints=encode_hints(request.hints),
         )
         reply = await self._unary("Acquire", message, request.timeout_seconds + ACQUIRE_SLACK_SECONDS)
         return decode_acquired(reply)

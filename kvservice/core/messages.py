@@ -70,6 +70,22 @@ class Statement:
     handoffs: tuple[HandoffId, ...]  # hand-offs that it has open
 
 
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a client says about the future of a prompt's blocks. All of it is advice; nothing depends on it."""
+
+    pin_seconds: float = 0.0  # hold the blocks so long, within the budget of warmed ones; 0 = no pin
+    prefetch: bool = False  # bring what is missing to this node, also where computing it is faster
+    write_down: bool = False  # the blocks are not needed for a while
+    share: bool = False  # other engines will ask for them
+    no_store: bool = False  # they are not to be kept
+    reuse_seconds: float = 0.0  # expected until the next use; 0 = not said
+    last_turn: bool = False  # nobody continues this prompt
+
+
+NO_HINTS = Hints()
+
+
 class MissReason(Enum):
     """Why an acquired prefix ended where it did; NONE when every block asked for was promised.
 
@@ -121,6 +137,10 @@ class AcquireRequest:
     request_id: str = ""  # the engine's id, for `kvservice explain`; "" = nothing is recorded
     trace: str = ""  # W3C traceparent of the engine's request; on the wire it is gRPC metadata, and only spans read it
     hold_seconds: float = 0.0  # > 0: nobody reads now. The blocks are held so long, and their reads let others pass
+    # Not None: `keys` are the block before position `tail_at` and then names of partial tails of that position. One of
+    # them is wanted, the first that somebody has (core.acquire.tails). `skip` is 1.
+    tail_at: int | None = None
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +196,7 @@ class AcquireResult:
     skipped_held: int = 0  # how many of the `skip` blocks this node holds, from the first on; they are not leased
     tier_count: int = 0  # how many of `blocks` were brought back from a tier for this request
     farthest: str = ""  # where a block came from: "peer" or the name of a tier, the one that takes longest; "" = here
+    tail_index: int = 0  # of the names of a tail: the one that `blocks` holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +234,7 @@ class SealItem:
     parent: BlockKey | None
     position: int
     route: SpanRoute
+    hints: Hints = NO_HINTS  # of the request that it was computed for
 
 
 class SealStatus(Enum):

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions, check_request
 from kvservice.core.acquire.answers import Answers
-from kvservice.core.acquire.attached import EngineAttachment, count_models, kinds_of, list_engines
+from kvservice.core.acquire.attached import EngineAttachment, check_layouts, count_models, kinds_of, list_engines
 from kvservice.core.acquire.clearing import Clearing
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
+from kvservice.core.acquire.hinted import Hinted
 from kvservice.core.acquire.holds import Holds
 from kvservice.core.acquire.pulls import Pulls
+from kvservice.core.acquire.tails import Tails
 from kvservice.core.acquire.warming import Warming
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply, Retract
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import KEY_BYTES, pack_keys
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
-from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import TakeOvers
@@ -60,9 +61,8 @@ from kvservice.errors import (
     KVServiceError,
     NotAttached,
     Unavailable,
-    UnsupportedLayout,
 )
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, NodeId, SlotIndex, SpanRoute, format_bytes
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, NodeId, SlotIndex, SpanRoute
 
 ENGINE_ID_BYTES = 16  # as long as a key, because the header of a slot being written has the engine's id in its place
 ATTACHMENTS_MAX = 256  # engines of one node: far more than it has GPUs. Another one is refused with Exhausted.
@@ -138,15 +138,17 @@ class ShardState:
         self._set_tenants(tenants or {})
         self._holds = Holds(shard)
         self._clearing = Clearing(shard, self._tiers, self._holds)
-        self._answers = Answers(shard, lambda *held: self._warming.held(*held))
+        self._hinted = Hinted(shard, self._holds)
+        self._answers = Answers(shard, self._hinted, lambda *held: self._warming.held(*held))
         self._pulls = Pulls(shard)
         self._acquisitions = Acquisitions(shard, self._pulls, self._tiers, self._answers)
         self._handoffs = Handoffs(shard, self._acquisitions.handoff_over)
         self._windowed = WindowedAcquisitions(shard, self._acquisitions, self._answers, self._watch)
+        self._tails = Tails(shard, self._acquisitions, self._windowed, self._tiers, self._answers)
         self._warming = Warming(shard, self._acquisitions, self._windowed, self._holds, lambda: self._attached.values())
         self._takeovers = TakeOvers(shard, self._pulls, self._acquisitions.sealed)
         self._leaving = Leaving(shard)
-        self._writes = Writes(shard, self._acquisitions)
+        self._writes = Writes(shard, self._acquisitions, self._hinted)
         self._attached: dict[AttachmentId, EngineAttachment] = {}
         # The last attempt of each engine that was answered.
         self._attempts: BoundedTable[bytes, int] = BoundedTable(ENGINES_REMEMBERED)
@@ -174,7 +176,7 @@ class ShardState:
             ev.CloseHandoff: self._close_handoff,
             **peers.handlers(),
             ev.Digested: self._writes.digested,
-            ev.Resolved: lambda e, now: self._acquisitions.resolved(e.op, e.runs, e.complete, now),
+            ev.Resolved: self._resolved,
             ev.Located: lambda e, now: self._pulls.located(e.fetch, e.result, e.sent_at, now),
             ev.Followed: lambda e, now: self._acquisitions.followed(e, now),
             ev.Pulled: lambda e, now: self._pulls.pulled(e.job, e.results, now, e.digests),
@@ -221,7 +223,7 @@ class ShardState:
 
     def next_deadline(self) -> float | None:
         """When the next Tick is due, on the clock of `now`; None when none is."""
-        first = (self._leases, self._acquisitions, self._warming, self._pulls)
+        first = (self._leases, self._acquisitions, self._tails, self._warming, self._pulls)
         parts = (*first, self._handoffs, self._takeovers, self._leaving, self._tiers, self._clearing)
         return min((t for t in (part.next_deadline() for part in parts) if t is not None), default=None)
 
@@ -357,19 +359,7 @@ class ShardState:
             raise Exhausted(
                 f"{len(others)} engines are attached to shard {self.node_id} already, {of_tenant} of this tenant"
             )
-        count = len(spec.window_groups)
-        if count > WINDOW_GROUPS_MAX:
-            raise InvalidRequest(f"an engine has at most {WINDOW_GROUPS_MAX} window groups, not {count}")
-        layouts = (spec.layout, *(group.layout for group in spec.window_groups))
-        payload_bytes = max(layout.payload_bytes for layout in layouts)
-        if self.geometry.slots_per_slab(payload_bytes) == 0:
-            raise UnsupportedLayout(
-                f"one block of {spec.model} is {format_bytes(payload_bytes)} and does not fit a slab of "
-                f"{format_bytes(self.geometry.slab_bytes)}: raise slab_bytes or the pool size, "
-                "or use a smaller block size",
-                payload_bytes=payload_bytes,
-                slab_bytes=self.geometry.slab_bytes,
-            )
+        check_layouts(spec, self.geometry)
         if any(a.spec.engine_id == spec.engine_id and a.account != event.account for a in self._attached.values()):
             raise InvalidRequest("this engine id belongs to another engine: make a random one")
         if 0 < spec.attempt <= (self._attempts.get(spec.engine_id) or 0):
@@ -437,6 +427,7 @@ class ShardState:
         self._store.removals.end(attached.attachment)
         self._handoffs.end_attachment(attached.attachment, now)
         self._windowed.drop_attachment(attached.attachment)
+        self._tails.drop_attachment(attached.attachment, now)
         self._acquisitions.drop_attachment(attached.attachment, now)
         for lease in self._leases.end_holder(("engine", int(attached.attachment))):
             self._context.unpin(lease)
@@ -452,6 +443,9 @@ class ShardState:
         request = event.request
         check_request(request)
         handoff = request.handoff
+        if request.tail_at is not None and not self._leaving.promises_nothing:
+            self._tails.start(event.op, attached, request, now)
+            return
         if self._tiers.hears_uses:
             self._tiers.used(request.keys, now)
         if request.request_id:
@@ -469,6 +463,7 @@ class ShardState:
             self._answers.refuse(event.op, now)
             return
         attached.seconds_per_block = request.recompute_seconds_per_block or attached.seconds_per_block
+        request = self._hinted.asked(request)
         if handoff is None:
             self._admission.on_acquire(event.op, attached.account, request.keys)
         if attached.spec.window_groups:
@@ -479,6 +474,10 @@ class ShardState:
         if handoff is not None and self._acquisitions.is_following(event.op):
             self._watch(event.op, handoff, now)
 
+    def _resolved(self, event: ev.Resolved, now: float) -> None:
+        self._acquisitions.resolved(event.op, event.runs, event.complete, now)
+        self._tails.resolved(event, now)
+
     def _watch(self, op: int, handoff: Handoff, now: float) -> None:
         """An acquisition follows a writer. If the writer is on this node, report the end of its hand-off."""
         if handoff.node_id == self.node_id:
@@ -487,6 +486,7 @@ class ShardState:
     def _cancel(self, event: ev.Cancel, now: float) -> None:
         self._admission.forget(event.op)
         self._acquisitions.cancel(event.op)
+        self._tails.cancel(event.op)
         self._handoffs.cancel(event.op)
         self._takeovers.cancel(event.op)
         self._warming.cancel(event.op, now)
@@ -565,6 +565,7 @@ class ShardState:
         for lease in self._leases.expire(now):
             self._context.unpin(lease)
         self._acquisitions.tick(now)
+        self._tails.tick(now)
         self._warming.tick(now)
         self._clearing.tick(now)
         self._pulls.tick(now)
@@ -580,6 +581,7 @@ class ShardState:
         """Check everything that must always hold. O(slots). Raises AssertionError that names what does not hold."""
         first = (self._store, self._leases, self._pulls, self._acquisitions, self._windowed, self._warming, self._holds)
         rest = (
+            self._tails,
             self._writes,
             self._tiers,
             self._handoffs,

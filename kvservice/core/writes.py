@@ -6,11 +6,12 @@ left. Until then nobody else gets the slot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.attached import EngineAttachment
+from kvservice.core.acquire.hinted import Hinted
 from kvservice.core.actions import Digest, Reply, WatchEngine
 from kvservice.core.block.keys import check_keys
 from kvservice.core.block.marks import BlockScopes
@@ -20,7 +21,7 @@ from kvservice.core.explain.records import name_engine
 from kvservice.core.messages import EngineSpec, SealItem, SealStatus, Statement
 from kvservice.core.reconcile import STATED_SLOTS_MAX, Grants
 from kvservice.core.segment.refs import BlockRef
-from kvservice.core.store.blocks import Want
+from kvservice.core.store.blocks import Block, Want
 from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.slots import Slot, SlotState
 from kvservice.errors import InvalidRequest
@@ -40,6 +41,7 @@ class _SealBatch:
     statuses: list[SealStatus | None]
     engine: EngineAttachment
     open_count: int = 0  # digests that are not known yet
+    pinned: list[tuple[Block, float]] = field(default_factory=list)  # sealed blocks, and how long hints pin them
 
 
 @dataclass(slots=True)
@@ -56,7 +58,8 @@ class _Sealing:
 class Writes:
     """Handles Reserve, Seal, Abort and statements, and what happens to reservations when an engine ends."""
 
-    def __init__(self, shard: ShardContext, acquisitions: Acquisitions) -> None:
+    def __init__(self, shard: ShardContext, acquisitions: Acquisitions, hinted: Hinted) -> None:
+        self._hinted = hinted
         self._is_draining = shard.is_draining
         self._store = shard.store
         self._emit = shard.emit
@@ -125,7 +128,7 @@ class Writes:
             self._counters["seal_cleared"] += 1
             status = SealStatus.STALE
         else:
-            self._store.seal(
+            block = self._store.seal(
                 sealing.slot,
                 item.key,
                 item.parent,
@@ -139,12 +142,18 @@ class Writes:
                 stored_at=self._freshness.wall(now),
             )
             self._counters["stored_bytes"] += sealing.slot.payload_bytes
+            if item.hints.pin_seconds:
+                sealing.batch.pinned.append((block, item.hints.pin_seconds))
         if status in (SealStatus.FAILED, SealStatus.STALE):
             self._acquisitions.seal_failed(item.key, now)
         else:
             self._acquisitions.sealed(item.key, now)
         sealing.batch.statuses[sealing.position] = status
         sealing.batch.open_count -= 1
+        if not sealing.batch.open_count and sealing.batch.pinned:
+            # Those that were evicted while the digests of others were computed are gone.
+            here = [(b, seconds) for b, seconds in sealing.batch.pinned if self._store.get(b.key) == b]
+            self._hinted.stored(sealing.batch.engine.account, here, now)
         self._answer_batch(sealing.batch)
 
     def _answer_batch(self, batch: _SealBatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvservice.core.acquire.warming import HOLD_SECONDS_MAX
+from kvservice.core.acquire.holds import HOLD_SECONDS_MAX
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.errors import ConfigError
 

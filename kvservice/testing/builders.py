@@ -345,6 +345,12 @@ class CoreHarness:
         self.send(ev.Acquire(op, attachment, AcquireRequest(tuple(chain), skip, timeout, recompute, handoff)))
         return op
 
+    def ask_tail(self, attachment: AttachmentId, keys: Sequence[BlockKey], at: int, *, timeout: float = 5.0) -> int:
+        """Ask for the first tail of position `at` that somebody has; keys[0] is the block before it."""
+        op = self.next_op()
+        self.send(ev.Acquire(op, attachment, AcquireRequest(tuple(keys), 1, timeout, tail_at=at)))
+        return op
+
     def hit(self, attachment: AttachmentId, chain: Sequence[BlockKey], *, skip: int = 0) -> AcquireResult:
         """Acquire when no other node holds anything."""
         op = self.acquire(attachment, chain, skip=skip)

@@ -15,6 +15,7 @@ from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, pack_keys
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, WindowGroup
 from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import (
+    NO_HINTS,
     AcquireRequest,
     AcquireResult,
     Attachment,
@@ -24,6 +25,7 @@ from kvservice.core.messages import (
     FollowResult,
     Handoff,
     HandoffState,
+    Hints,
     Holder,
     LocateResult,
     MissReason,
@@ -253,6 +255,38 @@ def decode_acquire(message: shard_pb2.AcquireRequest) -> AcquireRequest:
         message.recompute_seconds_per_block,
         None if not message.handoff else Handoff(check_handoff_id(message.handoff), _name(message.handoff_node)),
         check_request_id(message.request_id),
+        tail_at=message.tail_at - 1 if message.tail_at else None,
+        hints=decode_hints(message.hints) if message.HasField("hints") else NO_HINTS,
+    )
+
+
+def encode_hints(hints: Hints) -> shard_pb2.Hints | None:
+    """None for none, so that requests without hints are as short as they were."""
+    if hints is NO_HINTS or hints == NO_HINTS:
+        return None
+    return shard_pb2.Hints(
+        pin_seconds=hints.pin_seconds,
+        prefetch=hints.prefetch,
+        write_down=hints.write_down,
+        share=hints.share,
+        no_store=hints.no_store,
+        reuse_seconds=hints.reuse_seconds,
+        last_turn=hints.last_turn,
+    )
+
+
+def decode_hints(message: shard_pb2.Hints) -> Hints:
+    """Raises InvalidRequest for times that are none."""
+    if not (0 <= message.pin_seconds < math.inf and 0 <= message.reuse_seconds < math.inf):  # also refuses NaN
+        raise InvalidRequest("the times of hints are seconds and not negative")
+    return Hints(
+        message.pin_seconds,
+        message.prefetch,
+        message.write_down,
+        message.share,
+        message.no_store,
+        message.reuse_seconds,
+        message.last_turn,
     )
 
 
@@ -274,6 +308,7 @@ def encode_acquired(result: AcquireResult) -> shard_pb2.AcquireReply:
         skipped_held=result.skipped_held,
         tier_count=result.tier_count,
         farthest=result.farthest,
+        tail_index=result.tail_index,
     )
 
 
@@ -304,6 +339,7 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
         message.skipped_held,
         message.tier_count,
         printable(message.farthest),
+        message.tail_index,
     )
 
 
@@ -322,6 +358,7 @@ def encode_seal_item(item: SealItem) -> shard_pb2.SealItem:
         parent=item.parent or b"",
         position=item.position,
         route=item.route,
+        hints=encode_hints(item.hints),
     )
 
 
@@ -333,11 +370,9 @@ def decode_seal_items(messages: Collection[shard_pb2.SealItem]) -> tuple[SealIte
         if len(message.key) != KEY_BYTES or len(message.parent) not in (0, KEY_BYTES):
             raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {len(message.key)}", length=len(message.key))
         parent = BlockKey(message.parent) if message.parent else None
-        items.append(
-            SealItem(
-                decode_ref(message.block), BlockKey(message.key), parent, message.position, SpanRoute(message.route)
-            )
-        )
+        hints = decode_hints(message.hints) if message.HasField("hints") else NO_HINTS
+        ref, route = decode_ref(message.block), SpanRoute(message.route)
+        items.append(SealItem(ref, BlockKey(message.key), parent, message.position, route, hints))
     return tuple(items)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from kvservice.core.acquire.acquisition import Acquisition
+from kvservice.core.acquire.hinted import Hinted
 from kvservice.core.actions import Reply
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import AcquireResult, MissReason
@@ -21,8 +23,9 @@ OnHold = Callable[[int, list[SlotIndex], int, MissReason, float], None]
 class Answers:
     """Leases what was promised, replies, counts and records. `on_hold` takes over what is for nobody who reads."""
 
-    def __init__(self, shard: ShardContext, on_hold: OnHold) -> None:
+    def __init__(self, shard: ShardContext, hinted: Hinted, on_hold: OnHold) -> None:
         self._shard = shard
+        self._hinted = hinted
         self._on_hold = on_hold
         self.usage = UsageTable()
 
@@ -42,6 +45,7 @@ class Answers:
             self._on_hold(op, slots, len(promised), reason, now)
             return
         lease = self._shard.lease(("engine", int(main.attachment)), slots, now)
+        self._hinted.promised(main.account, slots, main.request.hints, now)
         sources = [origin for index, origin in main.origins.items() if index < main.request.skip + len(promised)]
         brought = sum(map(is_tier, sources))
         self._count(main, len(promised), fetched, brought, reason)
@@ -58,6 +62,28 @@ class Answers:
         while skipped < request.skip and request.keys[skipped] in self._shard.store:
             skipped += 1
         self._reply(op, lease, promised, fetched, reason, windows, skipped, brought, _farthest(sources))
+
+    def answer_tail(
+        self, op: int, part: Acquisition, promised: Sequence[SlotIndex], fetched: int, index: int, now: float
+    ) -> None:
+        """Lease the one block that was chosen among the names of a tail, or nothing if it did not come. It counts as a
+        tail and not as a block: hit rates are of whole blocks."""
+        if not promised:
+            self.no_tail(op, part.reason)
+            return
+        lease = self._shard.lease(("engine", int(part.attachment)), promised, now)
+        sources = list(part.origins.values())
+        source = "remote" if fetched else "tier" if sources else "local"
+        self._shard.counters[f"tails_found_{source}"] += 1
+        self._shard.counters["hit_bytes"] += part.payload_bytes
+        refs = tuple(map(self._ref, promised))
+        farthest = _farthest(sources)
+        found = AcquireResult(lease, refs, fetched, MissReason.NONE, tier_count=len(sources) - fetched)
+        self._shard.emit(Reply(op, replace(found, farthest=farthest, tail_index=index)))
+
+    def no_tail(self, op: int, reason: MissReason) -> None:
+        self._shard.counters[f"tails_missed_{reason.value}"] += 1
+        self._shard.emit(Reply(op, AcquireResult(LeaseId(0), (), 0, reason)))
 
     def refuse(self, op: int, now: float) -> None:
         """Answer with nothing, because this node is leaving. The answer is not counted."""

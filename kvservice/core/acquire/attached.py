@@ -7,10 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvservice.core.block.fingerprint import Fingerprint
+from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
 from kvservice.core.explain.records import name_engine
 from kvservice.core.messages import AttachedEngine, EngineKind, EngineSpec
 from kvservice.core.reconcile import Grants
-from kvservice.units import AttachmentId
+from kvservice.core.segment.geometry import Geometry
+from kvservice.errors import InvalidRequest, UnsupportedLayout
+from kvservice.units import AttachmentId, format_bytes
 
 _Name = tuple[str, str, Fingerprint]
 
@@ -34,6 +37,22 @@ class EngineAttachment:
     @property
     def name(self) -> _Name:
         return self.spec.namespace, self.spec.model, self.spec.fingerprint
+
+
+def check_layouts(spec: EngineSpec, geometry: Geometry) -> None:
+    """Raises InvalidRequest for more KV cache groups than there are, UnsupportedLayout for blocks that fit no slab."""
+    count = len(spec.window_groups)
+    if count > WINDOW_GROUPS_MAX:
+        raise InvalidRequest(f"an engine has at most {WINDOW_GROUPS_MAX} window groups, not {count}")
+    layouts = (spec.layout, *(group.layout for group in spec.window_groups))
+    payload_bytes = max(layout.payload_bytes for layout in layouts)
+    if geometry.slots_per_slab(payload_bytes) == 0:
+        raise UnsupportedLayout(
+            f"one block of {spec.model} is {format_bytes(payload_bytes)} and does not fit a slab of "
+            f"{format_bytes(geometry.slab_bytes)}: raise slab_bytes or the pool size, or use a smaller block size",
+            payload_bytes=payload_bytes,
+            slab_bytes=geometry.slab_bytes,
+        )
 
 
 def list_engines(engines: Iterable[EngineAttachment], now: float) -> list[AttachedEngine]:

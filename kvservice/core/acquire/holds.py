@@ -18,6 +18,7 @@ from kvservice.units import LeaseId, SlotIndex, format_bytes
 # The parts of the pool, and of a tenant's quota, that warmed and pinned blocks may take. Together they leave half of it
 # to blocks that engines store and read.
 WARM_SHARE, PIN_SHARE = 0.25, 0.25
+HOLD_SECONDS_MAX = 600.0  # a longer time is refused: what is to stay is pinned
 PINS_MAX = 256  # names of one shard: a person keeps an overview of far fewer. More are refused with Exhausted.
 PIN_NAME_CHARS_MAX = 128  # a longer name is refused
 assert WARM_SHARE + PIN_SHARE <= 0.5
@@ -42,9 +43,14 @@ class Holds:
 
     def warm(self, account: str, slots: Sequence[SlotIndex], seconds: float, now: float) -> int:
         """Hold the first of these pinned slots, as many as the tenant's budget takes, and unpin the others. What it
-        warmed longest ago is let go first. Returns how many are held."""
+        warmed longest ago is let go first, and an earlier hold of the same blocks is replaced. Returns how many are
+        held."""
         holder, budget = ("warm", account), self._budget(account, WARM_SHARE)
         held = self._within(slots, budget)
+        again = frozenset(slots[:held])
+        for lease in self._shard.leases.of_holder(holder):
+            if lease.expires_at <= now + seconds and again.issuperset(lease.slots):
+                self._end(lease)
         wanted = self._bytes(slots[:held])
         for lease in self._shard.leases.of_holder(holder):
             if wanted + self._held_by(holder) <= budget:

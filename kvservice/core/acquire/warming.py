@@ -16,7 +16,7 @@ from typing import Protocol
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisition import Acquisition, OnAnswer
 from kvservice.core.acquire.acquisitions import Acquisitions
-from kvservice.core.acquire.holds import Holds, check_pin_name
+from kvservice.core.acquire.holds import HOLD_SECONDS_MAX, Holds, check_pin_name
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Refuse, Reply
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
@@ -28,7 +28,6 @@ from kvservice.units import AttachmentId, NodeId, SlotIndex
 WARM_STEP_BLOCKS = 64  # fetched at a time: a fifth of a second at 500 MB/s with blocks of 1.5 MiB
 WARMS_MAX = 64  # that wait or are under way; more are refused with Exhausted, because they would come too late
 WARM_SECONDS_MAX = 600.0  # that a Warm may take; a longer timeout is a mistake and refused
-HOLD_SECONDS_MAX = 600.0  # a longer time is refused: what is to stay is pinned
 
 
 class WarmedEngine(Protocol):

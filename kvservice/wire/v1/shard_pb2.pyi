@@ -117,8 +117,26 @@ class DetachReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Hints(_message.Message):
+    __slots__ = ("pin_seconds", "prefetch", "write_down", "share", "no_store", "reuse_seconds", "last_turn")
+    PIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    WRITE_DOWN_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    NO_STORE_FIELD_NUMBER: _ClassVar[int]
+    REUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LAST_TURN_FIELD_NUMBER: _ClassVar[int]
+    pin_seconds: float
+    prefetch: bool
+    write_down: bool
+    share: bool
+    no_store: bool
+    reuse_seconds: float
+    last_turn: bool
+    def __init__(self, pin_seconds: _Optional[float] = ..., prefetch: bool = ..., write_down: bool = ..., share: bool = ..., no_store: bool = ..., reuse_seconds: _Optional[float] = ..., last_turn: bool = ...) -> None: ...
+
 class AcquireRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "keys", "skip", "timeout_seconds", "recompute_seconds_per_block", "handoff", "handoff_node", "request_id")
+    __slots__ = ("attachment_id", "epoch", "keys", "skip", "timeout_seconds", "recompute_seconds_per_block", "handoff", "handoff_node", "tail_at", "hints", "request_id")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +145,8 @@ class AcquireRequest(_message.Message):
     RECOMPUTE_SECONDS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_NODE_FIELD_NUMBER: _ClassVar[int]
+    TAIL_AT_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     epoch: int
@@ -136,11 +156,13 @@ class AcquireRequest(_message.Message):
     recompute_seconds_per_block: float
     handoff: bytes
     handoff_node: str
+    tail_at: int
+    hints: Hints
     request_id: str
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ..., tail_at: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "window_blocks", "window_counts", "not_admitted", "skipped_held", "tier_count", "farthest")
+    __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "window_blocks", "window_counts", "not_admitted", "skipped_held", "tier_count", "tail_index", "farthest")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +172,7 @@ class AcquireReply(_message.Message):
     NOT_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_HELD_FIELD_NUMBER: _ClassVar[int]
     TIER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TAIL_INDEX_FIELD_NUMBER: _ClassVar[int]
     FARTHEST_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
@@ -160,8 +183,9 @@ class AcquireReply(_message.Message):
     not_admitted: bool
     skipped_held: int
     tier_count: int
+    tail_index: int
     farthest: str
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., window_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., window_counts: _Optional[_Iterable[int]] = ..., not_admitted: bool = ..., skipped_held: _Optional[int] = ..., tier_count: _Optional[int] = ..., farthest: _Optional[str] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., window_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., window_counts: _Optional[_Iterable[int]] = ..., not_admitted: bool = ..., skipped_held: _Optional[int] = ..., tier_count: _Optional[int] = ..., tail_index: _Optional[int] = ..., farthest: _Optional[str] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("attachment_id", "epoch", "count", "group", "call")
@@ -184,18 +208,20 @@ class ReserveReply(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ...) -> None: ...
 
 class SealItem(_message.Message):
-    __slots__ = ("block", "key", "parent", "position", "route")
+    __slots__ = ("block", "key", "parent", "position", "route", "hints")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     block: BlockRef
     key: bytes
     parent: bytes
     position: int
     route: int
-    def __init__(self, block: _Optional[_Union[BlockRef, _Mapping]] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., route: _Optional[int] = ...) -> None: ...
+    hints: Hints
+    def __init__(self, block: _Optional[_Union[BlockRef, _Mapping]] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., route: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
 class SealRequest(_message.Message):
     __slots__ = ("attachment_id", "epoch", "items")

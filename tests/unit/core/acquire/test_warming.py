@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.holds import PIN_NAME_CHARS_MAX
-from kvservice.core.acquire.warming import HOLD_SECONDS_MAX, WARM_STEP_BLOCKS, WARMS_MAX
+from kvservice.core.acquire.holds import HOLD_SECONDS_MAX, PIN_NAME_CHARS_MAX
+from kvservice.core.acquire.warming import WARM_STEP_BLOCKS, WARMS_MAX
 from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.block.window_groups import Window, WindowGroup, group_key
 from kvservice.core.messages import MissReason, WarmResult

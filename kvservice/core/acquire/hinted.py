@@ -1,0 +1,65 @@
+"""What the pool does with hints of clients: it counts them, holds what is pinned, and fetches what is to be fetched.
+
+A pin is a hold for a bounded time, within the budget of warmed blocks, so clients cannot fill a pool with it. Blocks to
+write down or to share, expected reuse and last turns are counted: they say something to an eviction policy, and none
+reads them yet. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from kvservice.core.acquire.holds import HOLD_SECONDS_MAX, Holds
+from kvservice.core.context import ShardContext
+from kvservice.core.messages import NO_HINTS, AcquireRequest, Hints
+from kvservice.core.store.blocks import Block
+from kvservice.units import SlotIndex
+
+
+class Hinted:
+    """Call `asked` for every Acquire and `promised` for its blocks, `stored` for blocks that were sealed."""
+
+    def __init__(self, shard: ShardContext, holds: Holds) -> None:
+        self._shard = shard
+        self._holds = holds
+
+    def asked(self, request: AcquireRequest) -> AcquireRequest:
+        """Count what is hinted. Returns the request as it is performed."""
+        hints = request.hints
+        if hints == NO_HINTS:
+            return request
+        said = {
+            "pin": hints.pin_seconds,
+            "prefetch": hints.prefetch,
+            "write_down": hints.write_down,
+            "share": hints.share,
+            "no_store": hints.no_store,
+            "reuse": hints.reuse_seconds,
+            "last_turn": hints.last_turn,
+        }
+        for name in (name for name, value in said.items() if value):
+            self._shard.counters[f"hints_{name}"] += 1
+        return replace(request, recompute_seconds_per_block=0.0) if hints.prefetch else request
+
+    def promised(self, account: str, slots: Sequence[SlotIndex], hints: Hints, now: float) -> None:
+        """Hold the blocks of a promise, if they are pinned."""
+        blocks = (self._shard.store.block_in(slot) for slot in slots) if hints.pin_seconds else ()
+        self._hold(account, [block for block in blocks if block is not None], hints.pin_seconds, now)
+
+    def stored(self, account: str, blocks: Iterable[tuple[Block, float]], now: float) -> None:
+        """Hold blocks that were sealed just now, each for its time."""
+        by_time: dict[float, list[Block]] = {}
+        for block, seconds in blocks:
+            by_time.setdefault(seconds, []).append(block)
+        for seconds, held in by_time.items():
+            self._hold(account, held, seconds, now)
+
+    def _hold(self, account: str, blocks: Sequence[Block], seconds: float, now: float) -> None:
+        if not blocks or self._shard.is_draining():
+            return
+        for block in blocks:
+            self._shard.store.pin(block)
+        slots = [block.slot for block in blocks]
+        held = self._holds.warm(account, slots, min(seconds, HOLD_SECONDS_MAX), now)
+        self._shard.counters["hints_pinned_blocks"] += held
