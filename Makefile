@@ -255,7 +255,7 @@ bench-blend: $(INSTALLED) $(MODEL) ## Measure reuse that is no prefix: KL and ti
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.pictures
 
-bench-tiers: $(INSTALLED) $(LMCACHE_INSTALLED) ## Measure the disk tier and the object tier against plain reads and writes
+bench-tiers: $(INSTALLED) $(LMCACHE_INSTALLED) ## Measure the disk tier and the object tier against plain reads and writes, NIXL and LMCache
 	$(BIN)/python -m benchmarks.tier_disk
 	$(BIN)/python -m benchmarks.tier_objects
 

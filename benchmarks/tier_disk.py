@@ -1,11 +1,12 @@
-"""The disk tier against plain reads and writes of the same files by the same threads, and against NIXL's POSIX plug-in.
+"""The disk tier against plain reads and writes of the same files by the same threads, and against two other back ends.
 
     python -m benchmarks.tier_disk [--folder PATH] [--threads N] [--total BYTES] [--rounds N] [--out PATH]
 
 Blocks go between memory of /dev/shm, as slots do, and one file a block. `plain` is one pwritev or preadv a file, with
-O_DIRECT, and no header, digest, index or rename. All ways take turns; ratios are medians of rounds. Everything passes
-the page cache by (O_DIRECT), so it does not matter how much of the files it could hold; files are dropped from it
-before they are read all the same. `seconds of CPU per GB` is what the process took, of all threads.
+O_DIRECT, and no header, digest, index or rename. `NIXL POSIX` is NIXL's plug-in by itself, `LMCache` its disk back end
+in C++ (benchmarks/peers/lmcache_disk.py), where they are installed. All ways take turns; ratios are medians of rounds.
+Everything passes the page cache by (O_DIRECT), so it does not matter how much of the files it could hold; files are
+dropped from it before they are read all the same. `seconds of CPU per GB` is what the process took, of all threads.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.peers.lmcache_disk import is_installed as lmcache_is_installed
+from benchmarks.peers.lmcache_disk import lmcache_disk
 from benchmarks.report import ROOT, default_out, print_table, write_report
 from kvservice.core.events import PullResult
 from kvservice.core.segment.digest import digest_payload
@@ -158,6 +161,7 @@ WAYS: dict[str, Callable[[Path, int], AbstractContextManager[Transfer]]] = {
         if nixl_available()
         else {}
     ),
+    **({"LMCache": lmcache_disk} if lmcache_is_installed() else {}),
 }
 
 
