@@ -38,7 +38,12 @@ def adapter(**params: object) -> str:
 
 def tool(*arguments: str) -> str:
     """What `lmcache ARGUMENTS` prints. It must succeed."""
-    command = [sys.executable, "-m", "lmcache.cli.main", *arguments]
+    return program("lmcache.cli.main", *arguments)
+
+
+def program(module: str, *arguments: str) -> str:
+    """What a program prints that imports LMCache. It must succeed."""
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(
         command, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TOOL_SECONDS
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
-from tests.integration.lmcache_server import CHUNK_TOKENS, LMCacheServer, adapter, needs_lmcache, tool
+from tests.integration.lmcache_server import CHUNK_TOKENS, LMCacheServer, adapter, needs_lmcache, program, tool
 
 pytestmark = [pytest.mark.slow, needs_lmcache]
 PROMPTS, CHUNKS = 2, 8
@@ -49,6 +50,21 @@ def test_its_contract_tool_gets_back_what_it_stored(cluster: LocalCluster) -> No
     assert "All 32 keys data verified OK." in said
     assert len(re.findall(r"found=16/32", said)) == 3 and len(re.findall(r"loaded=32/32", said)) == 3
     eventually(lambda: nothing_is_held(cluster), "no lease is left")
+
+
+def test_a_float16_engine_misses_what_a_bfloat16_engine_stored(cluster: LocalCluster, tmp_path: Path) -> None:
+    """LMCache's own adapter finds and loads it: its key says nothing of dtypes, and the size is the same."""
+    said = program("tests.integration.lmcache_adapter", cluster.socket("n0"), str(tmp_path))
+    found = json.loads(said.splitlines()[-1])
+    assert found["ours"] == {
+        "stored": True,
+        "torch.bfloat16": [4, 4, [1, 2, 3, 4]],
+        "torch.float16": [0, 0, [200, 201, 202, 203]],
+    }
+    assert found["theirs"] == {**found["ours"], "torch.float16": [4, 4, [1, 2, 3, 4]]}
+    assert found["status"]["is_healthy"] and found["status"]["is_attached"]
+    assert found["held"][1] == found["held"][2], "closing leaves no thread and no descriptor"
+    eventually(lambda: nothing_is_held(cluster), "no lease is left, that of a lookup without an unlock either")
 
 
 def test_what_one_server_stores_another_node_hits(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ SETTINGS = {
 }
 
 
-def ask(model: Path, port: int, dtype: str, tokens: int, log: Path) -> dict[str, Any]:
-    """`tokens` of an engine of its own, which ends: `token_ids`, `cached` of the prompt's `tokens`."""
-    command = [sys.executable, "-m", "tests.vllm.lmcache_engine", str(model), str(port), dtype, str(tokens)]
+def ask(model: Path, port: int, dtype: str, tokens: int, seed: int, log: Path) -> dict[str, Any]:
+    """What an engine of its own says to the prompt of this seed: `token_ids`, and how much of it was `cached`."""
+    command = [sys.executable, "-m", "tests.vllm.lmcache_engine", str(model), str(port), dtype, str(tokens), str(seed)]
     with log.open("ab") as errors:
         done = subprocess.run(
             command, env={**variables(), **SETTINGS}, stdout=subprocess.PIPE, stderr=errors, timeout=ENGINE_SECONDS
@@ -40,7 +40,8 @@ def ask(model: Path, port: int, dtype: str, tokens: int, log: Path) -> dict[str,
 
 
 def main() -> None:
-    model, port, dtype, tokens = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    model, dtype = sys.argv[1], sys.argv[3]
+    port, tokens, seed = int(sys.argv[2]), int(sys.argv[4]), int(sys.argv[5])
     import vllm.triton_utils.dispatcher as dispatcher
     from vllm import LLM, SamplingParams
 
@@ -66,9 +67,9 @@ def main() -> None:
         seed=0,
         kv_transfer_config=connector,
     )
-    prompt = {"prompt_token_ids": [100 + 37 * number % 4000 for number in range(tokens)]}
+    prompt = {"prompt_token_ids": [100 + seed + 37 * number % 4000 for number in range(tokens)]}
     said = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)[0]
-    result = {"token_ids": list(said.outputs[0].token_ids), "cached": said.num_cached_tokens, "tokens": tokens}
+    result = {"token_ids": list(said.outputs[0].token_ids), "cached": said.num_cached_tokens}
     print(MARK + json.dumps(result), flush=True)
     engine.llm_engine.engine_core.shutdown()
     os._exit(0)  # LMCache's threads would keep the interpreter for seconds

@@ -34,19 +34,20 @@ def test_an_engine_hits_only_what_one_of_its_own_kind_stored(
         LMCacheServer(cluster, "n1", tmp_path / "b.log") as second,
     ):
         log, tokens = tmp_path / "engines.log", CHUNKS * CHUNK_TOKENS
-        computed = ask(shallow_model, first.port, "float32", tokens, log)
+        computed = ask(shallow_model, first.port, "float32", tokens, 1, log)
         eventually(lambda: first.level_2().get("objects_sealed", 0) >= CHUNKS, "everything is stored", 30)
         cluster.wait_until_announced("n0")
-        found = ask(shallow_model, second.port, "float32", tokens, log)
+        found = ask(shallow_model, second.port, "float32", tokens, 1, log)
         assert computed["cached"] == 0 and found["cached"] == tokens - 1
         assert found["token_ids"] == computed["token_ids"]
         assert cluster.stats("n1").counters["fetched_blocks"] == CHUNKS
 
+        # Another prompt: the servers' level 1 still has that of the float32 engines, and would serve it.
         stored = first.level_2()["objects_sealed"]
-        ask(shallow_model, first.port, "bfloat16", tokens, log)
+        ask(shallow_model, first.port, "bfloat16", tokens, 2, log)
         eventually(lambda: first.level_2()["objects_sealed"] >= stored + CHUNKS, "everything is stored", 30)
         cluster.wait_until_announced("n0")
-        other = ask(shallow_model, second.port, "float16", tokens, log)
+        other = ask(shallow_model, second.port, "float16", tokens, 2, log)
         assert other["cached"] == 0 and cluster.stats("n1").counters["fetched_blocks"] == CHUNKS
         first.close()
         second.close()
