@@ -40,18 +40,21 @@ CUDA_LOCK := requirements/cuda-py311.lock
 LMCACHE_SITE := .venv-lmcache/site
 LMCACHE_INSTALLED := .venv-lmcache/.installed
 
+SGLANG_SITE := .venv-sglang/site
+SGLANG_INSTALLED := .venv-sglang/.installed
+
 PEERS_VENV := .venv-peers
 PEERS_INSTALLED := $(PEERS_VENV)/.installed
 
 AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
-LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt requirements/lmcache.txt
+LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt requirements/lmcache.txt requirements/sglang.txt
 
 BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm --ignore tests/unit/connector/offloading -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-tiers bench bench-blend bench-engine bench-guard bench-peers bench-tiers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-sglang demo-tiers bench bench-blend bench-engine bench-guard bench-peers bench-tiers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -141,7 +144,7 @@ test-fast: $(INSTALLED) ## Test single modules in less than a minute: no process
 test: $(INSTALLED) $(MODEL) ## Run the gate: every test but the slow ones, in parallel lanes
 	$(BIN)/python -m tests.lanes $(PYTEST)
 
-test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) $(FUSE_INSTALLED) $(LMCACHE_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
+test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) $(FUSE_INSTALLED) $(LMCACHE_INSTALLED) $(SGLANG_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
 	$(BIN)/python -m tests.lanes --all $(PYTEST)
 
 # Of what is decided in core, and of everything. Raise a bound when its figure has risen. All tests run 95 % of everything
@@ -205,6 +208,11 @@ $(HELM_INSTALLED): requirements/helm.txt scripts/helm_binaries.py scripts/promto
 stand-in-driver: $(INSTALLED) ## Compile the stand-in CUDA driver on host memory, for the tests of the CUDA path
 	$(BIN)/python -m tests.stand_in_driver.build
 
+# Beside .venv, as are the next: torch and this project are not installed a second time.
+$(SGLANG_INSTALLED): requirements/sglang.txt | $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(SGLANG_SITE) -r $<
+	touch $@
+
 # In a folder of its own: with Triton in the environment, an engine without a GPU would choose a GPU's path.
 $(TRITON_INSTALLED): $(CUDA_LOCK) | $(INSTALLED)
 	mkdir -p $(dir $@)
@@ -230,6 +238,9 @@ demo-serve: $(INSTALLED) $(MODEL) ## Measure conversations on Ray Serve: without
 
 demo-engine: $(INSTALLED) $(MODEL) ## Watch two reference engines: a prompt crosses, requests swap, blocks are copied on write
 	$(BIN)/python -m examples.demo engine
+
+demo-sglang: $(INSTALLED) $(SGLANG_INSTALLED) $(MODEL) ## Watch a prompt that one SGLang engine computed hit in another one, on another node
+	$(BIN)/python -m examples.demo sglang
 
 demo-tiers: $(INSTALLED) $(MODEL) ## Watch prompts come back from a disk after a restart, and from an S3 API on another node
 	$(BIN)/python -m examples.demo tiers

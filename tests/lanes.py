@@ -55,7 +55,7 @@ class Lane:
         return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output)
 
 
-NO_CLUSTER = "not ray and not vllm and not netns and not sim"
+NO_CLUSTER = "not ray and not vllm and not sglang and not netns and not sim"
 # Every test is in exactly one of them: tests/tidy/test_lanes.py counts.
 UNITS = Lane(
     "units",
@@ -64,10 +64,16 @@ UNITS = Lane(
     ("nice", "-n", "3"),
 )
 SERVICE = Lane("service", NO_CLUSTER, ("browser", "faults", "helm", "integration", "journeys", "stand_in_driver"))
-RAY = Lane("ray", "(ray or netns) and not vllm and not sim", ("faults", "helm", "journeys", "netns", "ray", "serve"))
+RAY = Lane(
+    "ray",
+    "(ray or netns) and not vllm and not sglang and not sim",
+    ("faults", "helm", "journeys", "netns", "ray", "serve"),
+)
 SIMULATOR = Lane("simulator", "sim", ("sim",), ("chrt", "--idle", "0"))
 ENGINES = Lane(
-    "engines", "vllm and not sim", ("faults", "gpu", "journeys", "netns", "packaging", "ray", "serve", "vllm")
+    "engines",
+    "(vllm or sglang) and not sim",
+    ("faults", "gpu", "journeys", "netns", "packaging", "ray", "serve", "sglang", "vllm"),
 )
 LANES = (UNITS, SERVICE, RAY, SIMULATOR, ENGINES)
 GOOD = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # nothing is selected e.g. by -k

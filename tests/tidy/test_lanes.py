@@ -12,7 +12,7 @@ from _pytest.mark.expression import Expression
 from tests.lanes import LANES
 
 TESTS = Path(__file__).resolve().parents[1]
-DECIDING = ("ray", "vllm", "netns", "sim")  # the markers that the lanes' expressions name
+DECIDING = ("ray", "vllm", "sglang", "netns", "sim")  # the markers that the lanes' expressions name
 MARKER = re.compile(rf"pytest\.mark\.({'|'.join(DECIDING)})\b")
 WHOLE_FILE = re.compile(r"^pytestmark = .*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.arg_groups.overrides import resolution_result
-from sglang.srt.configs.model_config import process_model_config
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_server_args, process_model_config
 from sglang.version import __version__
 
 from kvservice.connector.config_text import PLAIN_ROPES, flat_fields, parts_of, text_of, without

@@ -1,0 +1,130 @@
+"""The other end of `sglang_engine`: starts an engine's process, here or in another network namespace, and asks it."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from examples.demo.sglang_engine import environment
+from kvservice.errors import Unavailable
+
+START_SECONDS = 300.0  # a CPU takes half a minute when nothing else runs
+ANSWER_SECONDS = 300.0
+IDLE_SECONDS = 30.0
+END_SECONDS = 30.0
+
+
+class SGLangProcess:
+    """Starts at once. `ready` waits for the engine; use it in a `with`, which ends it and all of its processes."""
+
+    def __init__(
+        self, settings: Mapping[str, Any], before: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`settings` as `sglang_engine.settings` reads them. `before` stands before the command."""
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by __exit__
+        self._process = subprocess.Popen(
+            [*before, sys.executable, "-m", "examples.demo.sglang_engine", json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env={**environment(), **(variables or {})},
+            start_new_session=True,
+        )
+        self._answers: queue.Queue[str | None] = queue.Queue()
+        assert self._process.stdout is not None
+        threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True).start()
+
+    @property
+    def said(self) -> str:
+        """What it printed so far."""
+        return os.pread(self._said.fileno(), 1 << 20, 0).decode(errors="replace")
+
+    def ready(self, seconds: float = START_SECONDS) -> None:
+        """Wait until it answers. Raises Unavailable."""
+        self._next(seconds)
+
+    def ask(self, prompt: str | Sequence[int], tokens: int, salt: str = "") -> dict[str, Any]:
+        """One greedy answer. Raises Unavailable when there is none."""
+        given = prompt if isinstance(prompt, str) else list(prompt)
+        return self._call({"ask": given, "tokens": tokens, "salt": salt})
+
+    def forget(self) -> None:
+        """Empty its own memories of prompts, in the KV cache and on the host. Waits until it is idle: it stores pages
+        behind its answers."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not self._call({"forget": True})["forgotten"]:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the SGLang engine is not idle after {IDLE_SECONDS:.0f} s")
+            time.sleep(0.1)
+
+    def __enter__(self) -> SGLangProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # it ends with its input
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Kill what is left of its session: SGLang's own processes are in it."""
+        for number in processes_of_session(self._process.pid):
+            try:
+                os.kill(number, 9)
+            except ProcessLookupError:
+                continue
+        self._process.wait()
+        self._said.close()
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(call) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise Unavailable(f"the SGLang engine has ended: {self.said[-2000:]}") from error
+        return self._next(ANSWER_SECONDS)
+
+    def _next(self, seconds: float) -> dict[str, Any]:
+        try:
+            line = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            raise Unavailable(f"the SGLang engine did not answer in {seconds:.0f} s: {self.said[-2000:]}") from None
+        if line is None:
+            raise Unavailable(f"the SGLang engine has ended: {self.said[-2000:]}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _listen(self, answers: IO[str]) -> None:
+        for line in answers:
+            self._answers.put(line)
+        self._answers.put(None)
+
+
+def processes_of_session(session: int) -> list[int]:
+    """The processes of this session that live now."""
+    found = []
+    for number in (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()):
+        try:
+            if os.getsid(number) == session:
+                found.append(number)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return found
