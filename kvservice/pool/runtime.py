@@ -20,7 +20,7 @@ from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX, ClearResult
-from kvservice.core.block.marks import Mark
+from kvservice.core.block.marks import MARK_SECONDS, Mark
 from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.counter_windows import SAMPLE_SECONDS
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
@@ -45,7 +45,7 @@ from kvservice.core.messages import (
 )
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.shard import AttachReply, ShardState
-from kvservice.errors import KVServiceError, Unavailable
+from kvservice.errors import KVServiceError, TierError, Unavailable
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
 from kvservice.observe import logs
@@ -71,6 +71,7 @@ log = logging.getLogger("kvservice.pool")
 # Between two checks of the core's invariants in production; a broken one fences the pool. Counters are sampled as well.
 CHECK_SECONDS = SAMPLE_SECONDS
 CLEAR_AGAIN_SECONDS = 3600.0  # longer than a request reads blocks
+MARKS_SECONDS = 3.0  # for a shared tier to open and say what was cleared; then the node starts without
 CHECK_SLOTS_MAX = 20_000  # a pool with more slots is not checked: a check would block the loop for too long
 
 
@@ -102,7 +103,7 @@ class PoolRuntime(PoolAnswers):
             spills=config.spill and not config.accept_spill,  # one that takes what others evict passes nothing on
         )
         self.timings = Timings()
-        pool_tiers = PoolTiers(tiers or {}, segment, clock, self.timings, self._from_thread)
+        pool_tiers = PoolTiers(tiers or {}, segment, clock, self.timings, self._from_thread, self.take_marks)
         super().__init__(config, segment, puller, state, pool_tiers, clock)
         self._directory = directory
         self._loop = asyncio.get_running_loop()
@@ -175,6 +176,11 @@ class PoolRuntime(PoolAnswers):
         for opening in self._tiers.opening():
             self._spawn(opening)
         self._spawn(self._check_forever())
+        rules = [rules_of(spec) for spec in self._config.tiers]
+        shared = [each.name for each in rules if each.is_shared and each.name in self._tiers.names]
+        may_serve_old = bool(self._state.blocks()) or len(shared) < len(rules)
+        if may_serve_old and not await self._tiers.marks_known(shared, MARKS_SECONDS):
+            log.warning("marks_not_asked", extra={"reason": f"a shared tier was not open within {MARKS_SECONDS:.0f} s"})
 
     # -- PoolPort ----
 
@@ -310,20 +316,31 @@ class PoolRuntime(PoolAnswers):
     async def clear(self, marks: Sequence[Mark]) -> ClearResult:
         """Give these blocks up, here and in the tiers, and keep the marks. Raises InvalidRequest for marks that make no
         sense, Unavailable if the marks cannot be kept: the blocks are gone all the same."""
+        result = await self._clear_here(marks)
+        try:
+            await self._tiers.keep_marks(marks)
+        except TierError as error:
+            raise Unavailable(f"the marks of what was cleared cannot be kept in a tier: {error.message}") from error
+        return result
+
+    async def _clear_here(self, marks: Sequence[Mark]) -> ClearResult:
         result: ClearResult = await self._call(lambda op: ev.Clear(op, tuple(marks)), None)
         async with self._keeping_marks:
             await in_thread(partial(self._mark_files.keep, self._state.freshness.marks.all()))
         return result
 
-    async def take_marks(self, marks: Sequence[Mark]) -> None:
-        """Clear what was cleared elsewhere while this node was away, if it did not know. Never raises for a mark."""
+    async def take_marks(self, marks: Sequence[Mark]) -> tuple[Mark, ...]:
+        """Clear what was cleared elsewhere while this node was away, if it did not know. Never raises for a mark.
+        Returns all marks that are known then."""
         known = set(self._state.freshness.marks.all())
-        await self._clear([mark for mark in dict.fromkeys(marks) if mark not in known])
+        still = self._state.freshness.wall(self._clock()) - MARK_SECONDS
+        await self._clear([mark for mark in dict.fromkeys(marks) if mark not in known and mark.at > still])
+        return self._state.freshness.marks.all()
 
     async def _clear(self, marks: Sequence[Mark]) -> None:
         for start in range(0, len(marks), CLEAR_MARKS_MAX):
             try:
-                await self.clear(marks[start : start + CLEAR_MARKS_MAX])
+                await self._clear_here(marks[start : start + CLEAR_MARKS_MAX])
             except KVServiceError as error:
                 log.warning("marks_not_taken", extra={"reason": error.message})
 

@@ -13,21 +13,22 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
 
-from kvservice.aio import DaemonThreads, in_thread
+from kvservice.aio import DaemonThreads, in_thread, is_set_within
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.block.marks import Mark
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import KVServiceError, TierError
 from kvservice.observe import tracing
 from kvservice.observe.timings import Timings
 from kvservice.pool.runtime_ports import MemoryPort, Report
-from kvservice.tier.base import Tier, TierRead, TierWrite, WriteResult
+from kvservice.tier.base import KeepsMarks, Tier, TierRead, TierWrite, WriteResult
 from kvservice.units import SlotIndex
 
 log = logging.getLogger("kvservice.pool")
@@ -64,12 +65,16 @@ class PoolTiers:
         clock: Callable[[], float],
         timings: Timings,
         report: Report,
+        take_marks: Callable[[Sequence[Mark]], Awaitable[Sequence[Mark]]] | None = None,
     ) -> None:
+        """`take_marks` applies the marks of clears that a tier has kept, and returns all that are known here."""
         self._makers = makers
         self._memory = memory
         self._clock = clock
         self._timings = timings
         self._report = report
+        self._take_marks = take_marks
+        self._starting = {name: asyncio.Event() for name in makers}  # set when the marks that it keeps are known
         self._states = {name: TierStatus(name, TierPhase.OPENING) for name in makers}
         self._open: dict[str, Tier] = {}
         self._counters: Counter[str] = Counter()
@@ -87,10 +92,13 @@ class PoolTiers:
         began = self._clock()
         try:
             found = await in_thread(partial(self._started, name), DaemonThreads(f"kvservice-start-{name}"))
+            await self._catch_up(name)
         except Exception as error:  # noqa: BLE001  a tier is code of others too, and the pool serves without it
             reason = error.message if isinstance(error, KVServiceError) else f"{type(error).__name__}: {error}"
             self._fail(name, reason)
             return
+        finally:
+            self._starting[name].set()
         self._states[name] = TierStatus(name, TierPhase.OPEN)
         seconds = self._clock() - began
         log.info("tier_open", extra={"tier": name, "blocks": len(found), "seconds": round(seconds, 3)})
@@ -110,6 +118,36 @@ class PoolTiers:
             tier.close()
             raise TierError(f"the pool closed before the tier {name} was open")
         return found
+
+    async def _catch_up(self, name: str) -> None:
+        """Learn from the tier what was cleared while this node was away, and tell it what it does not know, before the
+        core hears that it is open. Without its marks a tier is not used: it may have what was cleared."""
+        keeper: object = self._open.get(name)
+        if self._take_marks is None or not isinstance(keeper, KeepsMarks):
+            return
+        try:
+            kept = await in_thread(keeper.load_marks)
+            known = await self._take_marks(kept)
+            if missing := [mark for mark in known if mark not in set(kept)]:
+                await in_thread(partial(keeper.keep_marks, missing))
+        except Exception:
+            tier = self._open.pop(name, None)
+            if tier is not None:
+                await in_thread(tier.close, DaemonThreads(f"kvservice-close-{name}"))
+            raise
+
+    async def marks_known(self, names: Iterable[str], seconds: float) -> bool:
+        """Wait until these tiers have told what was cleared, or cannot be used, for so long. False: some have not."""
+        until = self._clock() + seconds
+        known = [await is_set_within(max(until - self._clock(), 0.0), self._starting[name]) for name in names]
+        return all(known)
+
+    async def keep_marks(self, marks: Sequence[Mark]) -> None:
+        """Keep the marks of a clear in every open tier that can; others are told when they open. Raises TierError."""
+        keepers: list[object] = list(self._open.values())
+        for keeper in keepers:
+            if isinstance(keeper, KeepsMarks):
+                await in_thread(partial(keeper.keep_marks, marks))
 
     def _fail(self, name: str, reason: str) -> None:
         self._states[name] = TierStatus(name, TierPhase.FAILED, reason)
@@ -139,6 +177,10 @@ class PoolTiers:
             log.error("tier_does_not_close", extra={"tier": work[future], "seconds": CLOSE_SECONDS})
 
     # -- for status and metrics ----
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._makers)
 
     def states(self) -> tuple[TierStatus, ...]:
         return tuple(self._states.values())

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from kvservice.core.block.marks import Mark
 from kvservice.core.events import PullResult
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.units import BlockKey
@@ -91,4 +92,18 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Drop what waits, answer it as FAILED, wait for what runs, and end all threads. Blocks."""
+        ...
+
+
+@runtime_checkable
+class KeepsMarks(Protocol):
+    """What a shared tier may do besides: keep the marks of clears for nodes that were away. Both methods block, raise
+    TierError, and are called while the tier is open."""
+
+    def load_marks(self) -> tuple[Mark, ...]:
+        """All marks that any node has kept here and that still count."""
+        ...
+
+    def keep_marks(self, marks: Sequence[Mark]) -> None:
+        """Add marks. Those that are there already do no harm."""
         ...

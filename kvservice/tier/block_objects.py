@@ -14,10 +14,12 @@ from typing import Any
 
 from kvservice.aio import within
 from kvservice.breaker import FAILURES_TO_OPEN, Breaker
+from kvservice.core.block.marks import Mark
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
 from kvservice.errors import TierError
+from kvservice.tier.mark_objects import MarkObjects
 from kvservice.tier.object_store import open_store, store_errors, why_unusable
 from kvservice.units import BlockKey
 
@@ -36,12 +38,14 @@ ABSENT_SECONDS = 5.0  # an object that was not there is not asked for again so l
 
 
 class BlockObjects:
-    """The store of `url`; names begin with `folder`. Nothing raises but `open` and `prove`."""
+    """The store of `url`; names of blocks begin with `folder`. Nothing raises but `open`, `prove` and what is about
+    marks."""
 
-    def __init__(self, url: str, folder: str) -> None:
+    def __init__(self, url: str, folder: str, marks_folder: str) -> None:
         self.counters: Counter[str] = Counter()
         self._url = url
         self._folder = folder
+        self._marks_folder = marks_folder
         self._library: Any = None  # obstore, an extra that is imported when a store is opened
         self._store: Any = None
         self._failures: tuple[type[Exception], ...] = ()
@@ -65,6 +69,23 @@ class BlockObjects:
             raise why_unusable(self._url, error) from error
         if not is_kept:
             raise TierError(f"the object store {self._url} gave back other bytes than were written", url=self._url)
+
+    async def load_marks(self) -> tuple[Mark, ...]:
+        """The marks of clears in the store. Raises TierError when they cannot all be read."""
+        try:
+            return await self._marks().load()
+        except self._failures as error:
+            raise why_unusable(self._url, error) from error
+
+    async def keep_marks(self, marks: Sequence[Mark]) -> None:
+        """Raises TierError when they cannot be written."""
+        try:
+            await self._marks().keep(marks)
+        except self._failures as error:
+            raise why_unusable(self._url, error) from error
+
+    def _marks(self) -> MarkObjects:
+        return MarkObjects(self._library, self._store, self._marks_folder)
 
     async def _write_and_read(self) -> bool:
         name, content = f"{self._folder}/proof-{os.urandom(8).hex()}", os.urandom(FILE_HEADER_BYTES)

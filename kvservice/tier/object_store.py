@@ -131,9 +131,7 @@ def why_unusable(url: str, error: BaseException) -> TierError:
     if isinstance(error, FileNotFoundError):
         said = "it says that there is no such bucket: make the bucket, or correct its name in objects_url"
     elif isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError):
-        said = (
-            f"it refuses these credentials: check {variables}. They must be allowed to get, put and delete objects here"
-        )
+        said = f"it refuses these credentials: check {variables}. They must allow to get, put, delete and list"
     elif "169.254.169.254" in text or "metadata.google.internal" in text or "token request" in text:
         said = f"there are no credentials for it: set {variables}"
     elif "BadScheme" in text:

@@ -5,8 +5,8 @@ An object is exactly the file of a block (core.segment.blockfile) under the name
     PREFIX/NAMESPACE/v1/4f/4f1c…9a.safetensors
 
 with the prefix of the URL, the version of the format, and the block's key. Every cluster with the same URL, namespace
-and engines has the same names, so clusters share blocks. Nothing is listed and nothing is promised: blocks are found by
-asking for their names, and verified as they are read.
+and engines has the same names, so clusters share blocks. Nothing is promised: blocks are found by asking for their
+names, and verified as they are read. Only the marks of clears are listed (tier.mark_objects).
 
 Everything here runs on one event loop on a thread of its own; obstore's threads move the bytes. A store that is down or
 hangs is left alone for a while: reads then fail and writes are dropped at once, and both are counted.
@@ -15,6 +15,7 @@ hangs is left alone for a while: reads then fail and writes are dropped at once,
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import re
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 from kvservice.aio import end_tasks
 from kvservice.codec.base import EXTRA_BYTES_MAX
 from kvservice.codec.coder import Coder
+from kvservice.core.block.marks import Mark
 from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import BLOCKFILE_VERSION, FILE_HEADER_BYTES, pack_file_header
 from kvservice.core.tier.tier_block import TierBlock
@@ -52,6 +54,7 @@ WRITE_BYTES_MAX = 64 * MiB  # the same in bytes; one block passes in any case
 WRITES_WAITING_MAX = 256  # further writes are dropped
 ERASES_MAX = 2  # requests under way
 ERASE_KEYS_MAX = 1000  # of one request: what S3 takes
+MARKS_SECONDS = 20.0  # to read or write the marks of clears; the start and `kvservice clear` wait for it
 CLOSE_SECONDS = 3.0  # for writes under way at the end: in a store that hangs they would take REQUEST_SECONDS
 CODEC_THREADS = 2  # a codec takes milliseconds a block; plain blocks are copied on the loop
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[A-Za-z0-9][A-Za-z0-9._-]{0,62}){0,7}")
@@ -109,7 +112,7 @@ class ObjectTier:
             )
         self._coder = coder or Coder()
         self._codec_threads = ThreadPoolExecutor(CODEC_THREADS, thread_name_prefix="kvservice-objects-codec")
-        self._objects = BlockObjects(url, f"{namespace}/v{BLOCKFILE_VERSION}")
+        self._objects = BlockObjects(url, f"{namespace}/v{BLOCKFILE_VERSION}", f"{namespace}/marks")
         self._is_open = False
         self._urgent: _Lane = _Lane(READS_MAX, READ_BYTES_MAX)
         self._warming: _Lane = _Lane(WARMING_READS_MAX, READ_BYTES_MAX // 2)
@@ -159,6 +162,31 @@ class ObjectTier:
         """Looks at a few of the keys, as if prefixes had no holes. What was found is remembered for a while."""
         probing = _ObjectProbe(tuple(keys), deadline, on_done, 0, len(keys))
         self._submit(lambda: self._spawn(self._probe(probing)), lambda: on_done(0))
+
+    def load_marks(self) -> tuple[Mark, ...]:
+        return self._ask(self._objects.load_marks())
+
+    def keep_marks(self, marks: Sequence[Mark]) -> None:
+        self._ask(self._objects.keep_marks(marks))
+
+    def _ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do the work on the loop and wait for it. Raises TierError if the tier is not open, or has no time left."""
+
+        async def ask() -> T:
+            done: T = await self._spawn(work)
+            return done
+
+        with self._lock:
+            is_usable = self._is_open and not self._closing
+            asked = asyncio.run_coroutine_threadsafe(ask(), self._loop) if is_usable else None
+        if asked is None:
+            work.close()
+            raise TierError("the object store is not open")
+        try:
+            return asked.result(MARKS_SECONDS)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            asked.cancel()
+            raise TierError(f"the object store did not answer within {MARKS_SECONDS:.0f} s, or was closed") from None
 
     def counters(self) -> Mapping[str, int]:
         return {**self._counters, **self._objects.counters, **self._coder.counters()}

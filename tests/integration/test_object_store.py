@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import pytest
 
+from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.events import PullResult
 from kvservice.core.messages import AcquireResult, MissReason, SealStatus
 from kvservice.errors import TierError
@@ -55,6 +56,20 @@ def tier(s3: S3Server, front: FaultyStore, request: pytest.FixtureRequest) -> It
 @pytest.fixture
 def blocks(tier: ObjectTier) -> BlocksOfTier:
     return BlocksOfTier(tier)
+
+
+def test_marks_of_clears_are_kept_beside_the_blocks(tier: ObjectTier, s3: S3Server, front: FaultyStore) -> None:
+    marks = [Mark(MarkKind.TENANT, time.time() - number, f"t{number}") for number in range(40)]
+    for mark in marks:
+        tier.keep_marks([mark])
+    other = ObjectTier(s3.url, "test_marks_of_clears_are_kept_beside_the_blocks")
+    other.start()
+    assert set(other.load_marks()) == set(marks)
+    front.faults = StoreFaults(error=1.0)
+    with pytest.raises(TierError, match="does not answer as it should"):
+        other.load_marks()
+    front.faults = StoreFaults()
+    other.close()
 
 
 def test_another_cluster_finds_and_reads_what_one_wrote(

@@ -1,0 +1,128 @@
+"""Marks of clears that a pool keeps in a shared tier, and takes from it when it starts: a real store in a folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvservice.core.block.keys import span_route
+from kvservice.core.block.marks import Mark, MarkKind
+from kvservice.core.messages import SealItem
+from kvservice.core.segment.geometry import plan_geometry
+from kvservice.errors import TierError, Unavailable
+from kvservice.pool import runtime as pool_runtime
+from kvservice.pool.runtime import PoolRuntime
+from kvservice.pool.runtime_ports import PoolConfig
+from kvservice.pool.tier_specs import OBJECTS, TierSpec
+from kvservice.pool.tiers import TierPhase
+from kvservice.testing.builders import make_chain, make_spec
+from kvservice.testing.eventually import eventually_async
+from kvservice.tier.objects import ObjectTier
+from kvservice.units import MiB, NodeId
+
+CHAIN = make_chain(3)
+Opened = Callable[..., Awaitable[PoolRuntime]]
+
+
+@pytest.fixture
+async def opened(tmp_path: Path) -> AsyncIterator[Opened]:
+    """Opens a pool of this node; the memory of each node outlives it."""
+    pools: list[PoolRuntime] = []
+
+    async def make(name: str) -> PoolRuntime:
+        spec = TierSpec(OBJECTS, f"file://{tmp_path}/store", 0, "stored", "none", "a")
+        config = PoolConfig(NodeId(name), tmp_path / name, plan_geometry(8 * MiB), directory=tmp_path, tiers=(spec,))
+        pools.append(await PoolRuntime.open(config))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        await pool.close()
+
+
+async def store(pool: PoolRuntime) -> None:
+    engine = (await pool.attach(make_spec(), lambda reason: None)).attachment_id
+    refs = await pool.reserve(engine, len(CHAIN))
+    parents = (None, *CHAIN)
+    await pool.seal(
+        engine, [SealItem(ref, CHAIN[i], parents[i], i, span_route(CHAIN, i)) for i, ref in enumerate(refs)]
+    )
+    assert len(pool.inventory()) == len(CHAIN)
+
+
+def everything() -> Mark:
+    return Mark(MarkKind.EVERYTHING, time.time())
+
+
+async def is_open(pool: PoolRuntime) -> None:
+    await eventually_async(lambda: pool.tier_states()[0].phase is TierPhase.OPEN, "the store is open")
+
+
+async def test_a_node_that_was_away_learns_of_a_clear_from_the_store(opened: Opened) -> None:
+    away = await opened("away")
+    await store(away)
+    await away.close()
+    there = await opened("there")
+    await is_open(there)
+    await there.clear([everything()])
+    await there.close()
+    back = await opened("away")
+    assert back.inventory() == [] and back.tier_states()[0].phase is TierPhase.OPEN
+    assert len(back.state.freshness.marks.all()) == 1
+
+
+async def test_what_is_not_in_the_store_is_told_to_it(opened: Opened, tmp_path: Path) -> None:
+    mark = everything()
+    first = await opened("first")
+    await is_open(first)
+    assert await first.take_marks([mark]) == (mark,), "of another node, which could not reach the store"
+    folder = tmp_path / "store" / "a" / "marks"
+    assert not folder.exists()
+    await first._tiers._catch_up(OBJECTS)
+    (kept,) = folder.iterdir()
+    assert kept.name.startswith(f"{mark.at:.6f}-")
+    await first._tiers._catch_up(OBJECTS)
+    assert len(list(folder.iterdir())) == 1
+
+
+async def test_a_clear_is_not_done_while_the_store_refuses_its_mark(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = await opened("n")
+    await is_open(pool)
+    await store(pool)
+
+    def refuse(tier: ObjectTier, marks: object) -> None:
+        raise TierError("the disk is full")
+
+    monkeypatch.setattr(ObjectTier, "keep_marks", refuse)
+    with pytest.raises(Unavailable, match="kept in a tier: the disk is full"):
+        await pool.clear([everything()])
+    assert pool.inventory() == [], "the blocks are gone all the same"
+
+
+async def test_a_store_whose_marks_cannot_be_read_is_not_used(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tier: ObjectTier) -> None:
+        raise TierError("it may not be listed")
+
+    monkeypatch.setattr(ObjectTier, "load_marks", refuse)
+    pool = await opened("n")
+    await eventually_async(lambda: pool.tier_states()[0].phase is TierPhase.FAILED, "the store is given up")
+    assert "may not be listed" in pool.tier_states()[0].detail
+    await store(pool)
+
+
+async def test_a_store_that_hangs_holds_a_start_up_for_a_moment(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await opened("n")
+    await store(first)
+    await first.close()
+    monkeypatch.setattr(pool_runtime, "MARKS_SECONDS", 0.2)
+    monkeypatch.setattr(ObjectTier, "load_marks", lambda tier: time.sleep(1.0) or ())
+    began = time.monotonic()
+    pool = await opened("n")
+    assert 0.2 <= time.monotonic() - began < 1.0 and len(pool.inventory()) == len(CHAIN)
