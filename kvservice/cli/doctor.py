@@ -349,7 +349,7 @@ def engine_hash() -> Iterator[Check]:
     seed = os.environ.get("PYTHONHASHSEED")
     detail = f"vLLM names blocks by {algorithm!r}; PYTHONHASHSEED is {seed if seed is not None else 'not set'}"
     if algorithm is None:
-        yield Check("engine_hash", WARNING, "kvservice does not know this vLLM's default", "pip install 'vllm<0.33'")
+        yield Check("engine_hash", WARNING, "kvservice does not know this vLLM's default", "pip install 'vllm<0.34'")
     elif algorithm.startswith("xxhash") and seed is None:
         advice = "start vLLM with --prefix-caching-hash-algo sha256_cbor; this one differs in every process"
         yield Check("engine_hash", WARNING, detail, advice)

@@ -1,6 +1,6 @@
 """Everything that depends on how vLLM is built inside: the model's identity, hash settings, KV cache groups.
 
-Written for vLLM 0.32, the only version tested. Adapt this file first for another version.
+Written for vLLM 0.32 and 0.33. Adapt this file first for another version; `make vllm-versions` says what it changes.
 """
 
 from __future__ import annotations

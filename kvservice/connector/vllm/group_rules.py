@@ -1,6 +1,6 @@
 """Decides which of vLLM's KV cache groups can be stored, and explains why others cannot.
 
-Written for vLLM 0.32. Called once when an engine attaches; pure.
+Written for vLLM 0.32 and 0.33. Called once when an engine attaches; pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which of vLLM's settings are part of a block's identity, and which are not, with the reason. Data only.
 
 Every setting is hashed unless it is listed here as left out. A setting that is in no table is hashed too, and fails a
-test, so that somebody decides about it. Written for vLLM 0.32.
+test, so that somebody decides about it. Written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -19,6 +19,20 @@ NAMED = "it is a field of its own in the fingerprint"
 DERIVED = "it follows from other settings, which are hashed"
 WIRING = "it concerns processes, addresses or start-up"
 
+# Names in these tables that vLLM 0.33 has and 0.32 has not.
+NEWER = frozenset(
+    {
+        "watchdog_config",
+        "simple_cpu_offload_num_blocks",
+        "indexer_tp_shard_min_rows",
+        "trtllm_ragged_backend",
+        "minimax_m3_indexer_cp",
+        "monokernel",
+        "transformers",
+        "deepseek_vl2",
+    }
+)
+
 # Sections of VllmConfig of which nothing is hashed.
 SECTIONS_LEFT_OUT: Mapping[str, str] = {
     "scheduler_config": WHEN,
@@ -31,6 +45,7 @@ SECTIONS_LEFT_OUT: Mapping[str, str] = {
     "observability_config": LOOKS,
     "logging_config": LOOKS,
     "profiler_config": LOOKS,
+    "watchdog_config": WIRING,
     "quant_config": DERIVED + ": model_config.quantization, quantization_config, hf",
     "compilation_config": ROUNDING,
     "optimization_level": ROUNDING,
@@ -135,6 +150,7 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
         "cache_dtype": NAMED + ": kv_cache_dtype",
         "is_attention_free": DERIVED,
         "num_gpu_blocks_override": PLACE,
+        "simple_cpu_offload_num_blocks": PLACE,
         "enable_prefix_caching": WHEN,
         "prefix_caching_hash_algo": NAMED + ": hash",
         "prefix_cache_retention_interval": WHEN,
@@ -241,6 +257,7 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
         "backend": NAMED + ": cell_format",
         "flash_attn_max_num_splits_for_cuda_graph": ROUNDING,
         "tokenspeed_mla_min_split_kv": ROUNDING,
+        "indexer_tp_shard_min_rows": ROUNDING,
         "tq_max_kv_splits_for_cuda_graph": ROUNDING,
         "sparse_mla_prefill_workspace_factor": PLACE,
         "flex_attn_block_m": ROUNDING,
@@ -322,6 +339,8 @@ HASHED: Mapping[str, frozenset[str]] = {
             "use_trtllm_attention",
             "disable_flashinfer_q_quantization",
             "mla_prefill_backend",
+            "trtllm_ragged_backend",
+            "minimax_m3_indexer_cp",
             "use_prefill_query_quantization",
             "indexer_kv_dtype",
             "indexer_sparse_logits",
@@ -337,7 +356,7 @@ HASHED: Mapping[str, frozenset[str]] = {
         {"backend", "enable_stochastic_rounding", "stochastic_rounding_philox_rounds", "ssu_algorithm"}
     ),
     "kernel_config": frozenset(
-        {"moe_backend", "sparse_indexer_topk_backend", "linear_backend", "linear_backend_per_quant"}
+        {"moe_backend", "sparse_indexer_topk_backend", "linear_backend", "linear_backend_per_quant", "monokernel"}
     ),
     "lora_config": frozenset(
         {
@@ -362,9 +381,11 @@ LENGTH_MODULES: Mapping[str, str] = {
     "mllama4": "",
     "embedding_gemma2": "",
     "cohere_compass": "",
+    "transformers": "",
     "diffusion_gemma": "",
     "config": "it adjusts the configuration of other models, which is hashed afterwards",
     "colpali": "it only mentions the length",
+    "deepseek_vl2": "it says for how many images graphs are captured",
     "minimax_m2": "it sets the size of a table of angles",
     "plamo3": "it sets the size of a table of angles",
     "deepseek_v2": "it sets the size of the indexer's buffers",
@@ -435,6 +456,7 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     r"|VLLM_SKIP_(PRECOMPILED_)?VERSION_SUFFIX|VLLM_DOCKER_BUILD_CONTEXT|VLLM_BUILD_.*|VLLM_IMAGE_TAG"
     r"|CMAKE_BUILD_TYPE|VERBOSE|CUDA_HOME|LD_LIBRARY_PATH|VLLM_HAS_FLASHINFER_CUBIN": "it says how vLLM was built",
     r".*(LOG|DEBUG|USAGE|TRACE|PROFILING).*|NO_COLOR|FORCE_COLOR|VLLM_DO_NOT_TRACK|VLLM_PATTERN_MATCH_DEBUG"
+    r"|VLLM_HTTP_MAX_REQUEST_BODY_SIZE"
     r"|VLLM_COMPUTE_NANS_IN_LOGITS|VLLM_RAISE_ON_LOGIT_NANS|VLLM_PROCESS_NAME_PREFIX|VLLM_GPU_SYNC_CHECK": LOOKS,
     r".*(HOST|PORT|_IP|_IPS|TIMEOUT(_S|_SECONDS|_KEEP_ALIVE)?|INTERVAL)|.*(NIXL|P2P|MOONCAKE|NCCL|DEEPEP_|RAY|RINGBUFFER).*"
     r"|VLLM_(NIC|DP|EC|RPC|MQ|MSGPACK|XLA|TPU|ELASTIC|WORKER)_.*|VLLM_API_KEY|VLLM_GPU_NIC_PCIE_MAPPING|LOCAL_RANK"
@@ -455,12 +477,13 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     r"|VLLM_V1_OUTPUT_PROC_CHUNK_SIZE|VLLM_MAX_(N_SEQUENCES|COMPLETION_PROMPTS|STOP_STRINGS)|VLLM_MAX_(NUM_)?BAD_WORDS.*"
     r"|VLLM_GPT_OSS_.*|VLLM_SYSTEM_START_DATE|VLLM_(TOOL|ENFORCE|ENABLE_RESPONSES|ENABLE_COHERE|USE_EXPERIMENTAL)_.*"
     r"|VLLM_V1_USE_OUTLINES_CACHE": BEFORE + ", or it concerns answers",
-    r"VLLM_USE_FLASHINFER_SAMPLER|VLLM_XPU_USE_SAMPLER_KERNEL": AFTER,
+    r"VLLM_USE_FLASHINFER_SAMPLER|VLLM_XPU_USE_SAMPLER_KERNEL|VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT": AFTER,
     r"VLLM_TRITON_.*|VLLM_.*COMPILE.*|VLLM_.*CUDAGRAPH.*|VLLM_.*INDUCTOR.*|VLLM_.*AOT.*|VLLM_ENABLE_PREGRAD_PASSES"
     r"|VLLM_USE_BYTECODE_HOOK|VLLM_CPU_CI_ENV|VLLM_CPU_ATTN_SPLIT_KV|VLLM_FLASHINFER_(ALLREDUCE|AUTOTUNE).*|VLLM_ALLREDUCE_.*"
     r"|VLLM_USE_DIRECT_DCP_.*|VLLM_DCP_Q_REPLICATE|VLLM_DEEP_GEMM_WARMUP|VLLM_USE_FUSED_MOE_GROUPED_TOPK"
     r"|VLLM_MOE_SKIP_PADDING|VLLM_ENABLE_GEMM_RS|VLLM_DBO_COMM_SMS|VLLM_DISABLE_SHARED_EXPERTS_STREAM"
     r"|VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION|VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD"
     r"|VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD|VLLM_USE_V2_MODEL_RUNNER|VLLM_LORA_DISABLE_PDL"
+    r"|VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD|VLLM_STEP5_SHARD_SP_SHARED_EXPERT"
     r"|VLLM_LORA_ENABLE_DUAL_STREAM|VLLM_SKIP_P2P_CHECK|VLLM_TUNED_CONFIG_FOLDER": ROUNDING,
 }

@@ -1,6 +1,6 @@
 """Which ways of spreading or extending a model over vLLM's processes can be stored, and why others cannot.
 
-Written for vLLM 0.32. Called when an engine attaches; pure. What a KV cache group may be is in `group_rules`.
+Written for vLLM 0.32 and 0.33. Called when an engine attaches; pure. What a KV cache group may be is in `group_rules`.
 """
 
 from __future__ import annotations

@@ -131,6 +131,12 @@ class OffloadingEngine:
         self.manager.complete_load(keys, context)
         return read
 
+    def reset(self) -> None:
+        """vLLM resets its cache, as after an update of weights."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # vLLM 0.33: the workers have no copy under way any more
+            self.manager.on_reset_flushed()
+
     def forget(self) -> None:
         """The CPU memory gives its chunks to others."""
         self.manager.primary_tier.reset_cache()

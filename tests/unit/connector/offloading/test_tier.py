@@ -103,7 +103,7 @@ def test_a_damaged_chunk_is_a_miss_and_not_tried_again(engine: OffloadingEngine)
 def test_after_a_reset_nothing_from_before_is_found(engine: OffloadingEngine) -> None:
     keys, chunks = keys_of("a", 2), some_chunks(1, 2)
     engine.store(keys, chunks)
-    engine.manager.reset_cache()
+    engine.reset()
     context = engine.request()
     assert engine.found(context, keys) == [MISS, MISS]
     engine.manager.on_request_finished(context)
@@ -115,7 +115,7 @@ def test_after_a_reset_nothing_from_before_is_found(engine: OffloadingEngine) ->
 def test_a_reset_while_a_request_holds_blocks_closes_the_tier(engine: OffloadingEngine) -> None:
     """Its blocks may be of both weights, and vLLM stores all of them again after the reset."""
     keys, context = keys_of("a", 2), engine.request()
-    engine.manager.reset_cache()
+    engine.reset()
     engine.offload(context, keys, some_chunks(1, 2))
     engine.until(lambda: not engine.manager.has_pending_work(), "the job has ended")
     assert engine.tier.counters["offloading_refused"] == 2
@@ -124,7 +124,7 @@ def test_a_reset_while_a_request_holds_blocks_closes_the_tier(engine: Offloading
     assert engine.found(engine.request(), keys) == [MISS, MISS]
     for request in list(engine.tier._requests):
         engine.manager.on_request_finished(engine.manager._req_state[request].req_context)
-    engine.manager.reset_cache()
+    engine.reset()
     engine.store(keys, some_chunks(1, 2))
     engine.forget()
     assert engine.found(engine.request(), keys) == [HIT, HIT]
@@ -138,7 +138,7 @@ def test_replicas_share_again_by_a_version_file(tmp_path: Path) -> None:
         for text in ("step-1", "step-2", "step-1"):
             version.with_suffix(".new").write_text(text)
             version.with_suffix(".new").rename(version)
-            engine.manager.reset_cache()
+            engine.reset()
             terms.append(engine.tier._blocks.term)
         assert terms[0] == terms[2] != terms[1]
     finally:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, kv_cache_groups_tp_replicas
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -22,6 +21,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, kv_cache_groups_tp_replicas
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, kv_cache_groups_tp_replicas
 
 from kvservice.connector.plan import CopyEntry
 from kvservice.connector.vllm import compat
