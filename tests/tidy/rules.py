@@ -115,7 +115,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("shard",),
     ),
     "connector": (
-        ("weights", "plan", "config_text", "cpu_packing"),
+        ("weights", "other_words", "plan", "config_text", "cpu_packing"),
         ("options", "cache_groups", "step_failures"),
         ("scheduler", "worker"),
         ("layerwise", "shared"),

@@ -34,6 +34,7 @@ from kvservice.connector.cache_groups import Table
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
 from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise
+from kvservice.connector.other_words import in_our_words
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import decode_params
@@ -115,7 +116,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         logs.speak_through("vllm")
         super().__init__(vllm_config, role, kv_cache_config)
-        self._options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config or {})
+        given = self._kv_transfer_config.kv_connector_extra_config or {}
+        self._options = ConnectorOptions.parse(in_our_words(given, vllm_config.parallel_config.world_size))
         self._config = kv_cache_config
         self._scheduler: SchedulerHalf | None = None
         self._session: Session | None = None
