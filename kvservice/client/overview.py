@@ -165,6 +165,7 @@ class ModelHits:
     asked_blocks: int
     hit_local_blocks: int
     hit_remote_blocks: int
+    hit_tier_blocks: int
     hit_rate: float | None  # None when no block was asked for
 
 
@@ -498,7 +499,10 @@ def _hits(rows: Iterable[shard_pb2.ModelHits]) -> tuple[ModelHits, ...]:
     found: dict[tuple[str, str], Counter[str]] = {}
     for row in rows:
         found.setdefault((row.model, row.tenant), Counter()).update(
-            asked=row.asked_blocks, local=row.hit_local_blocks, remote=row.hit_remote_blocks
+            asked=row.asked_blocks,
+            local=row.hit_local_blocks,
+            remote=row.hit_remote_blocks,
+            tier=row.hit_tier_blocks,
         )
     hits = [
         ModelHits(
@@ -506,7 +510,8 @@ def _hits(rows: Iterable[shard_pb2.ModelHits]) -> tuple[ModelHits, ...]:
             count["asked"],
             count["local"],
             count["remote"],
-            (count["local"] + count["remote"]) / count["asked"] if count["asked"] else None,
+            count["tier"],
+            (count["local"] + count["remote"] + count["tier"]) / count["asked"] if count["asked"] else None,
         )
         for name, count in found.items()
     ]

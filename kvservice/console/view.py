@@ -143,7 +143,7 @@ def _hit_rate(hits: Iterable[Json], by: str, name: str) -> float | None:
     """Of one model or tenant, since the start of the nodes; None if nothing was asked for it."""
     rows = [row for row in hits if row[by] == name]
     asked = sum(row["asked_blocks"] for row in rows)
-    found = sum(row["hit_local_blocks"] + row["hit_remote_blocks"] for row in rows)
+    found = sum(row[f"hit_{source}_blocks"] for row in rows for source in HIT_SOURCES)
     return round(found / asked, 4) if asked else None
 
 

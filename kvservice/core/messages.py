@@ -357,6 +357,7 @@ class UsageRow:
     asked_blocks: int
     hit_local_blocks: int
     hit_remote_blocks: int
+    hit_tier_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

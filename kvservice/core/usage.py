@@ -6,6 +6,8 @@ row of the others, so that the sums over all rows never fall.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import UsageRow
 
@@ -19,11 +21,11 @@ class UsageTable:
         self._rows: BoundedTable[tuple[str, str], list[int]] = BoundedTable(rows_max, self._drop)
         self._others: list[int] | None = None
 
-    def add(self, model: str, tenant: str, asked: int, hit_local: int, hit_remote: int) -> None:
-        """Count the blocks of one answer."""
+    def add(self, model: str, tenant: str, asked: int, local: int, remote: int, tier: int) -> None:
+        """Count the blocks of one answer: those asked for, and those promised, by where they were."""
         name = (model, tenant)
-        row = self._rows.get(name) or self._rows.put(name, [0, 0, 0])
-        _add(row, (asked, hit_local, hit_remote))
+        row = self._rows.get(name) or self._rows.put(name, [0, 0, 0, 0])
+        _add(row, (asked, local, remote, tier))
 
     def rows(self) -> tuple[UsageRow, ...]:
         """Sorted by model and tenant; the row of the others is the last one."""
@@ -33,10 +35,10 @@ class UsageTable:
         return tuple(found)
 
     def _drop(self, row: list[int]) -> None:
-        self._others = self._others or [0, 0, 0]
-        _add(self._others, (row[0], row[1], row[2]))
+        self._others = self._others or [0, 0, 0, 0]
+        _add(self._others, row)
 
 
-def _add(row: list[int], counts: tuple[int, int, int]) -> None:
+def _add(row: list[int], counts: Sequence[int]) -> None:
     for index, count in enumerate(counts):
         row[index] += count

@@ -188,6 +188,8 @@ class UsageNumbers(Protocol):
     def hit_local_blocks(self) -> int: ...
     @property
     def hit_remote_blocks(self) -> int: ...
+    @property
+    def hit_tier_blocks(self) -> int: ...
 
 
 class ShardNumbers(Protocol):
@@ -297,7 +299,7 @@ class ShardCollector(Collector):
         )
         hits = CounterMetricFamily(
             f"{_PREFIX}_model_hit_blocks",
-            "of these, the promised ones, by source: local, peer",
+            "of these, the promised ones, by source: local, peer, tier",
             labels=[*names, "source"],
         )
         for row in numbers.usage:
@@ -305,6 +307,7 @@ class ShardCollector(Collector):
             asked.add_metric(place, row.asked_blocks)
             hits.add_metric([*place, "local"], row.hit_local_blocks)
             hits.add_metric([*place, "peer"], row.hit_remote_blocks)
+            hits.add_metric([*place, "tier"], row.hit_tier_blocks)
         yield from (asked, hits)
 
     @staticmethod

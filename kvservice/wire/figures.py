@@ -58,6 +58,7 @@ def encode_hits(rows: Iterable[UsageRow]) -> list[shard_pb2.ModelHits]:
             asked_blocks=row.asked_blocks,
             hit_local_blocks=row.hit_local_blocks,
             hit_remote_blocks=row.hit_remote_blocks,
+            hit_tier_blocks=row.hit_tier_blocks,
         )
         for row in rows
     ]

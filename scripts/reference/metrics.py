@@ -120,7 +120,7 @@ def shard() -> list[Row]:
         {"free": 1},
         counters,
         tenants=(tenant,),
-        usage=(UsageRow("m", "t", 1, 1, 1),),
+        usage=(UsageRow("m", "t", 1, 1, 1, 1),),
         slot_bytes={"free": 1},
         tiers=(TierFigures("disk", "open"),),
     )

@@ -60,7 +60,7 @@ def exported() -> dict[str, set[str]]:
         {"free": 1, "quarantined": 0},
         counters,
         tenants=(TenantUsage("t", 1, 1, 1, {}),),
-        usage=(UsageRow("m", "t", 1, 1, 1),),
+        usage=(UsageRow("m", "t", 1, 1, 1, 1),),
         slot_bytes={"free": 1},
         tiers=(TierFigures("disk", "open"),),
     )

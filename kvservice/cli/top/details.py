@@ -142,20 +142,15 @@ def _model(seen: Overview, key: str) -> tuple[Text, RenderableType]:
     parts: list[RenderableType] = [
         _fields(("namespace", model.namespace), ("fingerprint", model.fingerprint), ("engines", str(model.engines)))
     ]
-    made = table(
-        "tenant",
-        "blocks asked",
-        "local",
-        "from other nodes",
-        "hit rate",
-        right=("blocks asked", "local", "from other nodes", "hit rate"),
-    )
+    numbers = ("blocks asked", "local", "from other nodes", "from tiers", "hit rate")
+    made = table("tenant", *numbers, right=numbers)
     for one in hits:
         made.add_row(
             plain(one.tenant) or "-",
             f"{one.asked_blocks:,}",
             f"{one.hit_local_blocks:,}",
             f"{one.hit_remote_blocks:,}",
+            f"{one.hit_tier_blocks:,}",
             percent(one.hit_rate),
         )
     parts += _part("Hits since the start", made) if hits else []

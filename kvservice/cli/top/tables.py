@@ -139,7 +139,7 @@ def tenant_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
     for tenant in seen.tenants:
         asked = [one for one in seen.hits if one.tenant == tenant.name]
         blocks = sum(one.asked_blocks for one in asked)
-        found = sum(one.hit_local_blocks + one.hit_remote_blocks for one in asked)
+        found = sum(one.hit_local_blocks + one.hit_remote_blocks + one.hit_tier_blocks for one in asked)
         refused = tenant.counters.get("quota_refused", 0) + tenant.counters.get("in_flight_refused", 0)
         quota = tenant.quota_bytes
         yield Row(

@@ -95,10 +95,11 @@ class Answers:
         asked = len(main.request.keys) - main.request.skip
         counters["acquires"] += 1
         counters["asked_blocks"] += asked
-        counters["hit_local_blocks"] += promised - fetched - brought
+        local = promised - fetched - brought
+        counters["hit_local_blocks"] += local
         counters["hit_remote_blocks"] += fetched
         counters["hit_tier_blocks"] += brought
-        self.usage.add(self._shard.model_of(main.attachment), main.account, asked, promised - fetched, fetched)
+        self.usage.add(self._shard.model_of(main.attachment), main.account, asked, local, fetched, brought)
         if reason is not MissReason.NONE:
             counters[f"acquires_cut_{reason.value}"] += 1
 

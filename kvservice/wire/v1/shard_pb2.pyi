@@ -551,18 +551,20 @@ class TierNumbers(_message.Message):
     def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., shared: bool = ..., blocks: _Optional[int] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., waiting_blocks: _Optional[int] = ...) -> None: ...
 
 class ModelHits(_message.Message):
-    __slots__ = ("model", "tenant", "asked_blocks", "hit_local_blocks", "hit_remote_blocks")
+    __slots__ = ("model", "tenant", "asked_blocks", "hit_local_blocks", "hit_remote_blocks", "hit_tier_blocks")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ASKED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HIT_LOCAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HIT_REMOTE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     model: str
     tenant: str
     asked_blocks: int
     hit_local_blocks: int
     hit_remote_blocks: int
-    def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ..., asked_blocks: _Optional[int] = ..., hit_local_blocks: _Optional[int] = ..., hit_remote_blocks: _Optional[int] = ...) -> None: ...
+    hit_tier_blocks: int
+    def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ..., asked_blocks: _Optional[int] = ..., hit_local_blocks: _Optional[int] = ..., hit_remote_blocks: _Optional[int] = ..., hit_tier_blocks: _Optional[int] = ...) -> None: ...
 
 class AttachedEngine(_message.Message):
     __slots__ = ("engine", "model", "namespace", "fingerprint", "tenant", "block_tokens", "attached_seconds", "seconds_per_block")

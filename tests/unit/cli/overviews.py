@@ -128,7 +128,7 @@ def make_overview(nodes: Sequence[NodeOverview] | None = None, model: str = MODE
         nodes=found,
         engines=engines,
         models=(ModelOverview("", model, "d88a09957b84", len(engines), tuple(node.node_id for node in well)),),
-        hits=(ModelHits(model, tenant, 1000, 500, 250, 0.75),),
+        hits=(ModelHits(model, tenant, 1000, 500, 200, 50, 0.75),),
         refused=(RefusedEngine(second, model, "", 184.0, differences, 3, "other fingerprint"),),
         flows=(Flow(first, second, 21 * GiB, 9e9), Flow(second, first, 12 * GiB, 8e9)),
         evictions={"pressure": 240, "slab_moved": 0, "quota": 2, "cleared": 5, "aged": 3},

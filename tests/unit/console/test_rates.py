@@ -66,8 +66,8 @@ def test_a_silent_node_is_no_node_that_does_nothing() -> None:
 
 
 def test_models_and_tenants_have_the_hits_of_their_rows() -> None:
-    rows = [("m", "a", 100, 50, 10), ("m", "b", 100, 0, 0), ("other", "a", 10, 10, 0)]
-    names = ("model", "tenant", "asked_blocks", "hit_local_blocks", "hit_remote_blocks")
+    rows = [("m", "a", 100, 40, 10, 10), ("m", "b", 100, 0, 0, 0), ("other", "a", 10, 10, 0, 0)]
+    names = ("model", "tenant", "asked_blocks", "hit_local_blocks", "hit_remote_blocks", "hit_tier_blocks")
     models = [{"namespace": "", "model": name, "fingerprint": "f", "engines": 1, "nodes": []} for name in ("m", "new")]
     tenants = [{"name": "a", "used_bytes": 0, "quota_bytes": 0, "in_flight": 0, "counters": {}}]
     hits = [dict(zip(names, row, strict=True)) for row in rows]

@@ -29,9 +29,10 @@ def test_a_table_that_tells_nobody_drops_all_the_same() -> None:
 def test_what_leaves_the_usage_goes_into_the_row_of_the_others() -> None:
     """The sums over all rows never fall, as a counter must not."""
     usage = UsageTable(rows_max=2)
-    usage.add("m", "t", 10, 4, 2)
-    usage.add("m", "t", 1, 1, 0)
-    assert usage.rows() == (UsageRow("m", "t", 11, 5, 2),)
+    usage.add("m", "t", 10, 4, 2, 3)
+    usage.add("m", "t", 1, 1, 0, 0)
+    assert usage.rows() == (UsageRow("m", "t", 11, 5, 2, 3),)
     for model in ("n", "o", "p"):
-        usage.add(model, "", 5, 1, 1)
-    assert usage.rows() == (UsageRow("o", "", 5, 1, 1), UsageRow("p", "", 5, 1, 1), UsageRow(OTHERS, OTHERS, 16, 6, 3))
+        usage.add(model, "", 5, 1, 1, 2)
+    others = UsageRow(OTHERS, OTHERS, 16, 6, 3, 5)
+    assert usage.rows() == (UsageRow("o", "", 5, 1, 1, 2), UsageRow("p", "", 5, 1, 1, 2), others)

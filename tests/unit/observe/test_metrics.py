@@ -87,10 +87,11 @@ def test_bytes_of_slots_are_exported_by_state() -> None:
 
 
 def test_hits_are_exported_by_model_and_tenant() -> None:
-    text = exported(replace(stats(), usage=(UsageRow("m", "team-a", 9, 3, 2),)))
+    text = exported(replace(stats(), usage=(UsageRow("m", "team-a", 9, 3, 2, 1),)))
     place = 'model="m",node="n0",service="s"'
     assert f'kvservice_model_asked_blocks_total{{{place},tenant="team-a"}} 9.0' in text
     assert f'kvservice_model_hit_blocks_total{{{place},source="peer",tenant="team-a"}} 2.0' in text
+    assert f'kvservice_model_hit_blocks_total{{{place},source="tier",tenant="team-a"}} 1.0' in text
 
 
 def test_acquires_cut_short_are_exported_by_reason() -> None:
@@ -137,7 +138,8 @@ def test_what_dashboards_and_alerts_ask_for_is_there_at_once() -> None:
     learnt = ("kvservice_model_", "kvservice_tenant_")  # their labels are names that nobody knows beforehand
     names = {name for name in re.findall(r"kvservice_[a-z_]+", asked) if not name.startswith(learnt)}
     registry = CollectorRegistry()
-    registry.register(ShardCollector("s", stats, Timings))
+    of_a_node_with_a_tier = replace(stats(), tiers=(TierFigures("disk", "opening"),))
+    registry.register(ShardCollector("s", lambda: of_a_node_with_a_tier, Timings))
     lookups = LookupNumbers(0, dict.fromkeys(LOOKUP_GAUGES, 0), {})
     registry.register(LookupCollector("s", lambda: lookups))
     registry.register(
