@@ -64,7 +64,8 @@ def test_a_float16_engine_misses_what_a_bfloat16_engine_stored(cluster: LocalClu
     assert found["theirs"] == {**found["ours"], "torch.float16": [4, 4, [1, 2, 3, 4]]}
     assert found["status"]["is_healthy"] and found["status"]["is_attached"]
     assert found["held"][1] == found["held"][2], "closing leaves no thread and no descriptor"
-    eventually(lambda: nothing_is_held(cluster), "no lease is left, that of a lookup without an unlock either")
+    assert found["late"] is None and "Exception" not in said
+    eventually(lambda: nothing_is_held(cluster), "no lease is left, those of lookups without an unlock either")
 
 
 def test_what_one_server_stores_another_node_hits(cluster: LocalCluster, tmp_path: Path) -> None:

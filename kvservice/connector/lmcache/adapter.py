@@ -44,11 +44,14 @@ class TaskResults(Generic[T]):
         self._lock = threading.Lock()
         self._results: dict[int, T] = {}
         self._event = create_event_notifier()
+        self._is_closed = False
 
     def put(self, task: int, result: T) -> None:
         with self._lock:
+            if self._is_closed:  # nobody takes it, and its descriptor may be another file's
+                return
             self._results[task] = result
-        self._event.notify()
+            self._event.notify()
 
     def take(self, task: int) -> T | None:
         with self._lock:
@@ -64,7 +67,9 @@ class TaskResults(Generic[T]):
         return int(self._event.fileno())
 
     def close(self) -> None:
-        self._event.close()
+        with self._lock:
+            self._is_closed = True
+            self._event.close()
 
 
 class KVServiceL2Adapter(L2AdapterInterface):
@@ -151,9 +156,9 @@ class KVServiceL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """Wait for the tasks under way, take back all locks and leave the pool. Blocks for seconds at most; idempotent.
+        """Wait for what is being copied, take back all locks, leave the pool. Blocks for seconds at most. Idempotent.
 
-        What LMCache lent for loading is not touched afterwards.
+        What LMCache lent for loading is not touched afterwards. Tasks that have not begun fail.
         """
         if self._is_closed:
             return
@@ -178,7 +183,8 @@ class KVServiceL2Adapter(L2AdapterInterface):
             self._tasks.add(task)
             result: T | None = None
             try:
-                result = await work()
+                if not self._is_closed:
+                    result = await work()
             except Exception:  # thread boundary: LMCache computes what it does not get
                 self._objects.counters["task_failed"] += 1
                 log.exception("task_failed")
