@@ -15,7 +15,7 @@ WORDS: dict[str, str] = {
     MissReason.PEER_FAILED.value: "the node that has it did not answer",
     MissReason.STALE.value: "its slot was given to another block meanwhile",
     MissReason.CORRUPT.value: "its bytes are not those that were stored, so it is not served",
-    MissReason.WINDOW.value: "it needs blocks of a window that are gone",
+    MissReason.WINDOW.value: "it needs blocks of a window, or a state, that are not there",
     MissReason.NO_ROOM.value: "no slot could be freed to fetch it into",
     MissReason.QUOTA.value: "its tenant may hold no more",
     MissReason.DRAINING.value: "the shard is leaving",

@@ -3,16 +3,16 @@
 Engine-neutral and pure; used on the scheduler's thread. A *position* is a block of the pool, so it is one slot of each
 group. Of the engine it holds one or several blocks, and as many of the engine's hashes as its `stride`; the last of
 them names it. A *group* is what the pool stores together: group 0 has full
-attention, every other group a window (core.block.window_groups). The engine may have cut a group into several KV cache
-groups of its own, each with an index: these are *engine groups*. A *table* is what the engine knows of a request's
-blocks: with one engine group the list of block ids, with several a list for each. NULL_BLOCK in a table stands for a
-block that a window has left.
+attention, every other group a window or a state (core.block.window_groups). The engine may have cut a group into
+several KV cache groups of its own, each with an index: these are *engine groups*. A *table* is what the engine knows of
+a request's blocks: with one engine group the list of block ids, with several a list for each. NULL_BLOCK in a table
+stands for a block that a window has left, and for a state that is not there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol, TypeAlias
@@ -175,6 +175,20 @@ class SeveralGroups:
                 needed.append((index, part, block_id))
         return needed
 
+    @property
+    def has_states(self) -> bool:
+        return any(group.window.is_state for group in self.window_groups)
+
+    def only_states_at(self, table: Table, positions: Set[int]) -> Table:
+        """The table with, of states, only the blocks at these positions. The engine overwrites, moves and frees the
+        others as it goes on."""
+        return tuple(
+            [block_id if position in positions else NULL_BLOCK for position, block_id in enumerate(ids)]
+            if one.group and self.window_groups[one.group - 1].window.is_state
+            else ids
+            for ids, one in zip(table, self.engine_groups, strict=True)
+        )
+
     def _blocks(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]]:
         return [
             (index, part, table[index][position * one.parts + part])
@@ -182,6 +196,13 @@ class SeveralGroups:
             if one.group == group
             for part in range(one.parts)
         ]
+
+
+def state_positions(begin: int, end: int, block_tokens: int, offered: Iterable[int] = ()) -> set[int]:
+    """Where an engine's blocks hold states when a step has computed a request's tokens from `begin` to `end`: where the
+    step began and where it ended, if that is between two positions. The engine has copied the former to go on from it.
+    `offered` are further numbers of tokens whose states it keeps."""
+    return {tokens // block_tokens - 1 for tokens in (begin, end, *offered) if tokens and tokens % block_tokens == 0}
 
 
 def entries_of(places: Sequence[tuple[int, int, int]], ref: BlockRef, key: BlockKey) -> list[CopyEntry]:

@@ -10,7 +10,7 @@ from enum import Enum
 
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.tenants import TenantUsage
-from kvservice.core.block.window_groups import WindowGroup
+from kvservice.core.block.window_groups import STATE_EVERY, WindowGroup
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import BlockHandle, BlockRef
@@ -41,6 +41,10 @@ class EngineSpec:
     window_groups: tuple[WindowGroup, ...] = ()  # KV cache groups 1, 2, … of the engine; `layout` is that of group 0
     attempt: int = 0  # grows with each attach of this engine; an attach that a later one overtook is refused. 0 = none
     hears_removals: bool = False  # its heartbeats are answered with the blocks that left the pool
+
+    def slots_for(self, group: int, positions: int) -> int:
+        """The slots of a group to keep ready for an engine that is about to fill so many positions."""
+        return positions // STATE_EVERY if group and self.window_groups[group - 1].window.is_state else positions
 
 
 @dataclass(frozen=True, slots=True)

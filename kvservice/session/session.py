@@ -372,14 +372,14 @@ class Session:
         with self._lock:
             stock = self._stocks[group]
             idle = min(self._stock_min, slots // 8)
-            wanted = 0 if is_idle else max(1, min(idle + self._expected, STOCK_MAX, slots // 2))
+            soon = self._spec.slots_for(group, idle + self._expected)
+            wanted = 0 if is_idle else max(1, min(soon, STOCK_MAX, slots // 2))
             have = len(stock)
-            surplus = [stock.pop() for _ in range(have - 2 * wanted)] if have > 2 * wanted else []
+            surplus = [stock.pop() for _ in range(have - 2 * wanted)]
             self._ledger.give_back(surplus)
         try:
             if surplus:
-                if is_idle:
-                    self.counters["stock_given_back"] += len(surplus)
+                self.counters["stock_given_back"] += len(surplus) if is_idle else 0
                 await self._pool.abort(attachment.attachment_id, surplus)
             elif have * 2 <= wanted and not is_idle:
                 await self._reserve(attachment, group, wanted - have)

@@ -96,6 +96,7 @@ def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
                 layout=encode_layout(group.layout),
                 sliding_tokens=group.window.sliding_tokens,
                 chunk_tokens=group.window.chunk_tokens,
+                is_state=group.window.is_state,
             )
             for group in spec.window_groups
         ],
@@ -117,7 +118,7 @@ def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
     layout = decode_layout(message.layout)
     try:
         groups = tuple(
-            WindowGroup(decode_layout(group.layout), Window(group.sliding_tokens, group.chunk_tokens))
+            WindowGroup(decode_layout(group.layout), Window(group.sliding_tokens, group.chunk_tokens, group.is_state))
             for group in message.window_groups
         )
     except UnsupportedLayout as error:

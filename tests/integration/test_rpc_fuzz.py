@@ -288,6 +288,7 @@ def requests_about(ids: dict[str, int], keys: bytes, handoff: bytes) -> list[Mes
                 window_groups=(
                     WindowGroup(LAYOUT, Window(sliding_tokens=40)),
                     WindowGroup(LAYOUT, Window(chunk_tokens=64)),
+                    WindowGroup(LAYOUT, Window(is_state=True)),
                 ),
             )
         ),

@@ -30,8 +30,9 @@ CHAIN = make_chain(10)
 GROUPS = (
     WindowGroup(make_layout(2 * SMALL), Window(sliding_tokens=33)),
     WindowGroup(make_layout(3 * SMALL), Window(chunk_tokens=64)),
+    WindowGroup(make_layout(4 * SMALL), Window(is_state=True)),
 )
-KEYS = [list(CHAIN), *([group_key(key, group) for key in CHAIN] for group in (1, 2))]
+KEYS = [list(CHAIN), *([group_key(key, group) for key in CHAIN] for group in (1, 2, 3))]
 LENGTHS: dict[BlockKey, int] = {key: (group + 1) * SMALL for group, keys in enumerate(KEYS) for key in keys}
 HANDOFF = HandoffId(b"h" * 16)
 
@@ -39,14 +40,14 @@ HANDOFF = HandoffId(b"h" * 16)
 class WindowedMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.harness = CoreHarness(slab_count=15)
+        self.harness = CoreHarness(slab_count=20)
         self.spec = replace(make_spec(), window_groups=GROUPS)
         self.engine = self.harness.attach(self.spec)
         self.asked: dict[int, int] = {}  # call -> blocks asked for
         self.leases: list[AcquireResult] = []
         self.answered = [0, 0, 0, 0]  # resolves, locates, pulls, follows
 
-    @rule(group=st.integers(0, 2), positions=st.sets(st.integers(0, 9), min_size=1))
+    @rule(group=st.integers(0, 3), positions=st.sets(st.integers(0, 9), min_size=1))
     def store(self, group: int, positions: set[int]) -> None:
         refs = self.harness.reserve(self.engine, len(positions), group=group)
         items: list[SealItem] = []
@@ -62,7 +63,7 @@ class WindowedMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 10))
     def store_prefix(self, count: int) -> None:
-        for group in range(3):
+        for group in range(4):
             self.store(group, set(range(count)))
 
     @rule(count=st.integers(1, 10), timeout=st.sampled_from([9.0, 5.0, 1.0, 0.0]), follow=st.integers(0, 4))

@@ -3,7 +3,9 @@
 {"prompts": ["..."], "max_tokens": 8}  ->  {"outputs": [{"token_ids": [...], ...}], "seconds": 1.2, "ended_at": 1.7e9}
     "params": [{...}]                  kv_transfer_params, one each
     "abort_after": 0.5                 seconds; what is not finished then is aborted
+    "logprobs": true                  the outputs have the log-probability of each token
 {"reset": true}                     ->  {"reset": true}       forgets the engine's own prefix cache
+    "overwrite": true                 and fills every cache tensor with nonsense
 {"reset_all": true}                 ->  {"reset": true}       the connector's as well; false when it is refused
 {"scale_norms": 0.3}                ->  {"scaled": 12}        changes the weights in place
 {"midway": "...", "max_tokens": 20, "after": 8, "scale_norms": 0.3}  ->  {"outputs": [...]}
@@ -144,8 +146,8 @@ class Replica:
         """The answer to an earlier `send`."""
         return self._read()
 
-    def reset(self) -> None:
-        self.send(reset=True)
+    def reset(self, *, overwrite: bool = False) -> None:
+        self.send(reset=True, overwrite=overwrite)
         self._read()
 
     def end(self) -> None:
@@ -191,6 +193,8 @@ def main() -> None:
 
     transfer = None if given.connector is None else KVTransferConfig(**given.connector)
     settings = {"dtype": "float32", "max_model_len": 4096, "block_size": 32, **given.engine}
+    if settings.pop("whole_chunks", False):
+        compute_chunks_whole()
     llm = LLM(model=given.model, enforce_eager=True, kv_transfer_config=transfer, disable_log_stats=True, **settings)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preemptions = count_calls(scheduler, "_preempt_request")
@@ -199,6 +203,8 @@ def main() -> None:
         command = json.loads(line)
         if command.get("reset"):
             assert llm.reset_prefix_cache(), "some blocks are still in use"
+            if command.get("overwrite"):
+                assert sum(llm.collective_rpc(overwrite_caches)) > 0
             say(reset=True)
         elif command.get("reset_all"):
             say(reset=llm.reset_prefix_cache(reset_connector=True))
@@ -219,6 +225,7 @@ def main() -> None:
                     temperature=0,
                     max_tokens=command["max_tokens"],
                     ignore_eos=True,
+                    logprobs=1 if command.get("logprobs") else None,
                     extra_args=None if params is None else {"kv_transfer_params": params},
                 )
                 for params in command.get("params") or [None] * len(prompts)
@@ -244,6 +251,24 @@ def run_and_abort(engine: Any, prompts: list[str], sampling: list[Any], deadline
         if time.perf_counter() > deadline:
             engine.abort_request([f"abort-{deadline}-{number}" for number in range(len(prompts))])
     return finished
+
+
+def compute_chunks_whole() -> None:
+    """Let Mamba-2 layers ask for no state within a chunk, because vLLM's kernel for CPUs cannot give it and the engine
+    dies: chunks end between blocks instead."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    mamba_mixer2.MambaMixer2.get_kv_cache_spec = mamba_mixer2.MambaBase.get_kv_cache_spec
+
+
+def overwrite_caches(worker: Any) -> int:
+    """In the worker: every tensor that holds blocks or states. How many they are."""
+    layers = worker.model_runner.compilation_config.static_forward_context.values()
+    found = [layer.kv_cache for layer in layers if hasattr(layer, "kv_cache")]
+    tensors = [tensor for cache in found for tensor in (cache if isinstance(cache, tuple | list) else [cache])]
+    for tensor in tensors:
+        tensor.fill_(3.0)
+    return len(tensors)
 
 
 def scale_norms(worker: Any, factor: float) -> int:
@@ -307,6 +332,7 @@ def describe(output: Any) -> dict[str, Any]:
         "prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.num_cached_tokens,
         "params": output.kv_transfer_params,
+        "logprobs": [next(iter(token.values())).logprob for token in output.outputs[0].logprobs or ()],
     }
 
 

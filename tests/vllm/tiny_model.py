@@ -116,6 +116,108 @@ def make_gemma3(folder: Path, tokenizer: Path, *, window: int, layers: int = 7) 
     return saved(Gemma3ForCausalLM(config), folder, tokenizer)
 
 
+# Shapes of every model with states: two layers of attention at most, and states of some kilobytes.
+STATES: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "initializer_range": SPREAD,
+    "num_hidden_layers": 4,
+}
+MIXED_LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+DELTA_NET: dict[str, Any] = {
+    **STATES,
+    "head_dim": 32,
+    "layer_types": MIXED_LAYERS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+# name -> (class of its configuration, its fields)
+WITH_STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite4": (
+        "GraniteMoeHybridConfig",
+        {
+            **STATES,
+            **MAMBA,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "shared_intermediate_size": 256,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_chunk_size": 64,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {**STATES, **MAMBA, "num_hidden_layers": 3, "head_dim": 32, "mamba_d_ssm": 256, "mamba_chunk_size": 64},
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            **STATES,
+            "num_key_value_heads": 4,
+            "mamba_d_state": 16,
+            "mamba_ngroups": 1,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 32,
+            "mamba_expand": 2,
+            "chunk_size": 64,
+            "num_mem_blocks": 1,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "adapter_rank": 8,
+            "use_mem_rope": True,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **{name: value for name, value in STATES.items() if name != "num_hidden_layers"},
+            **EXPERTS,
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "head_dim": 32,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "chunk_size": 64,
+            "n_routed_experts": 4,
+            "moe_shared_expert_intermediate_size": 64,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**DELTA_NET, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64},
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA_NET),
+}
+
+
+def make_with_states(folder: Path, tokenizer: Path, *, name: str) -> Path:
+    """A model of WITH_STATES with random weights and SmolLM2's tokenizer. Returns `folder`."""
+    import torch
+    import transformers
+
+    torch.manual_seed(7)
+    kind, fields = WITH_STATES[name]
+    config = getattr(transformers, kind)(**fields)
+    return saved(transformers.AutoModelForCausalLM.from_config(config), folder, tokenizer)
+
+
 def saved(model: Any, folder: Path, tokenizer: Path) -> Path:
     """Write the model, with the tokenizer's files beside it. Returns `folder`."""
     model.save_pretrained(folder)

@@ -19,13 +19,13 @@ import vllm
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, group_kernel_blocks
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec, group_kernel_blocks
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
 from kvservice.connector.config_text import text_of
 from kvservice.connector.cpu_packing import cpu_packing
 from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload, slot_parts
-from kvservice.connector.vllm.group_rules import Spec, StoredGroup, StoredGroups, stored_groups
+from kvservice.connector.vllm.group_rules import Spec, StoredGroup, StoredGroups, content_bytes, stored_groups
 from kvservice.connector.vllm.identity import config_fields, model_fields
 from kvservice.connector.vllm.shapes import refuse_shape
 from kvservice.connector.weights import weights_identity
@@ -119,6 +119,16 @@ def supported(vllm_config: Any, cache_config: KVCacheConfig) -> StoredGroups:
     refuse_shape(vllm_config)
     parallel = vllm_config.parallel_config
     found = stored_groups(cache_config)
+    if found.has_states and vllm_config.speculative_config is not None:
+        raise UnsupportedLayout(
+            "speculative decoding with states (Mamba, linear attention) is not supported: drafts that are refused move "
+            "their blocks"
+        )
+    if found.has_states and parallel.tensor_parallel_size > 1:
+        raise UnsupportedLayout(
+            "states (Mamba, linear attention) over several tensor-parallel ranks are not supported: each rank has a "
+            "part of its own shape; start the engine with one rank"
+        )
     hash_block = cache_config.hash_block_size
     if hash_block is not None and (
         found.block_tokens % hash_block or (len(found.groups) == 1 and hash_block != found.block_tokens)
@@ -140,8 +150,7 @@ def _layout_of(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroup
     return SlotLayout(
         layer_count=sum(len(cache_config.kv_cache_groups[index].layer_names) for index in group.engine_groups),
         kv_head_count=heads * _shard_count(vllm_config, spec),
-        # vLLM may add padding behind a page; it is left out.
-        cell_bytes=int(spec.unpadded_page_size_bytes) // heads,
+        cell_bytes=content_bytes(spec) // heads,
         block_tokens=found.block_tokens,
         parts=found.parts(group),
     )
@@ -266,10 +275,10 @@ def hash_fields(vllm_config: Any) -> dict[str, object]:
 def _shard_count(vllm_config: Any, spec: Spec) -> int:
     """The number of different parts that the tensor-parallel ranks hold. Further ranks hold copies."""
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    if ranks == 1 or isinstance(spec, MambaSpec):
+        return 1
     if spec.max_tp_shards is not None:  # a latent (MLA) is not divided
         return min(ranks, int(spec.max_tp_shards))
-    if ranks == 1:
-        return 1
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     shards = min(ranks, total)
     if shards * int(spec.num_kv_heads) != total:
@@ -333,18 +342,26 @@ def _group_fields(
     fields: dict[str, object] = {}
     for number, stored in enumerate(found.groups):
         layers = [len(cache_config.kv_cache_groups[index].layer_names) for index in stored.engine_groups]
-        packing = _packing_fields(vllm_config, cache_config, stored.spec)
-        fields[f"group_{number}"] = f"layers {layers} block {stored.spec.block_size} {stored.spec.dtype} {packing}"
+        fields[f"group_{number}"] = f"layers {layers} {_block_text(vllm_config, cache_config, stored.spec)}"
     for number, group in enumerate(window_groups, 1):
         fields[f"window_{number}"] = _window_text(group)
     return fields
 
 
+def _block_text(vllm_config: Any, cache_config: KVCacheConfig, spec: Spec) -> str:
+    if isinstance(spec, MambaSpec):  # how its parts lie is in env.VLLM_SSM_CONV_STATE_LAYOUT
+        parts = zip(spec.shapes, spec.dtypes, strict=True)
+        shapes = ", ".join(f"{list(shape)} {dtype}" for shape, dtype in parts)
+        return f"block {spec.block_size} state {spec.mamba_type.name} {shapes}"
+    return f"block {spec.block_size} {spec.dtype} {_packing_fields(vllm_config, cache_config, spec)}"
+
+
 def _window_text(group: WindowGroup) -> str:
     """The numbers themselves. The text of our classes would put their names and fields into the names of blocks."""
     window, layout = group.window, group.layout
+    kind = "state" if window.is_state else f"sliding {window.sliding_tokens} chunk {window.chunk_tokens}"
     return (
-        f"sliding {window.sliding_tokens} chunk {window.chunk_tokens} layers {layout.layer_count} "
+        f"{kind} layers {layout.layer_count} "
         f"heads {layout.kv_head_count} cell {layout.cell_bytes} block {layout.block_tokens} parts {layout.parts}"
     )
 

@@ -45,6 +45,7 @@ from kvservice.connector.vllm import compat, sharing
 from kvservice.connector.vllm.lora import Adapters, located
 from kvservice.connector.vllm.pins import PoolCache, PoolPins
 from kvservice.connector.vllm.request_terms import terms_of
+from kvservice.connector.vllm.state_tables import StateTables
 from kvservice.connector.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.weights import Terms
 from kvservice.connector.worker.block_copier import BlockCopier
@@ -140,6 +141,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._terms = Terms(_path(self._options.weights_version_file))
         self._pins: PoolPins | None = None
         self._is_supported = False  # worker role
+        self._states: StateTables | None = None  # scheduler role, of a model with states
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
         compat.prefer_recompute(vllm_config)
         try:
@@ -180,6 +182,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
         step_blocks = step_tokens // self._spec.layout.block_tokens
         device = vllm_config.device_config.device_type
+        self._states = StateTables.of(grouping)
         session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach(), step_blocks)
         make_half = LayerwiseScheduler if self._layerwise.loads else SchedulerHalf
         half = make_half(
@@ -345,9 +348,12 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self._live.get(request_id)
             if request is not None:
-                ids, end = functools.partial(block_ids, request_id), computed[request_id] + tokens
+                ids, begin = functools.partial(block_ids, request_id), computed[request_id]
+                end = begin + tokens
                 if self._pages is not None and self._pages.is_waiting:
                     self._pages.probe(plan, request, end, ids())
+                if self._states is not None:
+                    ids = self._states.of_step(state, request_id, ids, begin, end)
                 yield request_id, self._hashes(request), end, ids
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -382,14 +388,16 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         attachment = self._session.attachment
         done = request.status in STORABLE
-        hashes = self._hashes(request)
+        hashes, table = self._hashes(request), self._table(block_ids)
         if self._pages is not None:
             self._pages.end(request.request_id)
+        if self._states is not None:
+            table = self._states.at_end(table)
         handoff = self._scheduler.finished(
             request.request_id,
             hashes,
             request.num_computed_tokens,
-            self._table(block_ids),
+            table,
             store_rest=done,
         )
         answer = None

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupRole,
     KVCacheGroupSpec,
     KVCacheSpecKind,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -28,7 +29,7 @@ from kvservice.connector.cache_groups import EngineGroup
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window
 from kvservice.errors import UnsupportedLayout
 
-Spec: TypeAlias = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec
+Spec: TypeAlias = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec
 # vLLM can keep layers of these kinds as if they saw every token, which makes one group of them and of full attention.
 LOCAL_KINDS = frozenset(
     {
@@ -37,6 +38,7 @@ LOCAL_KINDS = frozenset(
         KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION,
     }
 )
+KEEPS_STATES = "align"  # the mode in which vLLM keeps a state at the ends of blocks, chosen by it with prefix caching
 FULL_KINDS = frozenset({KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION})
 ENCODER_KINDS = frozenset({KVCacheSpecKind.CROSS_ATTENTION, KVCacheSpecKind.ENCODER_ONLY_ATTENTION})
 
@@ -64,6 +66,10 @@ class StoredGroups:
         spec = self.groups[0].spec
         assert isinstance(spec, FullAttentionSpec)
         return spec
+
+    @property
+    def has_states(self) -> bool:
+        return any(isinstance(group.spec, MambaSpec) for group in self.groups)
 
     def parts(self, group: StoredGroup) -> int:
         return int(self.block_tokens // group.spec.block_size)
@@ -105,7 +111,20 @@ def stored_groups(cache_config: KVCacheConfig) -> StoredGroups:
         raise UnsupportedLayout(f"these KV cache groups are not supported, {reason}: {named}. {way_out(groups)}")
     ordered = sorted(found.items(), key=lambda item: (not isinstance(item[0], FullAttentionSpec), item[1][0]))
     made = tuple(StoredGroup(spec, tuple(indices), _window(spec)) for spec, indices in ordered)
-    return StoredGroups(made, math.lcm(*(int(group.spec.block_size) for group in made)))
+    stored = StoredGroups(made, math.lcm(*(int(group.spec.block_size) for group in made)))
+    for group in made:
+        if isinstance(group.spec, MambaSpec) and stored.parts(group) > 1:
+            index = group.engine_groups[0]
+            raise UnsupportedLayout(
+                f"{describe(index, groups[index])} is not supported: its states are {group.spec.block_size} tokens "
+                f"apart, and a hit ends on {stored.block_tokens} only; give both the same --block-size"
+            )
+    return stored
+
+
+def content_bytes(spec: Spec) -> int:
+    """The bytes of one layer's block, without the padding that vLLM may add behind them."""
+    return int(spec.state_content_size_bytes if isinstance(spec, MambaSpec) else spec.unpadded_page_size_bytes)
 
 
 def _window(spec: Spec) -> Window | None:
@@ -113,7 +132,7 @@ def _window(spec: Spec) -> Window | None:
         return Window(sliding_tokens=int(spec.sliding_window + spec.extra_retained_tokens))
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return Window(chunk_tokens=int(spec.attention_chunk_size))
-    return None
+    return Window(is_state=True) if isinstance(spec, MambaSpec) else None
 
 
 def describe(index: int, group: KVCacheGroupSpec) -> str:
@@ -137,8 +156,6 @@ def way_out(groups: Iterable[KVCacheGroupSpec]) -> str:
             "Start the engine with --disable-hybrid-kv-cache-manager: vLLM then keeps one group, and the layers with a "
             "window take as much of its cache as the others"
         )
-    if KVCacheSpecKind.MAMBA in kinds:
-        return "The state of Mamba and linear-attention layers is not a block of tokens; there is no way around it yet"
     return "There is no way around it yet"
 
 
@@ -151,19 +168,34 @@ def _why_not(cache_config: KVCacheConfig, group: KVCacheGroupSpec, *, several: b
     kind = get_kv_cache_spec_kind(spec)
     if kind in LOCAL_KINDS and not several:
         return "vLLM gives up blocks that have left the window, and without another group there is no prefix to find"
-    if kind is KVCacheSpecKind.MAMBA:
-        return "its state is not a block of tokens"
+    if kind is KVCacheSpecKind.MAMBA and not several:
+        return "a state is found by the blocks of full attention before it, and this model has no such layer"
     if kind in ENCODER_KINDS:
         return "its layers attend to what an encoder made of other input, and its blocks hold no tokens of the prompt"
     # Other subclasses free, move or rewrite blocks by rules of their own.
-    known = (FullAttentionSpec, MLAAttentionSpec, *((SlidingWindowSpec, ChunkedLocalAttentionSpec) if several else ()))
-    if not isinstance(spec, AttentionSpec) or type(spec) not in known:
+    beside = (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec) if several else ()
+    known = (FullAttentionSpec, MLAAttentionSpec, *beside)
+    if type(spec) not in known:
         names = " and ".join(one.__name__ for one in known)
         return f"only {names} are known to keep blocks as they were computed"
+    assert isinstance(spec, AttentionSpec | MambaSpec)
     if not spec.prefix_cacheable or not group.enable_kv_transfer or group.host_resident:
         return "vLLM keeps it out of prefix caching or transfer"
     if group.role is not KVCacheGroupRole.DEFAULT:
         return f"its role is {group.role.value}"
+    return _why_no_state(spec) if isinstance(spec, MambaSpec) else _why_no_blocks(spec)
+
+
+def _why_no_state(spec: MambaSpec) -> str | None:
+    if spec.mamba_cache_mode != KEEPS_STATES:
+        return (
+            f"vLLM keeps no state at the ends of blocks (mamba_cache_mode {spec.mamba_cache_mode!r}); start the engine "
+            "with --enable-prefix-caching"
+        )
+    return "drafts that are refused move its blocks" if spec.num_speculative_blocks else None
+
+
+def _why_no_blocks(spec: AttentionSpec) -> str | None:
     if getattr(spec, "non_causal", False):
         return "it attends to later tokens, so equal prefixes do not have equal KV"
     if spec.tokens_per_state != 1:

@@ -2,8 +2,9 @@
 
 They consist of plain acquisitions, one after the other: first the chain of group 0, then each window group's blocks
 before the end of the hit. A gap there makes the hit shorter, and the blocks that the shorter hit lacks are looked for,
-also on other nodes. After SHORTER_HITS_MAX such steps, the longest prefix that is complete on this node counts. The
-pinned blocks that belong to the result are leased together, the others unpinned.
+also on other nodes. After SHORTER_HITS_MAX such steps, the longest prefix that is complete on this node counts. States
+are stored at some positions only, so they are looked for at more. The pinned blocks that belong to the result are
+leased together, the others unpinned.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from kvservice.core.transitions import step
 from kvservice.units import AttachmentId, SlotIndex
 
 SHORTER_HITS_MAX = 2  # hits that are tried on other nodes after a gap; each costs a lookup and a fetch
+# The same for a state, for which a gap is the rule: an engine keeps one at the end of a step, so steps of 16,384 tokens
+# in blocks of 512 leave one at every 32nd position. Each costs a lookup, and at most one of them a fetch.
+STATES_TRIED_MAX = 32
 
 
 class HitState(Enum):
@@ -70,7 +74,8 @@ class _Hit:
     full: list[SlotIndex] = field(default_factory=list)  # pinned slots of group 0, from `skip` on
     windows: list[dict[int, SlotIndex]] = field(default_factory=list)  # pinned slots of each window group, by position
     fetched: int = 0
-    shortened: int = 0
+    shortened: int = 0  # by gaps in windows
+    states_tried: int = 0  # positions that had no state
     reason: MissReason = MissReason.NONE
     chain: Acquisition | None = None  # of group 0, once it has ended
 
@@ -184,7 +189,10 @@ class WindowedAcquisitions:
         if gap < missing.end:
             self._counters[f"window_acquires_cut_{part.reason.value}"] += 1
             hit.reason = MissReason.WINDOW
-            hit.shortened += 1
+            if hit.spec.window_groups[missing.group].window.is_state:
+                hit.states_tried += 1
+            else:
+                hit.shortened += 1
             self._cut(hit, gap)
         self._go_on(hit, now)
 
@@ -193,7 +201,7 @@ class WindowedAcquisitions:
         if hit.state is HitState.DETACHED:
             hit.reason = MissReason.DETACHED
             self._cut(hit, hit.request.skip)
-        elif hit.state is HitState.WINDOWS and (hit.shortened > SHORTER_HITS_MAX or now >= hit.deadline):
+        elif hit.state is HitState.WINDOWS and (self._tried_enough(hit) or now >= hit.deadline):
             self._move(hit, HitEvent.SETTLE)
         if hit.state is HitState.LOCAL:
             self._settle_for_local(hit)
@@ -210,6 +218,9 @@ class WindowedAcquisitions:
         on_answer = partial(self._window_done, hit, missing)
         payload_bytes = hit.spec.window_groups[missing.group].layout.payload_bytes
         self._begin(hit, request, payload_bytes, WINDOW_BIT | base, on_answer, now)
+
+    def _tried_enough(self, hit: _Hit) -> bool:
+        return hit.shortened > SHORTER_HITS_MAX or hit.states_tried > STATES_TRIED_MAX
 
     def _first_missing(self, hit: _Hit) -> _Missing | None:
         """The first run of blocks that is needed and not pinned. Blocks after it may be pinned if an earlier, longer

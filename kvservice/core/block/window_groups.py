@@ -2,8 +2,9 @@
 
 A KV cache group (group) is a set of layers whose blocks are stored together. Group 0 has full attention: a hit needs
 every block of it, and its keys are the request's chain. Every other group is a window group: its layers see only a
-sliding window or a chunk. All groups are cut at the same tokens, so a position means the same tokens in each of them.
-The keys of a window group are derived from the chain. Pure.
+sliding window or a chunk, or they keep a state (Mamba, linear attention): what is left of all tokens so far. All groups
+are cut at the same tokens, so a position means the same tokens in each of them; a state's block at a position is the
+state behind its last token. The keys of a window group are derived from the chain. Pure.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 from kvservice.units import BlockKey, SpanRoute
 
+# Positions to one slot that waits for a state. An engine keeps a state where a step ends, and a step fills several
+# positions; a state is as large as some blocks of attention, so slots that wait for one take much room.
+STATE_EVERY = 4
 WINDOW_GROUPS_MAX = 16  # models have one to a few. An engine with more is refused; each one costs keys and lookups.
 # Set in the position of a window group's block. Such a block is no link of a chain: it has no parent and no children,
 # and of two that are equally old the earlier is evicted first.
@@ -27,24 +31,27 @@ assert WINDOW_GROUPS_MAX < 1 << 16, "group_key writes a group's number in two by
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The tokens that a layer reads when the next token is computed. Exactly one of the two fields is not 0.
+    """The tokens that a layer reads when the next token is computed. Exactly one of the three fields is set.
 
-    With a sliding window, the `sliding_tokens` - 1 tokens before it; with chunked attention, those of its chunk.
-    Raises UnsupportedLayout for other values.
+    With a sliding window, the `sliding_tokens` - 1 tokens before it; with chunked attention, those of its chunk. A
+    state lies with the last token before it. Raises UnsupportedLayout for other values.
     """
 
     sliding_tokens: int = 0
     chunk_tokens: int = 0
+    is_state: bool = False
 
     def __post_init__(self) -> None:
-        sizes = (self.sliding_tokens, self.chunk_tokens)
-        if min(sizes) != 0 or max(sizes) <= 0:
-            raise UnsupportedLayout(f"a layer sees a window or a chunk of tokens, not {self}")
+        sizes = (self.sliding_tokens, self.chunk_tokens, int(self.is_state))
+        if min(sizes) < 0 or sum(size > 0 for size in sizes) != 1:
+            raise UnsupportedLayout(f"a layer sees a window or a chunk of tokens, or keeps a state, not {self}")
 
     def first_token(self, tokens: int) -> int:
         """The index of the first of `tokens` tokens that is still read."""
         if self.chunk_tokens:
             return tokens // self.chunk_tokens * self.chunk_tokens
+        if self.is_state:
+            return max(0, tokens - 1)
         return max(0, tokens - self.sliding_tokens + 1)
 
     def first_block(self, count: int, block_tokens: int) -> int:
@@ -54,7 +61,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class WindowGroup:
-    """A KV cache group whose layers all have this window. A slot holds one block: one position, all its layers."""
+    """A KV cache group whose layers all have this window. A slot holds one block: one position, all its layers. A state
+    is stored at some positions only: where the engine happened to end a step."""
 
     layout: SlotLayout
     window: Window

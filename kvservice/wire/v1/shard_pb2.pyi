@@ -30,14 +30,16 @@ class Layout(_message.Message):
     def __init__(self, layer_count: _Optional[int] = ..., kv_head_count: _Optional[int] = ..., cell_bytes: _Optional[int] = ..., block_tokens: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class WindowGroup(_message.Message):
-    __slots__ = ("layout", "sliding_tokens", "chunk_tokens")
+    __slots__ = ("layout", "sliding_tokens", "chunk_tokens", "is_state")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SLIDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_STATE_FIELD_NUMBER: _ClassVar[int]
     layout: Layout
     sliding_tokens: int
     chunk_tokens: int
-    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., sliding_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    is_state: bool
+    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., sliding_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., is_state: bool = ...) -> None: ...
 
 class BlockRef(_message.Message):
     __slots__ = ("slot", "generation")

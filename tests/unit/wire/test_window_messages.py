@@ -27,6 +27,7 @@ def test_window_groups_of_an_engine_survive_the_wire() -> None:
     groups = (
         WindowGroup(make_layout(5), Window(sliding_tokens=512)),
         WindowGroup(make_layout(7), Window(chunk_tokens=8192)),
+        WindowGroup(make_layout(9), Window(is_state=True)),
     )
     assert decode_spec(encode_spec(replace(make_spec(), window_groups=groups))) == replace(
         make_spec(), window_groups=groups

@@ -507,7 +507,7 @@ MAMBA = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
     ("cache", "changes", "says"),
     [
         (cache_config(WINDOW), {}, "sliding_window of 64 tokens, 2 layers: model.0, model.1"),
-        (cache_config(FULL, MAMBA), {}, r"group 1 \(mamba, 2 layers: model.0, model.1\) is not supported"),
+        (cache_config(FULL, MAMBA), {}, r"group 1 \(mamba, 2 layers: model.0, model.1\) is not supported: vLLM keeps"),
         (cache_config(), {"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         (cache_config(), {"parallel_config__decode_context_parallel_size": 2}, "context"),
         (cache_config(), {"speculative_config": SimpleNamespace(use_eagle=lambda: True)}, "EAGLE"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -26,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvservice.connector.cache_groups import SeveralGroups
 from kvservice.connector.vllm import compat
 from kvservice.connector.vllm.group_rules import stored_groups
 from kvservice.core.block import window_groups
@@ -41,7 +44,15 @@ FULL = FullAttentionSpec(**COMMON)
 LATENT = MLAAttentionSpec(**{**COMMON, "num_kv_heads": 1, "head_size": 576}, max_tp_shards=1)
 WINDOW = SlidingWindowSpec(**COMMON, sliding_window=512)
 CHUNKED = ChunkedLocalAttentionSpec(**COMMON, attention_chunk_size=8192)
-MAMBA = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+# As vLLM pads it to the page of the attention beside it: 24 bytes of a convolution and 64 of a state.
+MAMBA = MambaSpec(
+    block_size=16,
+    shapes=((3, 4), (4, 4)),
+    dtypes=(torch.bfloat16, torch.float32),
+    page_size_padded=1024,
+    mamba_cache_mode="align",
+)
+GDN = replace(MAMBA, shapes=((4, 8),), dtypes=(torch.bfloat16,), mamba_type=MambaAttentionBackendEnum.GDN_ATTN)
 FLAG = "--disable-hybrid-kv-cache-manager"
 
 
@@ -73,7 +84,7 @@ def test_one_group_that_keeps_every_block_is_stored(spec: FullAttentionSpec) -> 
     [
         (WINDOW, r"group 0 \(sliding_window of 512 tokens, 3 layers: layers.0.0, layers.0.1, …\).*left the window"),
         (CHUNKED, r"\(chunked_local_attention, 3 layers"),
-        (MAMBA, r"\(mamba, 3 layers"),
+        (MAMBA, r"\(mamba, 3 layers.*found by the blocks of full attention.*no such layer"),
         (RSWASpec(**COMMON, rswa_window=128), r"\(RSWASpec, 3 layers.*only FullAttentionSpec and MLA"),
         (SinkFullAttentionSpec(**COMMON, sink_len=4), r"\(sink_full_attention, 3 layers.*only FullAttentionSpec"),
         (HiddenStateCacheSpec(**COMMON), r"\(HiddenStateCacheSpec, 3 layers.*only FullAttentionSpec"),
@@ -131,8 +142,12 @@ def test_groups_of_smaller_blocks_have_several_in_a_slot() -> None:
 @pytest.mark.parametrize(
     ("specs", "says"),
     [
-        ((FULL, MAMBA), r"group 1 \(mamba, .*not a block of tokens.*Mamba and linear-attention"),
         ((FULL, CrossAttentionSpec(**COMMON)), r"group 1 \(cross_attention, 3 layers.*what an encoder made"),
+        ((FULL, replace(MAMBA, mamba_cache_mode="none")), r"group 1 \(mamba, .*'none'.*--enable-prefix-caching"),
+        ((FULL, replace(MAMBA, num_speculative_blocks=2)), r"group 1 \(mamba, .*drafts that are refused"),
+        ((FULL, MAMBA, replace(WINDOW, block_size=32)), r"group 1 \(mamba, .*16 tokens apart.*on 32 only"),
+        ((MAMBA, WINDOW), r"no group keeps every block"),
+        ((FULL, replace(MAMBA, mamba_cache_mode="all")), r"group 1 \(mamba, .*'all'"),
         ((FULL, RSWASpec(**COMMON, rswa_window=128)), r"group 1 \(RSWASpec, 3 layers: layers.1.0.*only FullAttention"),
         (
             (FULL, replace(FULL, head_size=16)),
@@ -155,8 +170,79 @@ def test_flag_is_advised_only_where_it_helps() -> None:
         stored_groups(cache(FULL, WINDOW, enable_kv_transfer=False))
     assert FLAG in str(refused.value)
     with pytest.raises(UnsupportedLayout) as refused:
-        stored_groups(cache(FULL, MAMBA))
+        stored_groups(cache(FULL, replace(MAMBA, mamba_cache_mode="none")))
     assert FLAG not in str(refused.value)
+
+
+def test_groups_of_states_lie_in_one_slot_without_padding(model: Path) -> None:
+    """As of Granite-4 or Qwen3-Next: three groups of states and one of attention."""
+    found = cache(MAMBA, MAMBA, FULL, MAMBA, GDN)
+    stored = stored_groups(found)
+    assert [group.engine_groups for group in stored.groups] == [(2,), (0, 1, 3), (4,)]
+    assert [group.window for group in stored.groups] == [None, Window(is_state=True), Window(is_state=True)]
+    config = vllm_config(model, {})
+    spec = compat.engine_spec(config, found, bytes(16), "")
+    assert [group.layout.payload_bytes for group in spec.window_groups] == [3 * 3 * (24 + 64), 3 * 64]
+    assert isinstance(grouping := compat.grouping(config, found, spec), SeveralGroups)
+    assert grouping.has_states
+    tensors = {
+        name: torch.zeros(4, 1, 1, 88 if index != 4 else 64, dtype=torch.int8)
+        for index, group in enumerate(found.kv_cache_groups)
+        for name in group.layer_names
+        if index != 2
+    } | {name: torch.zeros(4, 2, 16, 16, dtype=torch.bfloat16) for name in found.kv_cache_groups[2].layer_names}
+    segment = memoryview(bytearray(1 << 16))
+    copiers = compat.grouped_block_copiers(config, found, tensors)
+    copiers.bind(segment, spec.layout)
+    tensors["layers.1.2"][3] = 7  # the last layer of the second group: the sixth state in the slot
+    copiers.of(1).store(3, 0)
+    assert [offset for offset in range(0, 9 * 88, 88) if segment[offset] == 7] == [5 * 88]
+    tensors["layers.1.2"].zero_()
+    copiers.of(1).load(0, 2)
+    assert [int(block.sum()) for block in tensors["layers.1.2"]] == [0, 0, 88 * 7, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"speculative_config": SimpleNamespace(use_eagle=lambda: False)}, "speculative decoding with states"),
+        ({"parallel_config__tensor_parallel_size": 2}, "states .* over several tensor-parallel ranks"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
+    ],
+)
+def test_what_cannot_be_done_with_states_is_named(model: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedLayout, match=says):
+        compat.supported(vllm_config(model, {}, **changes), cache(MAMBA, FULL))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(MAMBA, shapes=((3, 4), (5, 4))),
+        replace(MAMBA, shapes=((4, 3), (4, 4))),  # the same bytes in another order
+        replace(MAMBA, dtypes=(torch.float16, torch.float32)),
+        replace(MAMBA, mamba_type=MambaAttentionBackendEnum.GDN_ATTN),
+    ],
+)
+def test_whatever_changes_a_state_changes_its_name(model: Path, other: MambaSpec) -> None:
+    config = vllm_config(model, {})
+    prints = {
+        compat.engine_spec(config, cache(FULL, spec), bytes(16), "").fingerprint.digest for spec in (MAMBA, other)
+    }
+    assert len(prints) == 2
+    padded = replace(MAMBA, page_size_padded=2048)
+    prints = {
+        compat.engine_spec(config, cache(FULL, spec), bytes(16), "").fingerprint.digest for spec in (MAMBA, padded)
+    }
+    assert len(prints) == 1, "padding is not stored"
+
+
+def test_layout_of_convolution_states_is_in_their_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    fields = dict(compat.engine_spec(vllm_config(model, {}), cache(FULL, MAMBA), bytes(16), "").fingerprint.fields)
+    assert fields["env.VLLM_SSM_CONV_STATE_LAYOUT"] == "DS"
+    assert fields["window_1"] == "state layers 3 heads 1 cell 88 block 16 parts 1"
+    assert fields["group_1"] == "layers [3] block 16 state MAMBA2 [3, 4] torch.bfloat16, [4, 4] torch.float32"
 
 
 def test_slots_of_several_blocks_need_one_group(model: Path) -> None:

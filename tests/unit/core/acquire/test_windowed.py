@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvservice.core import events as ev
-from kvservice.core.block.window_groups import WINDOW_BIT, Window, WindowGroup, group_key, group_route
+from kvservice.core.acquire.windowed import STATES_TRIED_MAX
+from kvservice.core.block.window_groups import STATE_EVERY, WINDOW_BIT, Window, WindowGroup, group_key, group_route
 from kvservice.core.messages import AcquireResult, EngineSpec, FollowResult, Handoff, HandoffState, MissReason, SealItem
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import (
@@ -338,3 +339,68 @@ def test_a_gap_in_one_window_shortens_the_other() -> None:
     assert (len(result.blocks), [len(refs) for refs in result.window_blocks]) == (6, [3, 1])
     assert result.miss is MissReason.WINDOW
     assert harness.slots("leased") == 6 + 3 + 1
+
+
+STATE = WindowGroup(make_layout(LARGE), Window(is_state=True))
+
+
+def state_spec() -> EngineSpec:
+    return replace(make_spec(), window_groups=(STATE,))
+
+
+@pytest.mark.parametrize(("stored", "hit"), [((7,), 8), ((2, 5), 6), ((0,), 1), ((), 0)])
+def test_hit_ends_where_a_state_is(harness: CoreHarness, stored: tuple[int, ...], hit: int) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(state_spec())
+    harness.store(engine, chain)
+    store_window(harness, engine, chain, stored)
+    result = answer(harness, harness.acquire(engine, chain))
+    assert len(result.blocks) == hit
+    assert [harness.headers[ref.slot].key for ref in result.window_blocks[0]] == window_keys(chain)[hit - 1 : hit][:hit]
+    assert harness.slots("leased") == hit + bool(hit)
+    assert harness.count("acquires_cut_window") == (hit < 8)
+
+
+def test_state_without_its_chain_is_no_hit(harness: CoreHarness) -> None:
+    chain = make_chain(8)
+    engine = harness.attach(state_spec())
+    harness.store(engine, chain[:5])
+    store_window(harness, engine, chain, (3, 7))
+    result = answer(harness, harness.acquire(engine, chain))
+    assert (len(result.blocks), len(result.window_blocks[0])) == (4, 1)
+
+
+def test_state_far_before_the_end_is_fetched_from_a_peer() -> None:
+    harness = CoreHarness(slab_count=20)
+    chain = make_chain(STATES_TRIED_MAX + 3)
+    engine = harness.attach(state_spec())
+    harness.store(engine, chain)
+    op = harness.acquire(engine, chain)
+    for _ in range(STATES_TRIED_MAX):
+        harness.resolved(harness.resolves[-1].op)
+    resolve = harness.resolves[-1]
+    assert len(resolve.chain) == 3, "a position was left out, or asked twice"
+    keys = window_keys(chain)[2:3]
+    harness.resolved(resolve.op, run_of(2, 1))
+    harness.located(harness.locates[-1], make_located(keys, length=LARGE))
+    harness.pulled(harness.pulls[-1], ev.PullResult.OK)
+    result = harness.result(op)
+    assert (len(result.blocks), len(result.window_blocks[0])) == (3, 1)
+
+
+def test_nearest_state_here_counts_when_enough_is_tried() -> None:
+    harness = CoreHarness(slab_count=20)
+    chain = make_chain(STATES_TRIED_MAX + 6)
+    engine = harness.attach(state_spec())
+    harness.store(engine, chain)
+    store_window(harness, engine, chain, (0, 2))
+    op = harness.acquire(engine, chain)
+    asked = len(harness.resolves)
+    result = answer(harness, op)
+    assert len(harness.resolves) - asked == STATES_TRIED_MAX
+    assert (len(result.blocks), len(result.window_blocks[0])) == (3, 1)
+
+
+def test_slots_for_states_are_few() -> None:
+    spec = replace(make_spec(), window_groups=(WINDOWED, STATE))
+    assert [spec.slots_for(group, 40) for group in range(3)] == [40, 40, 40 // STATE_EVERY]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,14 +29,17 @@ BLOCK = 16
         (Window(chunk_tokens=64), 10, 8),
         (Window(chunk_tokens=64), 8, 8),  # the next token begins a chunk
         (Window(chunk_tokens=40), 3, 2),  # a chunk may begin within a block
+        (Window(is_state=True), 10, 9),  # what is left of all tokens lies with the last one
+        (Window(is_state=True), 1, 0),
+        (Window(is_state=True), 0, 0),
     ],
 )
 def test_blocks_from_the_first_token_that_is_read_are_needed(window: Window, count: int, first: int) -> None:
     assert window.first_block(count, BLOCK) == first
 
 
-@pytest.mark.parametrize("wrong", [(0, 0), (5, 5), (-1, 0), (0, -3)])
-def test_window_is_sliding_or_a_chunk(wrong: tuple[int, int]) -> None:
+@pytest.mark.parametrize("wrong", [(0, 0), (5, 5), (-1, 0), (0, -3), (5, 0, True), (0, 3, True), (-1, 0, True)])
+def test_window_is_sliding_or_a_chunk_or_a_state(wrong: tuple[Any, ...]) -> None:
     with pytest.raises(UnsupportedLayout):
         Window(*wrong)
 
@@ -70,6 +74,7 @@ def test_every_group_must_have_its_window() -> None:
 windows = st.one_of(
     st.integers(1, 120).map(lambda n: Window(sliding_tokens=n)),
     st.integers(1, 120).map(lambda n: Window(chunk_tokens=n)),
+    st.just(Window(is_state=True)),
 )
 
 
