@@ -182,6 +182,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
         step_blocks = step_tokens // self._spec.layout.block_tokens
         device = vllm_config.device_config.device_type
+        # A copy worker, which copies what is lent, knows one group only.
+        lends = self._options.loans_on(device) and len(self._config.kv_cache_groups) == 1
         self._states = StateTables.of(grouping)
         session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach(), step_blocks)
         make_half = LayerwiseScheduler if self._layerwise.loads else SchedulerHalf
@@ -195,7 +197,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             evicting_blocks=2 * max(step_blocks, 1),
             fetch_timeout_seconds=self._options.fetch_timeout_seconds,
             handoff_timeout_seconds=self._options.handoff_timeout_seconds,
-            loan_seconds=self._options.loan_seconds if self._options.loans_on(device) else 0.0,
+            loan_seconds=self._options.loan_seconds if lends else 0.0,
             may_write=self._kv_transfer_config.is_kv_producer,
             remember_stored=remembers,
             grouping=grouping,

@@ -53,10 +53,9 @@ class StateStep(StepOutput):
 
 
 class StatePair(Pair):
-    def __init__(self, model: Path) -> None:
-        config = vllm_config(
-            model, {"mode": "embedded", "memory": "8MiB", "verify_load": "full", "defer_stores": "off"}
-        )
+    def __init__(self, model: Path, **extra: object) -> None:
+        options = {"mode": "embedded", "memory": "8MiB", "verify_load": "full", "defer_stores": "off", **extra}
+        config = vllm_config(model, options)
         groups = [KVCacheGroupSpec(["attention"], FULL), KVCacheGroupSpec(["conv", "ssm"], STATE)]
         cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups, hash_block_size=BLOCK)
         self.worker = KVServiceConnector(config, KVConnectorRole.WORKER, cache)
@@ -132,6 +131,25 @@ def test_states_in_the_table_of_an_ended_request_are_left(pair: StatePair) -> No
     wait_for(pair, "stored_blocks", 3)
     assert pair.arrive(request("b", count=3)) == (0, False), "attention without a state"
     assert pair.scheduler.counters()["stored_blocks"] == 3
+
+
+def test_blocks_of_several_groups_are_not_lent(model: Path) -> None:
+    """A copy worker copies one group only, so nobody could read them; and the request is handed off all the same."""
+    pair = StatePair(model, copier="worker", handoff_loans="on")
+    try:
+        first = request("a", count=3)
+        first.kv_transfer_params = {"kvservice": {"version": 1, "role": "prefill", "handoff": "ab" * 16}}
+        pair.scheduler.on_new_request(first)  # type: ignore[arg-type]
+        pair.match(first)
+        whole = ([3, 1, 4, 9], [0, 0, 5, 6])
+        pair.scheduler.update_state_after_alloc(first, tables(*whole), 0)
+        pair.compute(first, 0, first.num_tokens, whole)
+        first.num_computed_tokens, first.status = first.num_tokens, RequestStatus.FINISHED_STOPPED
+        _, params = pair.scheduler.request_finished_all_groups(first, whole)  # type: ignore[arg-type]
+        assert params is not None, pair.scheduler.counters()
+        assert not [name for name in pair.scheduler.counters() if name.startswith("failed_")]
+    finally:
+        pair.close()
 
 
 def tables(*of_groups: list[int]) -> Any:
