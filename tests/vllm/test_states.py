@@ -47,6 +47,9 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "nemotron_h": (FLOAT, 128),
     "zamba2": (FLOAT, 128),
 }
+ROUNDING = (
+    0.05  # of log-probabilities, in bfloat16 too; a state that is not the prompt's is off by more and says others
+)
 SEAL_ENDS = ("sealed", "duplicate", "stale", "failed")
 NOT_FROM_THE_POOL = {"kvservice": {"version": 1, "load": False, "store": False}}
 
@@ -136,10 +139,10 @@ def start(model: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             assert books.balanced, books.violation
 
 
-def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]], what: str) -> None:
+def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]], what: str, off: float = 0.0) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert one["token_ids"] == other["token_ids"], what
-        assert one["logprobs"] == other["logprobs"], what
+        assert one["logprobs"] == pytest.approx(other["logprobs"], rel=0, abs=off), what
 
 
 def test_hit_is_bit_for_bit_what_was_computed(start: Callable[[str], Engine]) -> None:
@@ -185,7 +188,7 @@ def test_next_turn_hits_the_state_within_the_answer(start: Callable[[str], Engin
     follow_up = [*turn, *answer, *ids(30, 12)]
     wanted = engine.wanted(follow_up)
     found = engine.run(follow_up)
-    same(found, wanted, "the next turn")
+    same(found, wanted, "the next turn", ROUNDING)  # computed token by token there, and in one step here
     assert found[0]["cached_tokens"] == 2 * block
 
 

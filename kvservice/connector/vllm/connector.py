@@ -350,7 +350,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self._live.get(request_id)
             if request is not None:
-                ids, begin = functools.partial(block_ids, request_id), computed[request_id]
+                begin = computed[request_id]
+                ids: BlockIds = functools.partial(block_ids, request_id)
                 end = begin + tokens
                 if self._pages is not None and self._pages.is_waiting:
                     self._pages.probe(plan, request, end, ids())
