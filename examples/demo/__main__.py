@@ -1,7 +1,7 @@
-"""`python -m examples.demo`: five demos on one machine, from the root of a clone. Three run vLLM.
+"""`python -m examples.demo`: six demos on one machine, from the root of a clone. Three run vLLM, one SGLang.
 
-`make demo`, `make demo-pd`, `make demo-serve`, `make demo-engine` and `make demo-tiers` run them. Exit codes are those
-of `kvservice`.
+`make demo`, `make demo-pd`, `make demo-serve`, `make demo-engine`, `make demo-sglang` and `make demo-tiers` run them.
+Exit codes are those of `kvservice`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvservice.cli.exits import fail
 from kvservice.errors import KVServiceError
 
 app = typer.Typer(
-    help="The cache between two vLLM replicas on two Ray nodes of this machine, measured and plotted.",
+    help="The cache between engines on two nodes of this machine, measured and plotted.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -81,6 +81,21 @@ def engine(model: Model = None, out: Out = OUT) -> None:
 
     try:
         run(model, out)
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+@app.command()
+def sglang(
+    model: Model = None,
+    out: Out = OUT,
+    questions: Annotated[int, typer.Option(min=1, max=5, help="Number of questions about the document.")] = 2,
+) -> None:
+    """Let an SGLang engine hit a prefix that one on another node computed; measured and plotted."""
+    from examples.demo.sglang import run
+
+    try:
+        run(model, out, questions)
     except KVServiceError as error:
         raise fail(error) from error
 

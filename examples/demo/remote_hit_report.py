@@ -1,4 +1,4 @@
-"""The demo's table and plot."""
+"""Table and plot of a demo with two engines."""
 
 from __future__ import annotations
 
@@ -104,15 +104,23 @@ def show_transfers(nodes: list[tuple[str, dict[str, Any]]], console: Console) ->
         )
 
 
-def save(rows: list[Row], nodes: list[tuple[str, dict[str, Any]]], crossing: Crossing, folder: Path) -> list[Path]:
-    """Write demo.json and demo.png into the folder."""
+def save(
+    rows: list[Row],
+    nodes: list[tuple[str, dict[str, Any]]],
+    crossing: Crossing,
+    folder: Path,
+    *,
+    name: str = "demo",
+    title: str = "one document, two vLLM replicas on two Ray nodes (CPU)",
+) -> list[Path]:
+    """Write NAME.json and NAME.png into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = folder / "demo.json"
-    shards = {name: {k: node[k] for k in ("transport", "counters")} for name, node in nodes}
+    data = folder / f"{name}.json"
+    shards = {label: {k: node[k] for k in ("transport", "counters")} for label, node in nodes}
     found = {"rows": [asdict(row) for row in rows], "shards": shards, "crossing": asdict(crossing)}
     data.write_text(json.dumps(found, indent=2))
-    picture = folder / "demo.png"
-    _plot(rows, picture, f"one document, two vLLM replicas on two Ray nodes (CPU), blocks cross by {crossing.how}")
+    picture = folder / f"{name}.png"
+    _plot(rows, picture, f"{title}, blocks cross by {crossing.how}")
     return [data, picture]
 
 

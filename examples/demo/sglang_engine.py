@@ -37,6 +37,7 @@ SETTINGS: dict[str, object] = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "skip_server_warmup": True,
+    "sleep_on_idle": True,  # it asks for work in a loop otherwise, and the other engine needs the processor
     "log_level": "error",
     "watchdog_timeout": 300,
 }

@@ -25,7 +25,8 @@ END_SECONDS = 30.0
 
 
 class SGLangProcess:
-    """Starts at once. `ready` waits for the engine; use it in a `with`, which ends it and all of its processes."""
+    """Starts at once. `ready` waits for the engine; use it in a `with`, which ends it and all of its processes, at once
+    if something has failed."""
 
     def __init__(
         self, settings: Mapping[str, Any], before: Sequence[str] = (), variables: Mapping[str, str] | None = None
@@ -77,7 +78,7 @@ class SGLangProcess:
         if self._process.stdin is not None:
             self._process.stdin.close()  # it ends with its input
         try:
-            self._process.wait(END_SECONDS)
+            self._process.wait(END_SECONDS if kind is None else 0)
         except subprocess.TimeoutExpired:
             pass
         finally:
