@@ -7,6 +7,7 @@ from pydantic.fields import FieldInfo
 from kvservice.config import OTHER_VARIABLES, ServiceConfig, Settings, allowed, default_of, shown
 from kvservice.connector.lmcache.options import AdapterOptions
 from kvservice.connector.options import ConnectorOptions
+from kvservice.connector.sglang.options import SGLangOptions
 
 HEAD = """# Settings
 
@@ -55,6 +56,16 @@ option counts in that mode only.
 
 """
 
+STORAGE = """# Options of SGLang's storage
+
+<!-- Made from kvservice/connector/sglang/options.py by `make docs-reference`. Do not edit. -->
+
+These are keys of [SGLang's](../howto/sglang.md) `--hicache-storage-backend-extra-config`, beside SGLang's own. A wrong
+value or an unknown name ends the start of the engine and names the option. "Service" and "Embedded" in the last column
+say that an option counts in that mode only.
+
+"""
+
 VARIABLES = """
 ## Variables that are not settings
 
@@ -92,4 +103,13 @@ def adapter() -> str:
     return ADAPTER + table(AdapterOptions, chart=False)
 
 
-PAGES = {"settings.md": settings, "connector-options.md": options, "lmcache-options.md": adapter}
+def storage() -> str:
+    return STORAGE + table(SGLangOptions, chart=False)
+
+
+PAGES = {
+    "settings.md": settings,
+    "connector-options.md": options,
+    "lmcache-options.md": adapter,
+    "sglang-options.md": storage,
+}

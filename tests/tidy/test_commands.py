@@ -16,6 +16,7 @@ import typer.main
 from kvservice.cli.main import app
 from kvservice.connector.offloading.options import TierOptions
 from kvservice.connector.options import ConnectorOptions
+from kvservice.connector.sglang.options import SGLangOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -25,6 +26,7 @@ BLOCK = re.compile(r"^ *```(?:console|bash)\n(.*?)^ *```", re.MULTILINE | re.DOT
 CALL = re.compile(r"(?:^|[;&|($`] *|=\S* )(kvservice [a-z][^`\n;&|>]*)", re.MULTILINE)
 CONFIG = re.compile(r"--kv-transfer-config\s+'(\{.*?\})'(?=\s|$)", re.DOTALL)
 EXTRAS = re.compile(r"\bkvservice(?:-\S+\.whl)?\[([\w,]+)\]")
+STORAGE = re.compile(r"--hicache-storage-backend-extra-config\s+'(\{.*?\})'(?=\s|$)", re.DOTALL)
 ELISION = "…"
 # README's blocks and who runs them.
 RUN_BY = {
@@ -103,6 +105,15 @@ def test_every_engine_is_started_with_options_that_exist(page: Path) -> None:
         assert config["kv_connector_module_path"] == "kvservice.connector.vllm"
         assert config["kv_role"] in ("kv_both", "kv_producer", "kv_consumer")
         ConnectorOptions.parse(config.get("kv_connector_extra_config", {}))
+
+
+@each_page
+def test_every_storage_of_sglang_has_options_that_exist(page: Path) -> None:
+    for found in STORAGE.findall(joined(page.read_text())):
+        config = json.loads(found)
+        assert config["module_path"] == "kvservice.connector.sglang" and config["class_name"] == "HiCacheKVService"
+        assert config.pop("hicache_storage_pass_prefix_keys")
+        SGLangOptions.parse(config)
 
 
 @each_page
