@@ -74,6 +74,8 @@ def draw(seen: Overview, wide: bool) -> RenderableType:
     parts += _section("Memory by state", _memory(seen, names, wide))
     if seen.tiers:
         parts += _section("Tiers below the memory", draw_tiers(seen, names))
+    if seen.drifts:
+        parts += _section("Drift of blocks that are stored with loss", _drifts(seen, names))
     parts += _section("Hits", draw_hits(seen))
     parts += _section("Models", _models(seen, names))
     if seen.refused:
@@ -260,6 +262,23 @@ def draw_tiers(seen: Overview, names: Mapping[str, str]) -> Table:
                 f"{tier.dropped_blocks:,}",
                 f"{tier.failed_blocks:,}",
             )
+    return made
+
+
+def _drifts(seen: Overview, names: Mapping[str, str]) -> Table:
+    numbers = ("blocks", "checked", "keys", "values", "limit")
+    made = table("node", "model", "int8", *numbers, right=numbers, fold=("model",))
+    for drift in seen.drifts:
+        made.add_row(
+            plain(names.get(drift.node_id, drift.node_id)),
+            plain(drift.model),
+            "[red]off[/]" if drift.is_off else "on",
+            f"{drift.blocks:,}",
+            f"{drift.checked:,}",
+            f"{drift.keys:.4f}",
+            f"{drift.values:.4f}",
+            f"{drift.limit:g}",
+        )
     return made
 
 

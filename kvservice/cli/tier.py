@@ -1,4 +1,6 @@
-"""`kvservice tier check`: whether the blocks in the folder of a disk tier are whole."""
+"""`kvservice tier check`: whether the blocks in the folder of a disk tier are whole. `kvservice tier drift`: what int8
+does to a model.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ import typer
 from kvservice.cli.exits import ExitCode
 from kvservice.cli.output import Format, show
 from kvservice.cli.tree import Output, command, new_tree
+from kvservice.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from kvservice.engine.lossy import LossFigures
     from kvservice.tier.folder_check import FolderCheck
 
 app = new_tree("Look at what a tier keeps on this machine.")
@@ -71,3 +75,55 @@ def _draw(found: FolderCheck, wide: bool) -> RenderableType:
             if not wide and len(keys) > NAMES_SHOWN:
                 lines.append(f"  and {len(keys) - NAMES_SHOWN} more: -o wide, -o json")
     return Group(*(Text(line) for line in lines))
+
+
+@command(
+    app,
+    None,
+    "kvservice tier drift models/SmolLM2-135M prompt.txt",
+    "kvservice tier drift Qwen/Qwen3-8B prompt.txt --device cuda --tokens 4096",
+)
+def drift(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, or its name at Hugging Face.")],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text as the model's users write it.")],
+    tokens: Annotated[int, typer.Option(min=32, help="Of the text, at most so many.")] = 1024,
+    limit: Annotated[float, typer.Option(min=0.0, help="Exit with 1 if a block drifts further.")] = 0.05,
+    device: Annotated[str, typer.Option(help="Where the model computes, as torch names it.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Type of its numbers; auto: as its weights are stored.")] = "auto",
+    output: Output = Format.TABLE,
+) -> None:
+    """Measure what int8 does to a model, without a service.
+
+    The model continues a text twice: behind its exact K and V, and behind those that int8 gives back. Needs torch and
+    transformers. Exits with 1 if a block drifts further than the limit, at which a service would switch int8 off."""
+
+    def measure() -> LossFigures:
+        try:
+            from kvservice.engine.lossy import measure_int8
+            from kvservice.engine.model import PagedModel
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"this needs {error.name}: pip install torch transformers", key="model") from error
+        try:
+            found = PagedModel.open(model, device=device, dtype=dtype)
+            words = text.read_text()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{str(error).splitlines()[0]}", key="model") from error
+        return measure_int8(found, found.encode(words)[:tokens])
+
+    found = show(measure, _draw_loss, output)
+    if max(found.drift_keys, found.drift_values) > limit:
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def _draw_loss(found: LossFigures, wide: bool) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    kl = f"KL {found.kl_mean:.2g} nats in the mean, {found.kl_max:.2g} at most"
+    lines = [
+        f"int8 stores {found.stored_share:.1%} of the bytes of {found.prefix_tokens} tokens.",
+        f"Drift of the worst block: K {found.drift_keys:.4f}, V {found.drift_values:.4f}.",
+        f"The next {found.asked_tokens} tokens behind it: {kl}; "
+        f"{found.same_first:.1%} have the same likeliest successor.",
+    ]
+    return Group(*map(Text, lines))

@@ -19,7 +19,7 @@ import grpc
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
-from kvservice.client.tier_overview import UNUSABLE, TierOverview, sum_tiers, tiers_of
+from kvservice.client.tier_overview import UNUSABLE, DriftOverview, TierOverview, drifts_of, sum_tiers, tiers_of
 from kvservice.core.explain.evictions import EvictionCause
 from kvservice.core.store.blocks import EVICTED
 from kvservice.core.store.slots import SHOWN_STATES
@@ -242,6 +242,7 @@ class Overview:
     lookups: tuple[LookupOverview, ...]
     problems: tuple[str, ...]
     tiers: tuple[TierOverview, ...] = ()  # of all nodes, by name
+    drifts: tuple[DriftOverview, ...] = ()  # by node and model
 
 
 def as_json(overview: Overview) -> dict[str, Any]:
@@ -361,6 +362,7 @@ def _overview(
         tuple(lookups),
         tuple(problems),
         sum_tiers(tier for node in nodes for tier in node.tiers),
+        tuple(drift for answer in shards for drift in drifts_of(answer.node_id, answer.reply)),
     )
 
 

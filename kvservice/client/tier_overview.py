@@ -1,4 +1,4 @@
-"""What one sees of the tiers below the memory, of one node and of all together. Pure."""
+"""What one sees of the tiers below the memory, of one node and of all together, and of their codecs. Pure."""
 
 from __future__ import annotations
 
@@ -94,3 +94,24 @@ def _overview(
         sum(counters.get(name, 0) for name in _DROPPED),
         sum(counters.get(name, 0) for name in _FAILED),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DriftOverview:
+    """What a lossy codec lost of one model's blocks on one node, since the node's start."""
+
+    node_id: str
+    model: str
+    blocks: int  # encoded
+    checked: int  # of them, looked at
+    keys: float  # the largest drift of a block's K
+    values: float  # of its V
+    limit: float
+    is_off: bool  # it drifted further, and its blocks are stored exactly
+
+
+def drifts_of(node_id: str, reply: shard_pb2.StatsReply) -> list[DriftOverview]:
+    return [
+        DriftOverview(node_id, row.model, row.blocks, row.checked, row.keys, row.values, row.limit, row.off)
+        for row in reply.drifts
+    ]

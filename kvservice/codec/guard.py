@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvservice.codec.base import Buffer
 from kvservice.codec.floats import to_floats
 from kvservice.core.block.numbers import Numbers
+from kvservice.core.messages import CodecDrift
 
 log = logging.getLogger("kvservice.codec")
 
@@ -26,27 +27,14 @@ ONE_IN = 16  # blocks afterwards: looking costs about as much as encoding
 MODELS_MAX = 256  # watched at once; blocks of more models are not encoded
 
 
-@dataclass(slots=True)
-class DriftFigures:
-    """What was seen of one model's blocks."""
-
-    model: str
-    drift_max: float  # the limit
-    seen: int = 0  # blocks encoded
-    checked: int = 0  # of them, looked at
-    keys: float = 0.0  # the largest drift of a block's K, or of all its rows when K and V cannot be told apart
-    values: float = 0.0  # of its V
-    is_off: bool = False
-
-
 class Guard:
     """Any thread may call."""
 
     def __init__(self) -> None:
-        self._figures: dict[Numbers, DriftFigures] = {}
+        self._figures: dict[Numbers, CodecDrift] = {}
         self._lock = threading.Lock()
 
-    def figures(self) -> list[DriftFigures]:
+    def figures(self) -> list[CodecDrift]:
         with self._lock:
             return list(self._figures.values())
 
@@ -60,17 +48,21 @@ class Guard:
         """Whether a block may be stored so. Looks at some blocks only, and switches the model off at the first one that
         drifts too far."""
         with self._lock:
-            figures = self._figures.setdefault(numbers, DriftFigures(numbers.model, numbers.drift_max or DRIFT_MAX))
-            figures.seen += 1
-            if figures.seen > FIRST_BLOCKS and figures.seen % ONE_IN:
-                return not figures.is_off
+            seen = self._figures.get(numbers) or CodecDrift(numbers.model, numbers.drift_max or DRIFT_MAX)
+            seen = self._figures[numbers] = replace(seen, blocks=seen.blocks + 1)
+            if seen.blocks > FIRST_BLOCKS and seen.blocks % ONE_IN:
+                return not seen.is_off
         keys, values = drift(numbers, exact, decoded)
         with self._lock:
-            figures.checked += 1
-            figures.keys, figures.values = max(figures.keys, keys), max(figures.values, values)
-            if max(keys, values) <= figures.drift_max or figures.is_off:
-                return not figures.is_off
-            figures.is_off = True
+            seen = self._figures[numbers]
+            is_fine = max(keys, values) <= seen.limit
+            worst = (max(seen.keys, keys), max(seen.values, values))
+            is_off = seen.is_off or not is_fine
+            self._figures[numbers] = replace(
+                seen, checked=seen.checked + 1, keys=worst[0], values=worst[1], is_off=is_off
+            )
+            if is_fine or seen.is_off:
+                return not is_off
         log.warning(
             "lossy_codec_switched_off",
             extra={"model": numbers.model, "codec": numbers.accepts, "drift_keys": keys, "drift_values": values},

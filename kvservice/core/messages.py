@@ -410,6 +410,19 @@ class TierFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecDrift:
+    """What a lossy codec lost of one model's blocks, as its guard has seen it since the start."""
+
+    model: str
+    limit: float  # a block that drifts further switches the codec off for the model
+    blocks: int = 0  # encoded
+    checked: int = 0  # of them, looked at
+    keys: float = 0.0  # the largest drift of a block's K, or of all its rows when K and V cannot be told apart
+    values: float = 0.0  # of its V
+    is_off: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
     """One shard's figures at one moment."""
 
@@ -425,3 +438,4 @@ class PoolStats:
     usage: tuple[UsageRow, ...] = ()
     slot_bytes: dict[str, int] = field(default_factory=dict)  # payload bytes of `slots`
     tiers: tuple[TierFigures, ...] = ()
+    drifts: tuple[CodecDrift, ...] = ()  # at most DRIFTS_MAX, the worst first

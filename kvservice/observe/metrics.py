@@ -175,6 +175,25 @@ class TierRow(Protocol):
     def waiting_blocks(self) -> int: ...
 
 
+class DriftRow(Protocol):
+    """What a lossy codec lost of one model, as core.messages.CodecDrift has it. There are at most 64 rows."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def limit(self) -> float: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def checked(self) -> int: ...
+    @property
+    def keys(self) -> float: ...
+    @property
+    def values(self) -> float: ...
+    @property
+    def is_off(self) -> bool: ...
+
+
 class UsageNumbers(Protocol):
     """Blocks of one model and tenant, as core.messages.UsageRow has them. There are at most 65 rows."""
 
@@ -219,6 +238,8 @@ class ShardNumbers(Protocol):
     def slot_bytes(self) -> Mapping[str, int]: ...
     @property
     def tiers(self) -> Sequence[TierRow]: ...
+    @property
+    def drifts(self) -> Sequence[DriftRow]: ...
 
 
 class ShardCollector(Collector):
@@ -269,6 +290,7 @@ class ShardCollector(Collector):
         yield from self._usage(numbers, labels)
         yield from self._tenants(numbers, labels)
         yield from self._tiers(numbers, labels)
+        yield from self._drifts(numbers, labels)
         if (timings := self._timings()) is not None:
             yield from timings.collect(names, labels)
 
@@ -350,6 +372,27 @@ class ShardCollector(Collector):
             for row in numbers.tiers:
                 family.add_metric([*labels, row.name], numbers.counters.get(f"tier_{row.name}_{name}", 0))
             yield family
+
+    @staticmethod
+    def _drifts(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
+        names = ["service", "node", "model"]
+        drift = GaugeMetricFamily(
+            f"{_PREFIX}_codec_drift",
+            "the largest drift of a block that a lossy codec has stored, by what drifts: keys, values",
+            labels=[*names, "of"],
+        )
+        limit = GaugeMetricFamily(f"{_PREFIX}_codec_drift_limit", "the drift that switches it off", labels=names)
+        off = GaugeMetricFamily(f"{_PREFIX}_codec_off", "1 when it is switched off for the model", labels=names)
+        seen = CounterMetricFamily(f"{_PREFIX}_codec_lossy_blocks", "blocks that it has encoded", labels=names)
+        for row in numbers.drifts:
+            place = [*labels, row.model]
+            drift.add_metric([*place, "keys"], row.keys)
+            drift.add_metric([*place, "values"], row.values)
+            limit.add_metric(place, row.limit)
+            off.add_metric(place, int(row.is_off))
+            seen.add_metric(place, row.blocks)
+        if numbers.drifts:
+            yield from (drift, limit, off, seen)
 
     @staticmethod
     def _gauges(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:

@@ -8,13 +8,15 @@ from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.counter_windows import CounterWindow, CounterWindows
 from kvservice.core.drain.sender import DrainProgress
 from kvservice.core.explain.records import Explanation, HistoryEntry
-from kvservice.core.messages import EngineStats, PoolStats, TierFigures
+from kvservice.core.messages import CodecDrift, EngineStats, PoolStats, TierFigures
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.shard import ShardState
 from kvservice.pool.runtime_ports import MemoryPort, PoolConfig, PullerPort
 from kvservice.pool.tier_specs import disk_bytes
 from kvservice.pool.tiers import PoolTiers, TierStatus
 from kvservice.units import BlockKey, BootEpoch, SpanRoute
+
+DRIFTS_MAX = 64  # models whose drift is told, the worst first: it bounds the metric series of one shard
 
 
 class PoolAnswers:
@@ -121,7 +123,13 @@ class PoolAnswers:
             self._state.model_usage(),
             {state: size for state, (_, size) in slots.items()},
             tuple(self._tier_figures()),
+            self._drifts(),
         )
+
+    def _drifts(self) -> tuple[CodecDrift, ...]:
+        found = self._config.coders.guard.figures()
+        worst = sorted(found, key=lambda one: (not one.is_off, -max(one.keys, one.values) / one.limit, one.model))
+        return tuple(worst[:DRIFTS_MAX])
 
     def _tier_figures(self) -> Iterator[TierFigures]:
         usage = {tier.name: tier for tier in self._state.tier_usage()}

@@ -32,6 +32,7 @@ from kvservice.wire.explain import decode_reports, encode_explanation, encode_hi
 from kvservice.wire.figures import (
     SLOWEST_MAX,
     decode_filter,
+    encode_drifts,
     encode_engines,
     encode_hits,
     encode_page,
@@ -271,6 +272,7 @@ class AdminServicer:
             pulls=[codec.encode_peer_speed(peer) for peer in state.peer_speeds()],
             tenants=[encode_tenant(usage) for usage in stats.tenants],
             tiers=encode_tiers(stats.tiers),
+            drifts=encode_drifts(stats.drifts),
             refused=[encode_refused(one, now) for one in refused],
             slowest=[encode_slow(record, now) for record in slowest],
             restricted=restricted,

@@ -11,7 +11,7 @@ from kvservice.core.block.keys import KEY_BYTES
 from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.counter_windows import CounterWindow
 from kvservice.core.explain.records import LOCAL, RefusedAttach, RequestRecord, took_seconds
-from kvservice.core.messages import AttachedEngine, ListedSlot, TierFigures, UsageRow
+from kvservice.core.messages import AttachedEngine, CodecDrift, ListedSlot, TierFigures, UsageRow
 from kvservice.core.store.listing import SlotFilter, SlotPage
 from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import InvalidRequest
@@ -21,6 +21,7 @@ from kvservice.wire.v1 import shard_pb2
 SLOWEST_MAX = 16  # requests in one answer; more do not help a reader
 SLOTS_MAX = 1 << 32  # a slot's index has 32 bits
 KEY_DIGITS_MAX = 32  # of a block's key in hex
+DRIFT_TOLD_MAX = 1e6  # an infinite drift is no number of JSON
 DETAIL_CHARS_MAX = 500  # of why a tier failed; a person reads it on a line or two
 
 
@@ -77,6 +78,21 @@ def encode_tiers(tiers: Iterable[TierFigures]) -> list[shard_pb2.TierNumbers]:
             waiting_blocks=one.waiting_blocks,
         )
         for one in tiers
+    ]
+
+
+def encode_drifts(drifts: Iterable[CodecDrift]) -> list[shard_pb2.CodecDrift]:
+    return [
+        shard_pb2.CodecDrift(
+            model=one.model,
+            limit=one.limit,
+            blocks=one.blocks,
+            checked=one.checked,
+            keys=min(one.keys, DRIFT_TOLD_MAX),
+            values=min(one.values, DRIFT_TOLD_MAX),
+            off=one.is_off,
+        )
+        for one in drifts
     ]
 
 

@@ -13,7 +13,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 
 from kvservice.core.block.tenants import TenantUsage
-from kvservice.core.messages import PoolStats, TierFigures, UsageRow
+from kvservice.core.messages import CodecDrift, PoolStats, TierFigures, UsageRow
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.endpoint import BuildCollector
 from kvservice.observe.events import (
@@ -123,6 +123,7 @@ def shard() -> list[Row]:
         usage=(UsageRow("m", "t", 1, 1, 1, 1),),
         slot_bytes={"free": 1},
         tiers=(TierFigures("disk", "open"),),
+        drifts=(CodecDrift("m", 1.0),),
     )
     return list(rows(ShardCollector("s", lambda: stats, Timings).collect()))
 

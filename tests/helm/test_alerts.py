@@ -50,6 +50,7 @@ def buckets(fast: str, slow: str) -> dict[str, str]:
 
 
 DISK = f'{SHARD},tier="disk"'
+OF_M = OF_A | {"model": "m"}
 OF_DISK = OF_A | {"tier": "disk"}
 
 
@@ -169,6 +170,8 @@ CASES = (
     Case("KVServiceTierSlow", reads("disk", "0+8x60", "0+10x60"), 40, OF_A | {"source": "disk"}),
     Case("KVServiceTierSlow", reads("disk", "0+95x60", "0+100x60"), 40, None),
     Case("KVServiceTierSlow", reads("peer", "0+8x60", "0+10x60"), 40, None),
+    Case("KVServiceLossyCodecOff", counters("kvservice_codec_off", "0x5 1x60", f'{SHARD},model="m"'), 20, OF_M),
+    Case("KVServiceLossyCodecOff", counters("kvservice_codec_off", "0x60", f'{SHARD},model="m"'), 20, None),
     Case(
         "KVServiceSlotsQuarantined",
         counters("kvservice_slots", "3x60", f'{SHARD},state="quarantined"'),

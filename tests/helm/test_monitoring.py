@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.core import Metric
 
 from kvservice.core.block.tenants import TenantUsage
-from kvservice.core.messages import PoolStats, TierFigures, UsageRow
+from kvservice.core.messages import CodecDrift, PoolStats, TierFigures, UsageRow
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.lookup_metrics import LOOKUP_COUNTERS, LOOKUP_GAUGES, LookupCollector, LookupNumbers
 from kvservice.observe.metrics import COUNTERS, ShardCollector
@@ -63,6 +63,7 @@ def exported() -> dict[str, set[str]]:
         usage=(UsageRow("m", "t", 1, 1, 1, 1),),
         slot_bytes={"free": 1},
         tiers=(TierFigures("disk", "open"),),
+        drifts=(CodecDrift("m", 1.0),),
     )
     lookups = LookupNumbers(0, dict.fromkeys(LOOKUP_GAUGES, 1), dict.fromkeys(LOOKUP_COUNTERS, 1))
     copy_worker = {"engines": 1, "wedged": 0, "device_lost": 0, "counters": {}}

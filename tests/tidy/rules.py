@@ -86,6 +86,7 @@ LAYERS: dict[str, frozenset[str]] = {
             "testing",
             "tier",
             "codec",
+            "engine",
             "discovery",
             "config",
             "observe",

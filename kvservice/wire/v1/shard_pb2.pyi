@@ -462,7 +462,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("node", "segment_bytes", "slab_count", "slab_free_count", "slots", "counters", "draining", "transport", "uptime_seconds", "slot_bytes", "slab_bytes", "host", "version", "engines", "windows", "pulls", "hits", "accepts_spill", "tenants", "refused", "slowest", "tiers", "restricted")
+    __slots__ = ("node", "segment_bytes", "slab_count", "slab_free_count", "slots", "counters", "draining", "transport", "uptime_seconds", "slot_bytes", "slab_bytes", "host", "version", "engines", "windows", "pulls", "hits", "accepts_spill", "tenants", "refused", "slowest", "tiers", "drifts", "restricted")
     class SlotsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -506,6 +506,7 @@ class StatsReply(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     SLOWEST_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    DRIFTS_FIELD_NUMBER: _ClassVar[int]
     RESTRICTED_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
     segment_bytes: int
@@ -529,8 +530,9 @@ class StatsReply(_message.Message):
     refused: _containers.RepeatedCompositeFieldContainer[RefusedAttach]
     slowest: _containers.RepeatedCompositeFieldContainer[SlowRequest]
     tiers: _containers.RepeatedCompositeFieldContainer[TierNumbers]
+    drifts: _containers.RepeatedCompositeFieldContainer[CodecDrift]
     restricted: bool
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., segment_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., slab_free_count: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., transport: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slot_bytes: _Optional[_Mapping[str, int]] = ..., slab_bytes: _Optional[int] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[AttachedEngine, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[CounterWindow, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., hits: _Optional[_Iterable[_Union[ModelHits, _Mapping]]] = ..., accepts_spill: bool = ..., tenants: _Optional[_Iterable[_Union[TenantNumbers, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., slowest: _Optional[_Iterable[_Union[SlowRequest, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierNumbers, _Mapping]]] = ..., restricted: bool = ...) -> None: ...
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., segment_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., slab_free_count: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., transport: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slot_bytes: _Optional[_Mapping[str, int]] = ..., slab_bytes: _Optional[int] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[AttachedEngine, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[CounterWindow, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., hits: _Optional[_Iterable[_Union[ModelHits, _Mapping]]] = ..., accepts_spill: bool = ..., tenants: _Optional[_Iterable[_Union[TenantNumbers, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., slowest: _Optional[_Iterable[_Union[SlowRequest, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierNumbers, _Mapping]]] = ..., drifts: _Optional[_Iterable[_Union[CodecDrift, _Mapping]]] = ..., restricted: bool = ...) -> None: ...
 
 class TierNumbers(_message.Message):
     __slots__ = ("name", "state", "detail", "shared", "blocks", "used_bytes", "budget_bytes", "waiting_blocks")
@@ -551,6 +553,24 @@ class TierNumbers(_message.Message):
     budget_bytes: int
     waiting_blocks: int
     def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., shared: bool = ..., blocks: _Optional[int] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., waiting_blocks: _Optional[int] = ...) -> None: ...
+
+class CodecDrift(_message.Message):
+    __slots__ = ("model", "limit", "blocks", "checked", "keys", "values", "off")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    OFF_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    limit: float
+    blocks: int
+    checked: int
+    keys: float
+    values: float
+    off: bool
+    def __init__(self, model: _Optional[str] = ..., limit: _Optional[float] = ..., blocks: _Optional[int] = ..., checked: _Optional[int] = ..., keys: _Optional[float] = ..., values: _Optional[float] = ..., off: bool = ...) -> None: ...
 
 class ModelHits(_message.Message):
     __slots__ = ("model", "tenant", "asked_blocks", "hit_local_blocks", "hit_remote_blocks", "hit_tier_blocks")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from rich.console import Console
 
@@ -12,9 +13,9 @@ from kvservice.cli.status import draw
 from kvservice.cli.top.plain import lines
 from kvservice.cli.top.trends import Trends
 from kvservice.client.overview import hit_window
-from kvservice.client.tier_overview import TierOverview, sum_tiers, tiers_of
-from kvservice.core.messages import TierFigures
-from kvservice.wire.figures import encode_tiers
+from kvservice.client.tier_overview import TierOverview, drifts_of, sum_tiers, tiers_of
+from kvservice.core.messages import CodecDrift, TierFigures
+from kvservice.wire.figures import encode_drifts, encode_tiers
 from kvservice.wire.v1 import shard_pb2
 from tests.unit.cli.overviews import make_node, make_overview, make_tiers
 
@@ -63,6 +64,20 @@ def test_status_has_a_line_for_each_tier_of_a_node() -> None:
     (line,) = [line for line in text.splitlines() if " disk " in line]
     assert re.split(r"\s{2,}", line.strip())[2:] == list(SHOWN)
     assert "Tiers below" not in _plain(make_overview())
+
+
+def test_status_tells_what_a_lossy_codec_loses() -> None:
+    rows = (CodecDrift("hurt", 0.05, 40, 33, float("inf"), 0.004, is_off=True), CodecDrift("m", 0.1, 20, 20, 0.008))
+    reply = shard_pb2.StatsReply(drifts=encode_drifts(rows))
+    drifts = drifts_of("526d7a5fe830", reply)
+    json.dumps([asdict(one) for one in drifts], allow_nan=False)
+    text = _plain(replace(make_overview(), drifts=tuple(drifts)))
+    found = [line.split() for line in text.splitlines() if " hurt " in line or "  m  " in line]
+    assert found == [
+        ["gpu-a.rack1", "hurt", "off", "40", "33", "1000000.0000", "0.0040", "0.05"],
+        ["gpu-a.rack1", "m", "on", "20", "20", "0.0080", "0.0000", "0.1"],
+    ]
+    assert "Drift" not in _plain(make_overview())
 
 
 SAID = (

@@ -155,7 +155,7 @@ def test_guard_switches_a_model_off_and_no_other(caplog: pytest.LogCaptureFixtur
     assert encode(codec, kv(0), KNOWN) is None, "it stays off"
     assert encode(codec, kv(0), other) is not None
     mine, theirs = guard.figures()
-    assert (mine.model, mine.is_off, mine.seen, mine.checked) == ("m", True, 2, 2) and mine.keys > DRIFT_MAX
+    assert (mine.model, mine.is_off, mine.blocks, mine.checked) == ("m", True, 2, 2) and mine.keys > DRIFT_MAX
     assert (theirs.model, theirs.is_off) == ("other", False)
 
 
@@ -169,7 +169,7 @@ def test_guard_looks_at_all_first_blocks_and_then_at_some() -> None:
     count = FIRST_BLOCKS + 3 * ONE_IN
     assert all(guard.passes(KNOWN, payload, payload) for _ in range(count))
     (figures,) = guard.figures()
-    assert (figures.seen, figures.checked) == (count, FIRST_BLOCKS + 3)
+    assert (figures.blocks, figures.checked) == (count, FIRST_BLOCKS + 3)
 
 
 def test_guard_watches_a_bounded_number_of_models() -> None:

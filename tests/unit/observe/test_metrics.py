@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from kvservice.core.block.tenants import TenantUsage
-from kvservice.core.messages import PoolStats, TierFigures, UsageRow
+from kvservice.core.messages import CodecDrift, PoolStats, TierFigures, UsageRow
 from kvservice.observe import logs
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, LookupNumbers
@@ -94,6 +94,15 @@ def test_hits_are_exported_by_model_and_tenant() -> None:
     assert f'kvservice_model_hit_blocks_total{{{place},source="tier",tenant="team-a"}} 1.0' in text
 
 
+def test_drift_of_lossy_codecs_is_exported_by_model() -> None:
+    text = exported(replace(stats(), drifts=(CodecDrift("m", 0.05, 40, 33, 0.2, 0.01, is_off=True),)))
+    place = 'model="m",node="n0"'
+    assert f'kvservice_codec_drift{{{place},of="keys",service="s"}} 0.2' in text
+    assert f'kvservice_codec_off{{{place},service="s"}} 1.0' in text
+    assert f'kvservice_codec_lossy_blocks_total{{{place},service="s"}} 40.0' in text
+    assert "kvservice_codec" not in exported(stats())
+
+
 def test_acquires_cut_short_are_exported_by_reason() -> None:
     text = exported(stats(acquires_cut_never_stored=3))
     assert 'kvservice_acquires_cut_total{node="n0",reason="never_stored",service="s"} 3.0' in text
@@ -135,7 +144,11 @@ def test_what_dashboards_and_alerts_ask_for_is_there_at_once() -> None:
     """`increase` of a counter that is born with its first event is 0: that event would raise no alert."""
     chart = ROOT / "helm" / "kvservice"
     asked = (chart / "alerts.yaml").read_text() + (chart / "dashboards" / "kvservice.json").read_text()
-    learnt = ("kvservice_model_", "kvservice_tenant_")  # their labels are names that nobody knows beforehand
+    learnt = (
+        "kvservice_model_",
+        "kvservice_tenant_",
+        "kvservice_codec_",
+    )  # their labels are names that nobody knows beforehand
     names = {name for name in re.findall(r"kvservice_[a-z_]+", asked) if not name.startswith(learnt)}
     registry = CollectorRegistry()
     of_a_node_with_a_tier = replace(stats(), tiers=(TierFigures("disk", "opening"),))
