@@ -33,7 +33,9 @@ from kvservice.units import BlockKey, SpanRoute
 
 log = logging.getLogger("kvservice.lmcache")
 
-LAYOUTS_MAX = 64  # of all models, ranks and groups of a server; each has a session. Objects of further ones are misses.
+# Models and layouts that a server is attached for. One more makes the one leave that was used longest ago. A shard has
+# 128 attachments for one tenant.
+LAYOUTS_MAX = 64
 SAMPLE_ONE_IN = 16  # loaded objects a digest check, as in engines
 # Objects whose place in their prompt is remembered from a lookup until they are stored; of 256 tokens, of 8 million.
 PLACES_MAX = 1 << 15
@@ -86,10 +88,13 @@ class PooledObjects:
         self._options = options
         self._thread = thread
         self._packing = packing
-        self._attaching: dict[tuple[str, ObjectLayout], asyncio.Task[AttachedProgram | None]] = {}
+        self._attaching: BoundedTable[tuple[str, ObjectLayout], asyncio.Task[AttachedProgram | None]]
+        self._attaching = BoundedTable(LAYOUTS_MAX, self._leave)
+        self._leaving: set[asyncio.Task[None]] = set()
         self._locks = ObjectLocks()
         self._places: BoundedTable[BlockKey, _Place] = BoundedTable(PLACES_MAX)
-        self._last_layout: dict[tuple[str, int], ObjectLayout] = {}  # by model and group, as stored last
+        # By model and group, as stored last.
+        self._last_layout: BoundedTable[tuple[str, int], ObjectLayout] = BoundedTable(LAYOUTS_MAX)
         self._looked_at = 0  # objects loaded, for the sample
         self.counters: Counter[str] = Counter()
 
@@ -114,7 +119,7 @@ class PooledObjects:
             if array.nbytes != layout.size_bytes:
                 self.counters["dropped_size"] += 1
                 continue
-            self._last_layout[key.model_name, key.object_group_id] = layout
+            self._last_layout.put((key.model_name, key.object_group_id), layout)
             groups.setdefault((key.model_name, layout), []).append(index)
         for (model, layout), indices in groups.items():
             count = await self._store(model, layout, [keys[i] for i in indices], [arrays[i] for i in indices])
@@ -173,6 +178,8 @@ class PooledObjects:
     async def close(self) -> None:
         """Take back every lock. The sessions end with the pool's thread."""
         self._locks.clear()
+        if self._leaving:
+            await asyncio.wait(self._leaving)
 
     # -- storing ----
 
@@ -278,10 +285,7 @@ class PooledObjects:
         """The pool for this model and layout; None while there is none."""
         attaching = self._attaching.get((model, layout))
         if attaching is None:
-            if len(self._attaching) >= LAYOUTS_MAX:
-                self.counters["layout_refused"] += 1
-                return None
-            attaching = self._attaching[model, layout] = asyncio.create_task(self._attach(model, layout))
+            attaching = self._attaching.put((model, layout), asyncio.create_task(self._attach(model, layout)))
         if not attaching.done():
             await asyncio.wait([attaching], timeout=self._options.fetch_timeout_seconds)
         program = attaching.result() if attaching.done() else None
@@ -299,6 +303,19 @@ class PooledObjects:
             self.counters["layout_refused"] += 1
             log.warning("objects of %s in %s are not cached: %s", model, layout, error.message)
             return None
+
+    def _leave(self, attaching: asyncio.Task[AttachedProgram | None]) -> None:
+        """Give up a session. Its locks end with it, and what is loaded through it now is a miss."""
+
+        async def leave() -> None:
+            program = await attaching
+            if program is not None:
+                await self._thread.detach(program)
+
+        self.counters["layout_left"] += 1
+        task = asyncio.create_task(leave())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     def _count_misses(self, reason: str, count: int) -> None:
         if count:

@@ -200,14 +200,23 @@ def test_a_full_pool_stores_the_first_objects(server: Server) -> None:
     server.unlock(keys)
 
 
-def test_more_layouts_than_there_is_room_for_are_misses(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_used_longest_ago_makes_room(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvservice.connector.lmcache.objects.LAYOUTS_MAX", 1)
-    server, keys = Server(thread), chunks(1)
-    assert server.store(keys, some(1)) == [True]
-    assert server.store(keys, some(1, FLOAT16), FLOAT16) == server.lock(keys, FLOAT16) == [False]
+    attached = len(thread.attached)
+    server, keys, arrays = Server(thread), chunks(1), some(1)
+    assert server.store(keys, arrays) == server.lock(keys) == [True]
+    assert server.store(keys, some(1, FLOAT16), FLOAT16) == [True]
+    server.wait(server.objects.close())
+    assert len(thread.attached) == attached + 1 and server.leases() == 0
+    loaded = server.load(keys)
+    assert (
+        loaded[0] is not None and np.array_equal(loaded[0], arrays[0]) and server.objects.counters["layout_left"] == 2
+    )
+
+
+def test_a_layout_without_bytes_is_refused(server: Server) -> None:
     nothing = ObjectLayout.of([(0,)], [torch.uint8], "KV_2LTD")
-    monkeypatch.setattr("kvservice.connector.lmcache.objects.LAYOUTS_MAX", 2)
-    assert server.lock(keys, nothing) == [False] and server.objects.counters["layout_refused"] == 3
+    assert server.lock(chunks(1), nothing) == [False] and server.objects.counters["layout_refused"] == 1
 
 
 def test_without_a_shard_everything_is_a_miss_at_once(tmp_path: Any) -> None:
