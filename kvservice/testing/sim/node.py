@@ -44,6 +44,8 @@ class Node(NodeParts):
         tenants: Mapping[str, TenantLimits],
         tiers: Mapping[TierSpec, TierStore] | None = None,
         mark_files: tuple[Path, ...] = (),
+        *,
+        accepts_spill: bool = False,
     ) -> None:
         super().__init__(world, name, name)
         self.node_id = NodeId(name)
@@ -57,6 +59,7 @@ class Node(NodeParts):
         self._tiers = tiers or {}
         self.clears = Clears(world, name)
         self._mark_files = mark_files
+        self.accepts_spill = accepts_spill
         self._stopped_at: float | None = None
         self._on_news: Callable[[], None] | None = None
         self.boot()
@@ -81,6 +84,7 @@ class Node(NodeParts):
                 lease_seconds=LEASE_SECONDS,
                 tenants=self._tenants,
                 tiers=tuple(self._tiers),
+                accept_spill=self.accepts_spill,
                 mark_files=self._mark_files,
                 wall_clock=self.clears.wall,
             ),

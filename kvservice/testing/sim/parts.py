@@ -27,6 +27,7 @@ class NodeParts(Process):
     clears: Clears
     hang_seconds: float  # of the next read
     garbles: bool  # the next read
+    accepts_spill: bool  # what others evict
 
     @abstractmethod
     def kick(self) -> None: ...

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from kvservice.client.peer import PeerInfo
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
-from kvservice.errors import StaleEpoch, Unavailable
+from kvservice.errors import StaleEpoch
 from kvservice.lookup.client import LookupAnswer
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.calls import SimCaller
@@ -51,7 +51,9 @@ class SimLookup:
         return await answer
 
     async def members(self, timeout: float) -> list[Holder]:
-        return []  # no node is offered anything: drains are not simulated here
+        """Only nodes that accept what others evict: drains are not simulated here, and others would take nothing."""
+        asked = [peer.node_id for peer in self._node.peers.values() if peer.accepts_spill]
+        return [found for name in asked if (found := await self.find_node(name, timeout)) is not None]
 
     async def holders_of(
         self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
@@ -129,10 +131,21 @@ class SimPeers:
         wait_seconds: float,
         timeout: float,
     ) -> TakeOverResult:
-        raise Unavailable("hand-overs of leaving shards are not simulated")
+        epoch = peer.epoch
+        result = await self._call(
+            peer, timeout, lambda runtime: runtime.take_over(epoch, leaver, payload_bytes, tuple(items), wait_seconds)
+        )
+        self._node.world.counters["blocks_spilled"] += sum(result.kept)
+        return result
 
     async def room(self, holder: Holder, timeout: float) -> Peer:
-        raise Unavailable("hand-overs of leaving shards are not simulated")
+        async def look(runtime: PoolRuntime) -> Peer:
+            stats = runtime.stats()
+            free = stats.slab_free_count * runtime.geometry.slab_bytes + stats.slot_bytes["free"]
+            up = runtime.uptime_seconds
+            return Peer(holder, free, stats.segment_bytes, up, stats.draining, runtime.accepts_spill)
+
+        return await self._call(holder, timeout, look)
 
     async def close(self) -> None:
         """Nothing to close."""

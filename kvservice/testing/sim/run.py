@@ -11,7 +11,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +54,7 @@ CHECK_EVERY = 150  # Events between full checks of all states: they are slow, an
 EVENTS_MAX = 400_000
 WRONG_BYTES = ("garble", "tier_flip", "tier_torn", "tier_mix_up", "tier_stale")  # as they arrive
 BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verify what they load
+MEMORY_NODE_TIMES = 4  # the slabs of other nodes: what they evict fits for a while, and then it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,17 @@ class SimulatedRun:
             tiers = {spec_of(schedule, name): of_node[name] for name in schedule.tiers}
             self.stores += [store for store in tiers.values() if store not in self.stores]
             marks = (Path(self._folder.name) / f"node{i}.marks",) if self._folder else ()
+            is_memory_node = i >= schedule.nodes - schedule.memory_nodes
+            room = replace(geometry, slab_count=MEMORY_NODE_TIMES * schedule.slabs) if is_memory_node else geometry
             node = Node(
-                self.world, f"node{i}", SegmentMemory(geometry), self.lookups, limits_of(schedule), tiers, marks
+                self.world,
+                f"node{i}",
+                SegmentMemory(room),
+                self.lookups,
+                limits_of(schedule),
+                tiers,
+                marks,
+                accepts_spill=is_memory_node,
             )
             node.set_clock_rate(schedule.rates[i])
             self.nodes.append(node)
@@ -116,7 +126,7 @@ class SimulatedRun:
         model = index % self.schedule.models
         spec = make_spec(f"engine{index}.{life}", f"model{model}", payload_bytes=SMALL)
         assert spec.layout.block_tokens == BLOCK_TOKENS
-        node = self.nodes[index % len(self.nodes)]
+        node = self.nodes[index % (self.schedule.nodes - self.schedule.memory_nodes)]
         return Engine(
             self.world,
             f"engine{index}",
@@ -154,7 +164,21 @@ class SimulatedRun:
             self._until(self.world.now + SUSPECT_SECONDS, lambda: False)
         # A Seal whose answer was lost, or an Attach that was, is waited for as long as it may take.
         self._until(self.world.now + SEAL_SECONDS + LEASE_SECONDS, lambda: not self._unequal())
+        if self.schedule.memory_nodes:
+            self._let_spilling_end()
         self._check_end()
+
+    def _let_spilling_end(self) -> None:
+        """Memory nodes read what others evict also when no engine does anything, and then it is announced."""
+        taken, end = -1, self.world.now + CONVERGE_SECONDS + SUSPECT_SECONDS
+        while self.world.now < end and (taken < self.world.counters["blocks_spilled"] or self._are_read()):
+            taken = self.world.counters["blocks_spilled"]
+            self._until(self.world.now + LEASE_SECONDS, lambda: False)
+
+    def _are_read(self) -> bool:
+        known = [node.state for node in self.nodes if node.state is not None]
+        counts = [state.slot_counts() for state in known]
+        return any(each["leased"] or each["quarantined"] for each in counts) or any(each.lease_count for each in known)
 
     def _unequal(self) -> list[str]:
         """Where a shard and the engines of its node disagree: an engine is not attached, about slots that it may write,

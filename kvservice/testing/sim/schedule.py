@@ -68,6 +68,7 @@ FAULTS: dict[str, int] = {
     **dict.fromkeys(TIER_FAULTS, 0),
 }
 TierWriteSetting = Literal["evicted", "stored", "reused"]  # as the settings say it
+MEMORY_NODE_FAULTS = ("garble", "garble", "garble", "wedge", "crash_node", "lose_node", "pause_node")
 # One schedule of so many has clears; all of these have tiers too.
 CLEARS_EVERY, CLEARS_AT = 24, 14
 # Far longer than the leases of the simulation.
@@ -128,6 +129,20 @@ class Schedule:
     tier_write: TierWriteSetting = "evicted"
     disk_blocks: int = 0  # what the budget of each node's disk holds
     clears: tuple[TimedClear, ...] = ()
+    memory_nodes: int = 0  # the last of the nodes: they accept what others evict, and have no engines
+
+
+def with_memory_node(made: Schedule) -> Schedule:
+    """The same schedule with one more node, for what the others evict, and with faults of that node. Not for one with
+    clears."""
+    assert not made.clears
+    rng = random.Random(f"memory node of {made.seed}")
+    faults = [
+        Fault(round(_moment(rng, list(made.asks)), 4), rng.choice(MEMORY_NODE_FAULTS), made.nodes, 0, 0.3, 0)
+        for _ in range(rng.randint(0, 6))
+    ]
+    made = replace(made, nodes=made.nodes + 1, rates=(*made.rates, 1.0), memory_nodes=1)
+    return _with_faults(made, faults)
 
 
 def make_schedule(seed: int) -> Schedule:
