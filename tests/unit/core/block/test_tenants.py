@@ -152,6 +152,19 @@ def test_blocks_taken_over_are_charged_to_their_tenants() -> None:
     assert (usage(harness, "a").used_bytes, usage(harness, "b").used_bytes) == (3 * SMALL, SMALL)
 
 
+def test_a_tenants_older_block_makes_room_for_one_taken_over() -> None:
+    harness = harness_with(2, a=QUOTA)
+    old, new = make_chain(3, "old"), make_chain(1, "new")
+    harness.store(harness.attach(tenant="a"), old)
+    harness.advance(100.0)
+    items = (TakeOverItem(new[0], None, 0, SpanRoute(1), 1.0, tag_of("a")),)
+    op = harness.next_op()
+    harness.send(ev.PeerTakeOver(op, harness.state.epoch, make_holder("leaver"), SMALL, items, 5.0))
+    harness.located(harness.locates[-1], make_located(new))
+    harness.pulled(harness.pulls[-1], ev.PullResult.OK)
+    assert harness.keys_held() == {*old[:2], *new}
+
+
 def test_another_tenants_fingerprint_is_nobodys_business() -> None:
     harness = harness_with(1, a=FREE, b=FREE)
     harness.attach(make_spec("one", dtype="bf16"), "a")

@@ -156,6 +156,16 @@ def test_an_orphan_that_left_is_not_counted_as_a_child() -> None:
     assert not policy._orphans
 
 
+def test_of_two_orphans_of_one_parent_the_other_stays_one() -> None:
+    policy = LeafFirstLru()
+    add(policy, "b", "a", 1)
+    add(policy, "c", "a", 1)
+    policy.remove(key("b"))
+    policy.check_invariants()
+    add(policy, "a")
+    assert drain(policy) == "ca" and not policy._orphans
+
+
 def test_a_prefix_torn_out_by_force_finds_its_children_again() -> None:
     policy = LeafFirstLru()
     add_chain(policy, "abc")
