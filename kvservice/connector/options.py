@@ -172,6 +172,12 @@ class ConnectorOptions(SharingOptions):
     slots are stored, so a shared prefix that is shorter than one is no hit. Engines with different slot_tokens share
     nothing. Not with offload evicting, loans, or several KV cache groups."""
 
+    tails: bool = False
+    """Whether the beginning of a request's last block is stored too, when the request ends, and hit by prompts that go
+    on behind it. It saves up to a block of computing per hit, for one more question per request and one slot per tail:
+    worth it for blocks of 128 tokens and more, and for latent attention (MLA). Not with layerwise loads, offload
+    evicting, slot_tokens, share, or several KV cache groups. With store prompts no tail is stored."""
+
     copier: CopierChoice = CopierChoice.AUTO
     """Service: who copies blocks between the engine's KV cache and the pool. in_process is the engine itself, worker a
     copy worker beside the shard. auto is in_process."""
@@ -222,6 +228,11 @@ class ConnectorOptions(SharingOptions):
             raise ConfigError("handoff_loans 'on' and slot_tokens exclude each other: blocks are lent one by one")
         if self.share is Share.ENGINES:
             self._shares_pages()
+        if self.tails and (self.layerwise.loads or self.offload is Offload.EVICTING or self.slot_tokens is not None):
+            raise ConfigError(
+                "tails and layerwise loads, offload 'evicting' or slot_tokens exclude each other: a tail is one block "
+                "of the engine, loaded before its step and stored when its request ends"
+            )
         if self.weights_version is not None and self.weights_version_file is not None:
             raise ConfigError(
                 "weights_version names weights that stay, weights_version_file weights that are changed in place: "
@@ -235,6 +246,7 @@ class ConnectorOptions(SharingOptions):
             "copier": (self.copier is CopierChoice.WORKER, "a copy worker copies blocks as they are"),
             "layerwise": (self.layerwise is not Layerwise.OFF, "layers are copied as they are"),
             "slot_tokens": (self.slot_tokens is not None, "a slot holds one page of 16 tokens"),
+            "tails": (self.tails, "other engines look for whole pages"),
             "offload 'evicting'": (
                 self.offload is Offload.EVICTING,
                 "the engine knows blocks about to go by its names",

@@ -293,11 +293,20 @@ class PagedMemory:
                 break
         return sequence.computed
 
+    def tail_hash(self, sequence: PagedSequence, begin: int, end: int) -> BlockHash | None:
+        """The hash of a short block of the tokens [begin, end), `begin` being where a block begins. None if the
+        sequence has no such token yet."""
+        before = begin // self.block_tokens
+        if end > len(sequence.tokens) or len(self.hashes(sequence)) < before:
+            return None
+        tail = sequence.tokens[begin:end]
+        return chain_hashes(tail, end - begin, sequence.root, sequence.hashes[before - 1] if before else None)[0]
+
     def _tail_name(self, sequence: PagedSequence, end: int) -> BlockHash:
-        """The name of a block whose last token is the one before `end`: that of a chain with a short last block."""
-        full = end // self.block_tokens
-        tail = sequence.tokens[full * self.block_tokens : end]
-        return chain_hashes(tail, len(tail), sequence.root, sequence.hashes[full - 1] if full else None)[0]
+        """The name of a block whose last token is the one before `end`."""
+        name = self.tail_hash(sequence, end // self.block_tokens * self.block_tokens, end)
+        assert name is not None, "its tokens are known"
+        return name
 
     def append(self, sequence: PagedSequence, end: int) -> Pairs:
         """Make the tokens [computed, end) writable: new blocks, and copies of those that others share.

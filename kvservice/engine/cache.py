@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill, decode_params
 from kvservice.connector.scheduler.loan_book import BlockPins
 from kvservice.connector.scheduler.ports import Wait
+from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.weights import weights_identity
 from kvservice.connector.worker.block_copier import BlockCopier
@@ -42,7 +43,7 @@ from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import block_keys
 from kvservice.core.block.numbers import number_fields
-from kvservice.core.messages import Attachment, EngineSpec, Handoff
+from kvservice.core.messages import NO_HINTS, Attachment, EngineSpec, Handoff, Hints
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.engine.blocks import RELEASED, Pairs
 from kvservice.engine.model import PagedModel
@@ -105,6 +106,10 @@ def _text(value: object) -> str:
     return text if len(text) <= TEXT_CHARS_MAX else f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
+# (first token, end) -> the hash of a short block of these tokens
+NameOwnTail = Callable[[int, int], BlockHash | None]
+
+
 class WindowedTable(OneGroup):
     """One KV cache group, whose blocks behind a sliding window may be released."""
 
@@ -162,6 +167,7 @@ class BothHalves:
         self._worker = self._make_worker(model, shared)
         self._planning, self._copying = PlanningFailures(), WorkerFailures()
         self._swaps: dict[str, HostCopy] = {}  # by request
+        self._tails: dict[str, NameOwnTail] = {}  # by request
         self._nonce = os.urandom(16)  # names swaps; nobody else can derive the same keys
         self._swap_count = 0
         self._plan = StepPlan()
@@ -171,7 +177,8 @@ class BothHalves:
 
     def _make_scheduler(self, spec: EngineSpec, model: PagedModel) -> SchedulerHalf:
         options, device = self._options, model.device.type
-        make_half = LayerwiseScheduler if options.layerwise.loads else SchedulerHalf
+        plain = TailedScheduler if options.tails else SchedulerHalf
+        make_half = LayerwiseScheduler if options.layerwise.loads else plain
         half = make_half(
             self._session,
             functools.partial(block_keys, spec.fingerprint.digest),
@@ -186,7 +193,13 @@ class BothHalves:
             grouping=WindowedTable(self._layout.parts),
         )
         self._layered = half if isinstance(half, LayerwiseScheduler) else None
+        if isinstance(half, TailedScheduler):
+            half.name_tails_with(self._name_tail)
         return half
+
+    def _name_tail(self, request_id: str, begin: int, end: int) -> BlockHash | None:
+        name = self._tails.get(request_id)
+        return None if name is None else name(begin, end)
 
     def _make_worker(self, model: PagedModel, shared: SharedKV | None) -> WorkerHalf:
         options, layers = self._options, model.kv.layers
@@ -234,12 +247,16 @@ class BothHalves:
         hashes: Sequence[BlockHash],
         tokens: int,
         *,
+        tail: NameOwnTail,
         wants: Prefill | Handoff | None = None,
         public_tokens: int = 0,
         salted: bool = False,
+        hints: Hints = NO_HINTS,
     ) -> None:
-        """Ask the pool for the whole prompt."""
+        """Ask the pool for the whole prompt. `tail` hashes short blocks of it."""
         may_read = self._options.role is not EngineRole.PRODUCER
+        if self._options.tails:
+            self._tails[request_id] = tail
         with self._guard("begin"):
             self._half.on_new_request(
                 request_id,
@@ -247,11 +264,12 @@ class BothHalves:
                 time.monotonic(),
                 tokens=tokens,
                 may_read=may_read,
-                may_store=self._options.store_after_handoff or not isinstance(wants, Handoff),
+                may_store=not hints.no_store and (self._options.store_after_handoff or not isinstance(wants, Handoff)),
                 prompt_only=self._options.store is StoredPart.PROMPTS,
                 wants=wants,
                 salted=salted,
                 public_tokens=public_tokens,
+                hints=hints,
             )
 
     def matched(self, request_id: str, local_tokens: int, total_tokens: int) -> Found:
@@ -289,6 +307,7 @@ class BothHalves:
         with self._guard("finished"):
             attachment = self._session.attachment
             handoff = self._half.finished(request_id, hashes, computed, list(table), store_rest=store_rest)
+            self._tails.pop(request_id, None)
             if handoff is not None and attachment is not None and store_rest:
                 return decode_params(Handoff(handoff, attachment.node_id))
         return None

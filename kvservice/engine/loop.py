@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +22,7 @@ import torch
 from kvservice.connector.options import CopierChoice, Share
 from kvservice.connector.scheduler.half import BlockIds
 from kvservice.connector.scheduler.handoff import Prefill, parse_public_tokens, parse_transfer_params
+from kvservice.connector.scheduler.hints import parse_hints
 from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.copying.memory import SharedMemory
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES
@@ -198,6 +200,7 @@ class ReferenceEngine:
                 "of the model: shorten the prompt, or ask for fewer tokens"
             )
         wants, public = parse_transfer_params(transfer_params), parse_public_tokens(transfer_params)
+        hints = parse_hints(transfer_params).hints
         if wants == Prefill():
             wants = Prefill(HandoffId(os.urandom(HANDOFF_ID_BYTES)))
         self._number += 1
@@ -207,7 +210,16 @@ class ReferenceEngine:
         self._requests[request_id] = _Request(Generation(sampling, self.model.eos), tokens, isinstance(prompt, str))
         if self._cache is not None:
             hashes = self.blocks.hashes(group.sequences[0])[: len(tokens) // self.blocks.block_tokens]
-            self._cache.begin(request_id, hashes, len(tokens), wants=wants, public_tokens=public, salted=bool(salt))
+            self._cache.begin(
+                request_id,
+                hashes,
+                len(tokens),
+                tail=partial(self.blocks.tail_hash, group.sequences[0]),
+                wants=wants,
+                public_tokens=public,
+                salted=bool(salt),
+                hints=hints,
+            )
         return request_id
 
     def abort(self, request_id: str) -> None:

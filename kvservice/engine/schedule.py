@@ -428,7 +428,9 @@ class Scheduler:
         found = self._matched(group.request_id, local, most)
         if found.wait:
             return 0
-        external = max(0, min(found.tokens, most // size * size - local))
+        external = max(0, min(found.tokens, most - local))
+        if external < found.tokens // size * size:
+            external = external // size * size  # a part of a promise ends with a block, or within its tail
         if found.layered and len(group.sequences) > 1:
             external = 0  # the other sequences would have to share blocks that are not there before the step
         shared = self.memory.share_prefix(sequence, tail=not external)

@@ -64,6 +64,13 @@ PLANTS = (
         "return self.cell_bytes",
     ),
     Plant(
+        f"{OFFLOAD}::three_and_seven_tokens",
+        "of a tail one token more is promised than it has",
+        f"{SCHEDULER}/tailed.py",
+        "end = min(begin + tail_now.tokens, total_tokens)",
+        "end = min(begin + tail_now.tokens + 1, total_tokens)",
+    ),
+    Plant(
         f"{OFFLOAD}::three_and_seven_tokens_as_whole_blocks",
         "a hit is one block longer than what is there",
         f"{SCHEDULER}/half.py",

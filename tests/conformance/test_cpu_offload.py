@@ -30,6 +30,13 @@ def walk() -> Iterator[Walk]:
     made.close()
 
 
+@pytest.fixture
+def tailed() -> Iterator[Walk]:
+    made = Walk(tails=True)
+    yield made
+    made.close()
+
+
 def test_simple_cpu_offload_walk_through(walk: Walk) -> None:
     """A is computed into device block 101 and stored: 1 of 50 host blocks. B begins like A: A's block is copied from
     the host into device block 102, only the rest is computed, into 103, and stored: 2 of 50, 48 free.
@@ -92,11 +99,11 @@ def test_sizes_of_the_example() -> None:
     assert wide.slab_count * wide.slots_per_slab(64 * MiB) == 47
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="only whole blocks have names and are stored")
-def test_three_and_seven_tokens(walk: Walk) -> None:
+def test_three_and_seven_tokens(tailed: Walk) -> None:
     """The source's own prompts, 3 and 7 tokens in blocks of 16. A's 3 tokens lie in device block 101 and are stored. B
     hits 3 tokens, which are copied into block 102, computes its other 4 into the slots 3 to 6 of that block, and stores
     the block a second time, because it has another name with more tokens."""
+    walk = tailed
     one, two = [11, 12, 13], [11, 12, 13, 14, 15, 16, 17]
     walk.arrive("A", one)
     assert walk.matched("A", 3) == Promise(0)
@@ -113,10 +120,13 @@ def test_three_and_seven_tokens(walk: Walk) -> None:
     walk.scheduler.allocated("B", [102], 3)
     (load,) = walk.step().loads
     assert [entry.block_id for entry in load.entries] == [102]
+    assert all(torch.equal(layer[102], layer[101]) for layer in walk.tensors), "the bytes that A computed"
     walk.step({"B": (7, [102])})
     walk.finish("B", 7, [102])
-    walk.step()
+    (store,) = walk.step().stores
+    assert [entry.block_id for entry in store.entries] == [102]
     eventually(lambda: walk.slots()["sealed"] == 2, "A, and B of other tokens", detail=walk.slots)
+    assert not walk.session._leases and not walk.pins.pinned
 
 
 def test_three_and_seven_tokens_as_whole_blocks(walk: Walk) -> None:

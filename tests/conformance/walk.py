@@ -17,6 +17,7 @@ from kvservice.connector.options import DeferStores, Verify
 from kvservice.connector.plan import PoolInfo, StepPlan
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.core.block.fingerprint import Fingerprint
@@ -39,9 +40,10 @@ DEVICE_BLOCKS = 256
 
 
 class Walk:
-    """One engine with a pool of fifty slots, each of which holds `parts` of its blocks."""
+    """One engine with a pool of fifty slots, each of which holds `parts` of its blocks. With `tails` it also keeps the
+    beginnings of blocks."""
 
-    def __init__(self, defer_stores: DeferStores = DeferStores.OFF, parts: int = 1) -> None:
+    def __init__(self, defer_stores: DeferStores = DeferStores.OFF, parts: int = 1, *, tails: bool = False) -> None:
         self.layout = replace(LAYOUT, block_tokens=parts * BLOCK, parts=parts)
         # One slab of exactly fifty slots: a page of headers, and fifty payloads of six pages a part.
         self.geometry = Geometry(slab_bytes=4096 + 50 * self.layout.payload_bytes, slab_count=1)
@@ -51,7 +53,8 @@ class Walk:
         self.pins = Pins()
         self.runtime: PoolRuntime | None = None
         self.session = Session(self._open, self.spec, lambda: self.scheduler.may_reattach())
-        self.scheduler = SchedulerHalf(
+        self.tokens: dict[str, Sequence[int]] = {}
+        self.scheduler = (TailedScheduler if tails else SchedulerHalf)(
             self.session,
             partial(block_keys, self.spec.fingerprint.digest),
             self._info,
@@ -61,6 +64,8 @@ class Walk:
             grouping=OneGroup(parts),
         )
         self.scheduler.pin_with(self.pins)
+        if isinstance(self.scheduler, TailedScheduler):
+            self.scheduler.name_tails_with(self._tail)
         self.worker = WorkerHalf(BlockCopier(self.tensors, range(HEADS)), Verify.FULL, defer_stores=defer_stores)
         self.prompts: dict[str, list[BlockHash]] = {}
         assert self.session.start(10.0) is not None
@@ -83,9 +88,13 @@ class Walk:
         assert self.session._loop is not None
         return asyncio.run_coroutine_threadsafe(ask(), self.session._loop).result(30.0)
 
+    def _tail(self, request: str, begin: int, end: int) -> BlockHash | None:
+        tail, before = self.tokens[request][begin:end], begin // BLOCK
+        return chain_hashes(tail, len(tail), after=self.prompts[request][before - 1] if before else None)[0]
+
     def arrive(self, request: str, tokens: Sequence[int]) -> None:
-        self.prompts[request] = chain_hashes(tokens, BLOCK)
-        self.scheduler.on_new_request(request, self.prompts[request], 0.0)
+        self.tokens[request], self.prompts[request] = tokens, chain_hashes(tokens, BLOCK)
+        self.scheduler.on_new_request(request, self.prompts[request], 0.0, tokens=len(tokens))
 
     def matched(self, request: str, total_tokens: int, computed_tokens: int = 0) -> Promise:
         """The answer, once it is there: until then the engine is told to ask again in a later step."""

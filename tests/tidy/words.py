@@ -56,6 +56,7 @@ WORDS: dict[str, Instead] = {
 METRIC_FAMILY = "Prometheus calls the samples of one metric a family"
 ADDRESS_FAMILY = "sockets have an address family"
 SEARCHSORTED = "numpy's searchsorted has a parameter of this name"
+HINT = "a kind of action in kv_hints, as routers call it"
 ROPE = "transformers' original_max_position_embeddings"
 
 # (word, beginning of a path): why the word stays there.
@@ -70,6 +71,9 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("side", "kvservice/core/directory/key_table.py"): SEARCHSORTED,
     ("side", "kvservice/core/segment/copy_runs.py"): SEARCHSORTED,
     ("side", "benchmarks/pd_handoff.py"): "vLLM's VLLM_NIXL_SIDE_CHANNEL_HOST",
+    ("demote", "kvservice/connector/scheduler/hints.py"): HINT,
+    ("demote", "tests/unit/connector/scheduler/test_hints.py"): HINT,
+    ("demote", "docs/howto/hints.md"): HINT,
     ("original", "kvservice/connector/vllm/identity.py"): ROPE,
     ("original", "tests/unit/connector/vllm/test_identity.py"): ROPE,
     ("original", "tests/unit/engine/test_blend.py"): ROPE,

@@ -27,12 +27,13 @@ from kvservice.connector.scheduler.loan_book import BlockPins, LoanBook
 from kvservice.connector.scheduler.near_eviction import NearEviction
 from kvservice.connector.scheduler.ports import Promise, SessionPort, StoredBlock, Wait
 from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
-from kvservice.connector.scheduler.request import EngineRequest, RequestEvent, RequestState
+from kvservice.connector.scheduler.request import WAITING, EngineRequest, RequestEvent, RequestState
 from kvservice.connector.scheduler.request_keys import Keyring, MakeKeys
 from kvservice.connector.scheduler.stores import Stores
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
-from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff, MissReason
+from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Attachment, Handoff, Hints, MissReason
 from kvservice.core.segment.refs import BlockRef
+from kvservice.session.session import AcquireAnswer
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
 
 log = logging.getLogger("kvservice.connector")
@@ -40,8 +41,7 @@ log = logging.getLogger("kvservice.connector")
 # Slots. Beyond it only those of the newest report are kept, and a load from an older one fails once more.
 SUSPECTS_MAX = 4096
 IDLE_SECONDS = 0.002  # a step with nothing to compute waits this long for the pool instead of busy-polling
-# like IDLE_SECONDS for a hand-off: a prompt that is computed elsewhere takes longer than a lookup
-IDLE_SECONDS_HANDOFF = 0.01
+IDLE_SECONDS_HANDOFF = 0.01  # the same for a hand-off: a prompt that is computed elsewhere takes longer than a lookup
 
 BlockIds = Callable[[], Table]
 
@@ -86,7 +86,7 @@ class SchedulerHalf:
         self._known = KnownKeys()
         self._suspects: set[BlockRef] = set()  # slots of this attachment that did not hold what was promised
         self._speed = PrefillSpeed()
-        self._handoffs = WriterHandoffs(session.close_handoff)
+        self._handoffs = WriterHandoffs(session)
         self._worker_count = worker_count
         self._loads = self.loads_type(session, self._grouping, self.counters, borrows=loan_seconds > 0)
         self._stores = Stores(
@@ -132,6 +132,7 @@ class SchedulerHalf:
         public_tokens: int = 0,
         adapter: bytes = b"",
         trace: str = "",
+        hints: Hints = NO_HINTS,
     ) -> None:
         """Start to ask for the prefix at once; what the engine has itself becomes known later. Returns at once.
 
@@ -148,25 +149,16 @@ class SchedulerHalf:
             return
         request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens, public_tokens=public_tokens)
         request.adapter, request.may_read, request.trace = adapter, may_read, trace
-        request.admitted, request.hashes = may_store, hashes
+        request.admitted, request.hashes, request.hints = may_store, hashes, hints
         request.window_keys = [[] for _ in self._grouping.window_groups]
         self._extend_keys(request, hashes, self._session.attachment)
         request.prompt_blocks, request.salted, request.prompt_only = len(request.keys), salted, prompt_only
         if isinstance(wants, Handoff):
             request.reads = wants
         elif wants is not None and wants.handoff_id is not None and self._may_write:
-            self._open_handoff(request, wants.handoff_id)
+            request.writes = self._handoffs.open(wants.handoff_id, self.counters)
         if not self._ask(request, now):
             request.move(RequestEvent.SKIP)
-
-    def _open_handoff(self, request: EngineRequest, handoff: HandoffId) -> None:
-        attachment = self._session.open_handoff(handoff)
-        if attachment is None:
-            self.counters["handoff_without_pool"] += 1
-            return
-        request.writes = handoff
-        self._handoffs.begin(handoff, attachment)
-        self.counters["handoffs_written"] += 1
 
     def _ask(self, request: EngineRequest, now: float) -> bool:
         """Post an acquire for the whole chain. False if there is nothing to ask, no pool, or the request may not
@@ -190,7 +182,8 @@ class SchedulerHalf:
         if handoff is not None:
             timeout = self._handoff_timeout
             self.counters["handoffs_read"] += 1
-        wanted = AcquireRequest(tuple(keys), skip, timeout, per_block, handoff, request.request_id, request.trace)
+        asks = (tuple(keys), skip, timeout, per_block, handoff, request.request_id, request.trace)
+        wanted = AcquireRequest(*asks, hints=request.hints)
         asked = self._session.acquire(request.request_id, wanted)
         if asked is None:
             self.counters["asked_without_pool"] += 1
@@ -274,6 +267,12 @@ class SchedulerHalf:
             return
         end, rest = divmod(request.local_tokens + external_tokens, self._block_tokens)
         assert rest == 0, "the engine takes a part of a block"
+        self._begin_load(request, block_ids, end)
+
+    def _begin_load(self, request: EngineRequest, block_ids: Table, end: int) -> None:
+        """Plan the load of what was promised, up to position `end`."""
+        result, attachment = request.result, request.attachment
+        assert result is not None and attachment is not None
         if self._grouping.window_groups:
             assert end == request.promised_end, "the engine takes less than was promised, with another window"
         taken = replace(result, blocks=result.blocks[: end - request.skip])
@@ -289,23 +288,25 @@ class SchedulerHalf:
 
     def take_answers(self) -> None:
         for answer in self._session.answers():
-            request = self._requests.get(answer.request_id)
             result = answer.result or AcquireResult(LeaseId(0), (), 0, MissReason.DETACHED)
-            if request is None or request.state is not RequestState.ASKED or request.asked is not answer.asked:
-                self._end_lease(answer.attachment, result.lease_id)  # too late: nobody waits for it any more
-                if request is not None and request.asked is answer.asked and self._is_current(answer.attachment):
-                    self._learn(request, result)
-                continue
-            self._follow(answer.attachment)
-            request.trace = answer.trace or request.trace
-            request.result = usable(self._grouping, result, self._suspects, self.counters)
-            request.move(RequestEvent.ANSWER)
-            if not result.admitted and request.writes is None:
-                request.admitted = False
-                self._stores.expect(request, -request.expected)
-            self._learn(request, result)
-            if result.miss is not MissReason.NONE:
-                self.counters[f"acquires_cut_{result.miss.value}"] += 1
+            self._take_answer(answer, self._requests.get(answer.request_id), result)
+
+    def _take_answer(self, answer: AcquireAnswer, request: EngineRequest | None, result: AcquireResult) -> None:
+        if request is None or request.state is not RequestState.ASKED or request.asked is not answer.asked:
+            self._end_lease(answer.attachment, result.lease_id)  # too late: nobody waits for it any more
+            if request is not None and request.asked is answer.asked and self._is_current(answer.attachment):
+                self._learn(request, result)
+            return
+        self._follow(answer.attachment)
+        request.trace = answer.trace or request.trace
+        request.result = usable(self._grouping, result, self._suspects, self.counters)
+        request.move(RequestEvent.ANSWER)
+        if not result.admitted and request.writes is None:
+            request.admitted = False
+            self._stores.expect(request, -request.expected)
+        self._learn(request, result)
+        if result.miss is not MissReason.NONE:
+            self.counters[f"acquires_cut_{result.miss.value}"] += 1
 
     def _learn(self, request: EngineRequest, result: AcquireResult) -> None:
         """Note which of the request's blocks the pool has, and which not."""
@@ -518,7 +519,7 @@ class SchedulerHalf:
     def idle_seconds(self) -> float:
         """How many seconds an engine with nothing to compute may wait for an answer of the pool, or for the end of a
         loan. 0 if none is due."""
-        waiting = [request for request in self._requests.values() if request.state is RequestState.ASKED]
+        waiting = [request for request in self._requests.values() if request.state in WAITING]
         if not waiting:
             return 0.0 if self._loans.is_empty or not self._stores.is_empty else IDLE_SECONDS
         return IDLE_SECONDS_HANDOFF if all(request.waits_for_writer for request in waiting) else IDLE_SECONDS

@@ -18,8 +18,10 @@ Other keys of the parameters are ignored. What is under "kvservice" comes from o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvservice.core.messages import Handoff
 from kvservice.errors import InvalidRequest
@@ -55,7 +57,7 @@ def parse_transfer_params(params: object) -> Prefill | Handoff | None:
         raise InvalidRequest(
             f"kv_transfer_params.{NAME}.version is {ours.get('version')!r:.40}, and this engine knows {VERSION} only"
         )
-    if ours.keys() & {"public_tokens", "store", "load"} and not ours.keys() & {"role", "handoff", "node"}:
+    if ours.keys() & {"public_tokens", "store", "load", "hints"} and not ours.keys() & {"role", "handoff", "node"}:
         return None
     given = ours.get("handoff")
     if not isinstance(given, str) or not _ID.fullmatch(given):
@@ -102,15 +104,30 @@ class _Writing:
     has_ended: bool = False  # the request has ended; its copies may not have
 
 
+class HandoffPort(Protocol):
+    """The part of a Session that hand-offs need. Nothing blocks."""
+
+    def open_handoff(self, handoff: HandoffId) -> AttachmentId | None: ...
+
+    def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None: ...
+
+
 class WriterHandoffs:
     """The hand-offs that this engine writes for. Each is closed once its request and its last store have ended."""
 
-    def __init__(self, close: Callable[[AttachmentId, HandoffId], None]) -> None:
-        self._close = close
+    def __init__(self, session: HandoffPort) -> None:
+        self._session = session
         self._open: dict[HandoffId, _Writing] = {}
 
-    def begin(self, handoff: HandoffId, attachment: AttachmentId) -> None:
+    def open(self, handoff: HandoffId, counters: Counter[str]) -> HandoffId | None:
+        """Begin to write for it. None without a pool."""
+        attachment = self._session.open_handoff(handoff)
+        if attachment is None:
+            counters["handoff_without_pool"] += 1
+            return None
         self._open[handoff] = _Writing(attachment)
+        counters["handoffs_written"] += 1
+        return handoff
 
     def store_begun(self, handoff: HandoffId | None) -> None:
         if handoff in self._open:
@@ -129,14 +146,14 @@ class WriterHandoffs:
     def end_all(self) -> None:
         """Store nothing more for any of them. An engine that follows one computes the rest."""
         for handoff, writing in self._open.items():
-            self._close(writing.attachment, handoff)
+            self._session.close_handoff(writing.attachment, handoff)
         self._open.clear()
 
     def _settle(self, handoff: HandoffId) -> None:
         writing = self._open[handoff]
         if writing.has_ended and writing.open_stores == 0:
             del self._open[handoff]
-            self._close(writing.attachment, handoff)
+            self._session.close_handoff(writing.attachment, handoff)
 
     def check_invariants(self) -> None:
         for writing in self._open.values():

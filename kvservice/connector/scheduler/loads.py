@@ -7,9 +7,11 @@ The lease then ends exactly once. Used on the scheduler's thread.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from itertools import chain
 
 from kvservice.connector.cache_groups import Grouping, Table, load_entries
-from kvservice.connector.plan import LoadPlan, StepPlan
+from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan
 from kvservice.connector.scheduler.ports import SessionPort
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.core.messages import AcquireResult
@@ -25,7 +27,7 @@ class Loads:
         self._counters = counters
         self._borrows = borrows
         self._planned: list[LoadPlan] = []  # for the next step
-        self._leases: dict[str, tuple[AttachmentId, LeaseId]] = {}  # by request
+        self._leases: dict[str, list[tuple[AttachmentId, LeaseId]]] = {}  # by request
         self._spans: dict[str, tracing.Span] = {}  # by request
 
     def plan(
@@ -37,7 +39,7 @@ class Loads:
         entries = load_entries(self._grouping, request.chains, taken, table, first, request.skip)
         borrows = self._borrows and request.waits_for_writer
         self._planned.append(LoadPlan(request.request_id, tuple(entries), borrows))
-        self._leases[request.request_id] = (attachment, taken.lease_id)
+        self._leases[request.request_id] = [(attachment, taken.lease_id)]
         request.fetched_blocks = min(taken.fetched_count, count)
         request.loaded_blocks = max(request.loaded_blocks, count)
         self._spans[request.request_id] = tracing.begin(
@@ -47,15 +49,24 @@ class Loads:
         self._counters["load_blocks"] += count
         self._counters["load_blocks_remote"] += request.fetched_blocks
 
+    def extend(self, request_id: str, entry: CopyEntry, attachment: AttachmentId, lease_id: LeaseId) -> None:
+        """The load that was planned last, of this request, also copies this block. Takes over its lease."""
+        last = self._planned[-1]
+        assert last.request_id == request_id, "the tail of another request"
+        self._planned[-1] = replace(last, entries=(*last.entries, entry))
+        self._leases[request_id].append((attachment, lease_id))
+        self._counters["load_tails"] += 1
+
     def begin_step(self, plan: StepPlan) -> None:
         """Put the planned loads into the step."""
         plan.loads, self._planned = self._planned, []
 
     def done(self, request_id: str) -> None:
         """No worker copies for this request any more: end its lease. May be called again."""
-        if (lease := self._leases.pop(request_id, None)) is not None:
+        leases = self._leases.pop(request_id, None)
+        if leases is not None:
             self._spans.pop(request_id).end()
-            attachment, lease_id = lease
+        for attachment, lease_id in leases or ():
             if lease_id:
                 self._session.release(attachment, lease_id)
 
@@ -63,4 +74,4 @@ class Loads:
         return request_id in self._leases
 
     def open_leases(self) -> list[tuple[AttachmentId, LeaseId]]:
-        return list(self._leases.values())
+        return list(chain.from_iterable(self._leases.values()))

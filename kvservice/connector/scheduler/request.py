@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, term_key
-from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff, RequestReport
+from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Attachment, Handoff, Hints, RequestReport
 from kvservice.core.transitions import step
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
 
@@ -15,6 +15,7 @@ from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
 class RequestState(Enum):
     NEW = "new"
     ASKED = "asked"  # an acquire is under way
+    EXTENDING = "extending"  # blocks are promised, or there are none, and a partial tail behind them is asked for
     ANSWERED = "answered"  # blocks are promised and leased, or there are none
     LOADING = "loading"  # workers copy the promised blocks into the engine
     RUNNING = "running"
@@ -23,6 +24,7 @@ class RequestState(Enum):
 
 class RequestEvent(Enum):
     ASK = "ask"
+    EXTEND = "extend"  # ask for a partial tail
     SKIP = "skip"  # there is nothing to ask, or no pool
     ANSWER = "answer"
     GIVE_UP = "give_up"  # the deadline passed
@@ -37,6 +39,9 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.NEW, RequestEvent.SKIP): RequestState.RUNNING,
     (RequestState.NEW, RequestEvent.END): RequestState.ENDED,
     (RequestState.ASKED, RequestEvent.ANSWER): RequestState.ANSWERED,
+    (RequestState.ANSWERED, RequestEvent.EXTEND): RequestState.EXTENDING,
+    (RequestState.EXTENDING, RequestEvent.ANSWER): RequestState.ANSWERED,
+    (RequestState.EXTENDING, RequestEvent.GIVE_UP): RequestState.ANSWERED,  # what was promised before counts
     (RequestState.ASKED, RequestEvent.GIVE_UP): RequestState.RUNNING,
     (RequestState.ASKED, RequestEvent.END): RequestState.ENDED,
     (RequestState.ANSWERED, RequestEvent.LOAD): RequestState.LOADING,
@@ -44,9 +49,11 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.ANSWERED, RequestEvent.END): RequestState.ENDED,
     (RequestState.LOADING, RequestEvent.LOADED): RequestState.RUNNING,
     (RequestState.LOADING, RequestEvent.END): RequestState.ENDED,
+    (RequestState.RUNNING, RequestEvent.EXTEND): RequestState.EXTENDING,  # too short for a block
     (RequestState.RUNNING, RequestEvent.ASK): RequestState.ASKED,  # preempted; its blocks may come back from the pool
     (RequestState.RUNNING, RequestEvent.END): RequestState.ENDED,
 }
+WAITING = frozenset({RequestState.ASKED, RequestState.EXTENDING})  # for an answer of the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,7 @@ class EngineRequest:
     ask_number: int = 0
     asked: AcquireRequest | None = None  # the one ask whose answer counts
     result: AcquireResult | None = None
+    prompt_tokens: int = 0  # when the request came; only for tails
     prompt_blocks: int = 0  # full blocks of the prompt when the request came
     engine_blocks: int = 0  # the engine's own hit when the request was first asked about
     local_tokens: int = 0  # the engine's own hit when the promise was made
@@ -107,6 +115,7 @@ class EngineRequest:
     load_failed: bool = False  # nothing is promised to it again, because it could fail for ever
     reads: Handoff | None = None  # another engine computes its prompt
     waits_for_writer: bool = False
+    hints: Hints = NO_HINTS
     writes: HandoffId | None = None  # it is computed for another engine
 
     @property

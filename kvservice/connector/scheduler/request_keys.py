@@ -75,6 +75,12 @@ class Keyring:
         last = self._stride - 1
         return self._make_keys(hashes[begin * self._stride + last : end * self._stride : self._stride], key)
 
+    def tails(self, request: EngineRequest, position: int, names: Sequence[BlockHash]) -> list[BlockKey]:
+        """The keys of partial tails at this position, of the same tenants as a whole block there would be."""
+        naming = request.naming
+        is_public = naming.public_key and position < request.public_tokens // self._block_tokens
+        return self._make_keys(names, _of(request, naming.public_key if is_public else naming.tenant_key))
+
     def naming_of(self, attachment: Attachment) -> Naming:
         """What names derive from under this attachment and the current term. Called for every request of every step, so
         it is read once per attachment."""

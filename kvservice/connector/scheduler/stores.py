@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -20,6 +21,7 @@ from kvservice.connector.scheduler.ports import SessionPort, StoredBlock
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.store_plan import GiveBack, OpenStore, PlannedStore, plan_store
 from kvservice.core.block.window_groups import WINDOW_BIT
+from kvservice.core.messages import NO_HINTS
 from kvservice.core.segment.refs import BlockRef
 from kvservice.observe import tracing
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
@@ -96,6 +98,8 @@ class Stores:
         planned = plan_store(self._grouping, request.chains, table, request.stored, full, known, take_slots)
         if planned.unused:
             self._session.abort(attachment, planned.unused)
+        if request.hints is not NO_HINTS:
+            planned.items = [replace(item, hints=request.hints) for item in planned.items]
         if planned.items:
             self.expect(request, -(planned.done - request.stored))
         request.stored = max(request.stored, planned.done)

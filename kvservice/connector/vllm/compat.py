@@ -442,6 +442,15 @@ def check_offload(vllm_config: Any, options: ConnectorOptions, group_count: int)
             raise ConfigError(f"offload 'evicting' needs {need}; choose 'lazy' or 'eager'")
 
 
+def check_tails(cache_config: KVCacheConfig, options: ConnectorOptions) -> None:
+    """Raises ConfigError if a block cannot be used as far as it is computed."""
+    groups = cache_config.kv_cache_groups
+    if options.tails and len(groups) > 1:
+        raise ConfigError(f"tails needs a model with one KV cache group, and this one has {len(groups)}: leave it out")
+    if options.tails and groups and _is_packed(groups[0].kv_cache_spec):
+        raise ConfigError("tails needs a KV format in which each token has bytes of its own: leave it out")
+
+
 def prefer_recompute(vllm_config: Any) -> None:
     """Set vLLM's load failure policy to recompute. Its default fails a request whose load fails."""
     transfer = vllm_config.kv_transfer_config

@@ -15,7 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,6 +39,7 @@ from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.connector.scheduler.ports import Wait
+from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.shared.judge import Probation
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.vllm import compat, sharing
@@ -47,6 +48,8 @@ from kvservice.connector.vllm.pins import PoolCache, PoolPins
 from kvservice.connector.vllm.request_terms import terms_of
 from kvservice.connector.vllm.state_tables import StateTables
 from kvservice.connector.vllm.stats import ConnectorPromMetrics, ConnectorStats
+from kvservice.connector.vllm.step_metadata import Metadata, WorkerMetadata
+from kvservice.connector.vllm.tail_names import TailNames
 from kvservice.connector.weights import Terms
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
@@ -77,20 +80,6 @@ T = TypeVar("T")
 # later.
 ATTACH_WAIT_SECONDS = 15.0
 STORABLE = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
-
-
-@dataclass
-class Metadata(KVConnectorMetadata):
-    plan: StepPlan = field(default_factory=StepPlan)
-
-
-@dataclass
-class WorkerMetadata(KVConnectorWorkerMetadata):
-    report: StepReport
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
-        assert isinstance(other, WorkerMetadata)
-        return WorkerMetadata(self.report.merge(other.report))
 
 
 def guarded(neutral: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -148,6 +137,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             group_count = len(kv_cache_config.kv_cache_groups)
             self._layerwise = compat.layerwise_for(vllm_config, self._options, group_count)
             compat.check_offload(vllm_config, self._options, group_count)
+            compat.check_tails(kv_cache_config, self._options)
             if role is KVConnectorRole.SCHEDULER:
                 self._start_scheduler(vllm_config)
             else:
@@ -186,7 +176,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         lends = self._options.loans_on(device) and len(self._config.kv_cache_groups) == 1
         self._states = StateTables.of(grouping)
         session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach(), step_blocks)
-        make_half = LayerwiseScheduler if self._layerwise.loads else SchedulerHalf
+        plain = TailedScheduler if self._options.tails else SchedulerHalf
+        make_half = LayerwiseScheduler if self._layerwise.loads else plain
         half = make_half(
             session,
             functools.partial(block_keys, self._spec.fingerprint.digest),
@@ -205,6 +196,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._session, self._scheduler = session, half
         self._layered_scheduler = half if isinstance(half, LayerwiseScheduler) else None
+        if isinstance(half, TailedScheduler):
+            algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+            half.name_tails_with(TailNames(self._live, algorithm, self._spec.layout.block_tokens))
         tracing.start(self._options.traces, "kvservice-engine", model=self._spec.model)
         session.start(ATTACH_WAIT_SECONDS)
 
@@ -256,6 +250,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 public_tokens=terms.public_tokens,
                 adapter=adapter,
                 trace=tracing.parent_in(request.trace_headers, request.kv_transfer_params),
+                hints=terms.hints,
             )
 
     def _hashes(self, request: Request) -> Sequence[Any]:
@@ -385,7 +380,12 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._live.pop(request.request_id, None)
+        try:
+            return self._finished(request, block_ids)
+        finally:
+            self._live.pop(request.request_id, None)
+
+    def _finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         self._planning.finished(request.request_id)
         if self._scheduler is None or self._session is None:
             return False, None

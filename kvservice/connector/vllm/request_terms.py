@@ -10,13 +10,15 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvservice.connector.options import ConnectorOptions, StoredPart
 from kvservice.connector.scheduler.handoff import Prefill, parse_public_tokens, parse_transfer_params
+from kvservice.connector.scheduler.hints import NO_HINTS_FOUND, parse_hints
 from kvservice.connector.scheduler.switches import CLOSED, parse_switches
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES
-from kvservice.core.messages import Handoff
+from kvservice.core.messages import NO_HINTS, Handoff, Hints
 from kvservice.errors import KVServiceError
 from kvservice.units import HandoffId
 
@@ -35,6 +37,7 @@ class RequestTerms:
     may_load: bool
     may_store: bool
     prompt_only: bool
+    hints: Hints = NO_HINTS
 
 
 def terms_of(request: Request, options: ConnectorOptions, failures: Counter[str]) -> RequestTerms:
@@ -58,8 +61,16 @@ def terms_of(request: Request, options: ConnectorOptions, failures: Counter[str]
     elif wants == Prefill():
         wants = Prefill(HandoffId(os.urandom(HANDOFF_ID_BYTES)))
     public = parsed(parse_public_tokens, 0, "public_params_refused", "a request shares no public blocks")
+    envelope = getattr(request, "kv_hints", None)
+    found = parsed(
+        partial(parse_hints, envelope=envelope), NO_HINTS_FOUND, "hints_refused", "a request is served without hints"
+    )
+    if found.skipped:
+        failures["hints_skipped"] += found.skipped
     may_store = switches.store
     if may_store is None:
         may_store = options.store_after_handoff or not isinstance(wants, Handoff)
+        if found.hints.no_store and not isinstance(wants, Prefill):  # a prefill is handed off through the pool
+            may_store = False
     prompt_only = options.store is StoredPart.PROMPTS
-    return RequestTerms(wants, public, switches.load, may_store, prompt_only)
+    return RequestTerms(wants, public, switches.load, may_store, prompt_only, found.hints)

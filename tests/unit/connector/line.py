@@ -225,6 +225,9 @@ class Line:
         """Answer an acquire with this many promised blocks (at most what was asked), so many of each window group. The
         pool holds the first `skipped_held` of the blocks that the engine has (None: all of them)."""
         request_id, asked_of, request = self.asked.pop(index)
+        tail_index = 0
+        if request.tail_at is not None and blocks:  # one block, under one of the names that were asked for
+            blocks, tail_index = 1, 1 + blocks % (len(request.keys) - 1)
         blocks = 0 if request_id in self.abandoned else min(blocks, len(request.keys) - request.skip)
         refs = tuple(BlockRef(slot_index(1, i), Generation(2)) for i in range(blocks))
         lease_id = LeaseId(next(self._ids) if blocks else 0)
@@ -236,7 +239,9 @@ class Line:
             for group, window in enumerate(windows, 1)
         )
         held = request.skip if skipped_held is None else min(skipped_held, request.skip)
-        result = AcquireResult(lease_id, refs, fetched, miss, window_blocks, admitted, held)
+        result = AcquireResult(
+            lease_id, refs, fetched, miss, window_blocks, admitted, held, tail_index=tail_index if blocks else 0
+        )
         self._answers.append(AcquireAnswer(request_id, asked_of, result, request))
         return request_id
 

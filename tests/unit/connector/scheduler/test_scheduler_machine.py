@@ -6,6 +6,7 @@ back once (the Line asserts "once" at every call).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from kvservice.connector.plan import LendPlan, LoadPlan, StepPlan, StepReport, S
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise
+from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.core.messages import Handoff
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId, NodeId
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
@@ -72,8 +74,10 @@ class Engine(RuleBasedStateMachine):
         self.names = 0
         self.attachments = 1
 
+    half_type: type[SchedulerHalf] = SchedulerHalf
+
     def make(self, lazy: bool) -> SchedulerHalf:
-        half = SchedulerHalf(
+        half = self.half_type(
             self.line,
             keys_of,
             pool_info,
@@ -117,7 +121,8 @@ class Engine(RuleBasedStateMachine):
             self.silent.add(name)
         handoff = HandoffId(self.names.to_bytes(16, "big"))
         wants = {"": None, "prefill": Prefill(handoff), "decode": Handoff(handoff, NodeId("n"))}[role]
-        self.half.on_new_request(name, chain, self.now, may_read=may_read, wants=wants)
+        tokens = self.requests[name].tokens
+        self.half.on_new_request(name, chain, self.now, tokens=tokens, may_read=may_read, wants=wants)
 
     @rule(prompt=st.integers(1, 4), blocks=st.integers(1, 4))
     def prefill_in_one_go(self, prompt: int, blocks: int) -> None:
@@ -129,26 +134,27 @@ class Engine(RuleBasedStateMachine):
         self.half.allocated(name, request.block_ids, 0)
         request.state = "running"
         self.step(request.tokens)
-        del self.requests[name]
         self.half.finished(name, request.chain, request.computed, request.block_ids, store_rest=True)
+        del self.requests[name]
 
     @precondition(lambda self: any(r.state == "waiting" for r in self.requests.values()))
-    @rule(data=st.data(), fits=st.booleans(), local=st.integers(0, 3))
-    def schedule_waiting(self, data: st.DataObject, fits: bool, local: int) -> None:
+    @rule(data=st.data(), fits=st.booleans(), local=st.integers(0, 3), less=st.integers(0, 1))
+    def schedule_waiting(self, data: st.DataObject, fits: bool, local: int, less: int) -> None:
         name = data.draw(st.sampled_from(sorted(n for n, r in self.requests.items() if r.state == "waiting")))
         request = self.requests[name]
         local = min(local, max(request.tokens - 1, 0) // BLOCK) * BLOCK
         answer = self.half.matched(name, local, request.tokens, self.now)
         if not isinstance(answer, Promise):
             return
-        assert answer.tokens % BLOCK == 0
+        assert answer.tokens % BLOCK == 0 or self.half_type is TailedScheduler
         assert local + answer.tokens <= request.tokens
         if not fits:
             return  # no room now; the engine asks again
         request.block_ids = list(range(100, 100 + request.tokens // BLOCK + 1))
-        self.half.allocated(name, request.block_ids, answer.tokens)
-        request.state = "loading" if answer.tokens else "running"
-        request.computed = local + answer.tokens
+        taken = answer.tokens - (answer.tokens % BLOCK and less)
+        self.half.allocated(name, request.block_ids, taken)
+        request.state = "loading" if taken else "running"
+        request.computed = local + taken
         self.step(1)  # vLLM plans the step in the same call that allocates
 
     @rule(chunk=st.integers(1, 3 * BLOCK))
@@ -218,9 +224,10 @@ class Engine(RuleBasedStateMachine):
     @rule(data=st.data(), aborted=st.booleans())
     def finish(self, data: st.DataObject, aborted: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.requests)))
-        request = self.requests.pop(name)
+        request = self.requests[name]
         stores = not aborted and request.state == "running"
         self.half.finished(name, request.chain, request.computed, request.block_ids, store_rest=stores)
+        del self.requests[name]
 
     @precondition(lambda self: self.line.attachment is not None)
     @rule()
@@ -286,5 +293,26 @@ class Engine(RuleBasedStateMachine):
         assert self.half.may_reattach()
 
 
+class TailedEngine(Engine):
+    """Prompts end anywhere within a block, and what lies behind the last whole one may come from the pool, too."""
+
+    half_type = TailedScheduler
+
+    def make(self, lazy: bool) -> SchedulerHalf:
+        half = super().make(lazy)
+        assert isinstance(half, TailedScheduler)
+        half.name_tails_with(self.name_tail)
+        return half
+
+    def name_tail(self, name: str, begin: int, end: int) -> BlockHash | None:
+        request = self.requests.get(name)
+        if request is None or end > request.tokens:
+            return None
+        parent = request.chain[begin // BLOCK - 1] if begin else b""
+        return BlockHash(hashlib.sha256(parent + f"{end - begin}".encode()).digest())
+
+
+TailedEngine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestTailedEngine = TailedEngine.TestCase
 Engine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestEngine = Engine.TestCase

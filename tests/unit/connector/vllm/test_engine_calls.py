@@ -25,7 +25,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvservice.connector.vllm import KVServiceConnector
-from kvservice.connector.vllm.connector import Metadata
+from kvservice.connector.vllm.step_metadata import Metadata
 from kvservice.core.block.keys import block_keys
 from tests.unit.connector.vllm.test_connector import (
     BLOCK,

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from kvservice.connector.options import ConnectorOptions, StoredPart
 from kvservice.connector.scheduler.handoff import Prefill, decode_params
 from kvservice.connector.vllm.request_terms import RequestTerms, terms_of
-from kvservice.core.messages import Handoff
+from kvservice.core.messages import NO_HINTS, Handoff, Hints
 from kvservice.units import HandoffId, NodeId
 
 RECEIVED = decode_params(Handoff(HandoffId(bytes(16)), NodeId("a")))
@@ -55,3 +56,34 @@ def test_unclear_switches_keep_a_request_out_of_the_cache(ours: dict[str, object
     found = terms({"kvservice": ours}, failures=failures)
     assert (found.may_store, found.may_load, found.wants) == (False, False, None)
     assert failures["switches_refused"] == 1
+
+
+def test_hints_come_with_parameters_and_in_vllms_envelope() -> None:
+    envelope = KvHintsEnvelope(
+        "0.1", "m", [KvHintAction("a", "kv.pin", "1.0", {"seconds": 30}), KvHintAction("b", "kv.defragment", "1.0", {})]
+    )
+    request: Any = SimpleNamespace(
+        kv_transfer_params={"kvservice": {"version": 1, "hints": {"last_turn": True}}},
+        request_id="r",
+        kv_hints=envelope,
+    )
+    failures: Counter[str] = Counter()
+    found = terms_of(request, ConnectorOptions(), failures)
+    assert found.hints == Hints(pin_seconds=30.0, last_turn=True)
+    assert (failures["hints_skipped"], found.may_store) == (1, True)
+
+
+def test_hints_that_make_no_sense_cost_nothing_but_the_hints() -> None:
+    failures: Counter[str] = Counter()
+    found = terms({"kvservice": {"version": 1, "hints": {"pin_seconds": "long"}}}, failures=failures)
+    assert (found.hints, found.may_store, found.may_load) == (NO_HINTS, True, True)
+    assert failures == {"hints_refused": 1}
+
+
+def test_no_store_is_heeded_except_for_a_prefill() -> None:
+    hints = {"no_store": True}
+    assert not terms({"kvservice": {"version": 1, "hints": hints}}).may_store
+    assert terms({"kvservice": {"version": 1, "hints": hints, "store": True}}).may_store, "a switch is no hint"
+    assert terms({"do_remote_decode": True, "kvservice": None}).may_store
+    prefill = {"version": 1, "role": "prefill", "handoff": "0" * 32, "hints": hints}
+    assert terms({"kvservice": prefill}).may_store
