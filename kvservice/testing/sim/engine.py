@@ -6,6 +6,7 @@ the scheduler was killed, and still writes what it was told to write.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,9 @@ from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys, tenant_key, term_key
+from kvservice.core.block.tails import tail_hash
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff
 from kvservice.session.session import Session
@@ -71,11 +74,13 @@ class Engine(EngineParts):
         verifies_loads: bool,
         copy_delay: float = 0.0,
         tenant: str = NOBODY,
+        tails: bool = False,
     ) -> None:
         super().__init__(world, name, node.host)
         self.node = node
         self.spec = spec
         self.tenant = tenant
+        self._tails = tails
         self.tenant_key = tenant_key(b"simulated secret", tenant) if tenant else b""
         self._term = b""  # the term of its weights
         self._changes = 0
@@ -102,7 +107,7 @@ class Engine(EngineParts):
         def info(attachment: Attachment) -> PoolInfo:
             return PoolInfo.of(attachment, self.spec.layout, self.spec.engine_id)
 
-        half = SchedulerHalf(
+        half = (TailedScheduler if self._tails else SchedulerHalf)(
             self.session,
             partial(block_keys, self.spec.fingerprint.digest),
             info,
@@ -112,7 +117,29 @@ class Engine(EngineParts):
             handoff_timeout_seconds=HANDOFF_TIMEOUT_SECONDS,
         )
         half.pin_with(self)
+        if isinstance(half, TailedScheduler):
+            half.name_tails_with(self._name_tail)
         return half
+
+    # -- partial tails ----
+
+    def _rest(self, request: SimRequest) -> int:
+        """Tokens of a request behind its last whole block. The last hash says how many."""
+        return request.hashes[-1][0] % BLOCK_TOKENS if self._tails else 0
+
+    def _name_tail(self, request_id: str, begin: int, end: int) -> BlockHash | None:
+        """What follows a block begins with the same tokens in every prompt, up to the last token of the next block."""
+        request = self.requests[request_id]
+        if end > len(request.hashes) * BLOCK_TOKENS + self._rest(request):
+            return None
+        before = request.hashes[begin // BLOCK_TOKENS - 1] if begin else b""
+        return BlockHash(hashlib.sha256(before + f"and {end - begin} tokens".encode()).digest())
+
+    def _tail_of(self, request: SimRequest) -> BlockHash | None:
+        """The hash that names its last block; None if it ends with a whole one."""
+        begin, rest = len(request.hashes) * BLOCK_TOKENS, self._rest(request)
+        named = self._name_tail(request.request_id, begin, begin + rest) if rest else None
+        return None if named is None else tail_hash(named, rest)
 
     # -- blocks ----
 
@@ -157,12 +184,16 @@ class Engine(EngineParts):
         self.world.counters["blocks_loaded"] += len(load.entries)
         for entry in load.entries:
             position = request.block_ids.index(entry.block_id)
-            if self.read_block(entry.block_id) != self._right(request, position):
+            is_whole = position < len(request.keys) and entry.key == request.keys[position]
+            right = self._right(request, position) if is_whole else self.world.right[entry.key]
+            self.world.counters["tails_loaded"] += not is_whole
+            if self.read_block(entry.block_id) != right:
                 raise Violation(f"{self.name} was given wrong bytes for block {position} of {load.request_id}")
 
     def check_promised(self, request: AcquireRequest, result: AcquireResult) -> None:
         """Check that what is promised lies in its slot, under its own key, when it is promised."""
-        for key, ref in zip(request.keys[request.skip :], result.blocks, strict=False):
+        start = request.skip if request.tail_at is None else result.tail_index
+        for key, ref in zip(request.keys[start:], result.blocks, strict=False):
             header = self.node.memory.read_header(ref.slot)
             if header is not None and header.key != key:  # None: its bits were flipped, and no load accepts it
                 raise Violation(f"{self.name} was promised slot {ref.slot:#x} for another block than it asked for")
@@ -215,7 +246,9 @@ class Engine(EngineParts):
         if self._term:
             key = term_key(key, self._term)
         request.keys = block_keys(self.spec.fingerprint.digest, request.hashes, key)
-        for block_hash, name in zip(request.hashes, request.keys, strict=True):
+        tail = self._tail_of(request)
+        hashes = [*request.hashes, *([] if tail is None else [tail])]
+        for block_hash, name in zip(hashes, block_keys(self.spec.fingerprint.digest, hashes, key), strict=True):
             self.world.right[name] = content_of(self._contents, block_hash)
             self.world.owners[name] = self.tenant, self.spec.model
 
@@ -223,10 +256,11 @@ class Engine(EngineParts):
 
     def submit(self, request_id: str, hashes: list[BlockHash], wants: Prefill | Handoff | None) -> None:
         request = SimRequest(request_id, hashes, [], wants, arrived_at=self.world.now)
-        self._name(request)
         self.requests[request_id] = self.unfinished[request_id] = request
+        self._name(request)
         self.waiting.append(request_id)
-        self.half.on_new_request(request_id, hashes, self.clock(), wants=wants)
+        tokens = len(hashes) * BLOCK_TOKENS + self._rest(request)
+        self.half.on_new_request(request_id, hashes, self.clock(), tokens=tokens, wants=wants)
         if not self._is_stepping:
             self._is_stepping = True
             self.after(0.0, self._step)
@@ -282,17 +316,18 @@ class Engine(EngineParts):
     def _schedule(self, now: float) -> None:
         for request_id in list(self.waiting):
             request = self.requests[request_id]
-            answer = self.half.matched(request_id, 0, len(request.keys) * BLOCK_TOKENS + 1, now)
+            rest = self._rest(request)
+            answer = self.half.matched(request_id, 0, len(request.keys) * BLOCK_TOKENS + max(rest, 1), now)
             if isinstance(answer, Wait):
                 if now - request.arrived_at > HANDOFF_TIMEOUT_SECONDS + 10.0:
                     raise Violation(f"{request_id} waits for the cache since {request.arrived_at:.2f}")
                 continue
             assert isinstance(answer, Promise)
             self.waiting.remove(request_id)
-            request.block_ids = self._allocate(len(request.keys))
+            request.block_ids = self._allocate(len(request.keys) + (rest > 0))
             self.half.allocated(request_id, request.block_ids, answer.tokens)
             blocks = answer.tokens // BLOCK_TOKENS
-            request.is_loading = blocks > 0
+            request.is_loading = answer.tokens > 0
             request.computed = request.written = blocks
             if blocks:
                 self.world.note(self.name, f"{request_id} loads {blocks} of {len(request.keys)} blocks")
@@ -310,10 +345,14 @@ class Engine(EngineParts):
         del self.unfinished[request.request_id]
         if request.request_id in self.waiting:
             self.waiting.remove(request.request_id)
+        tail = self._tail_of(request)
+        is_whole = tail is not None and bool(request.block_ids) and request.computed == len(request.keys)
+        if tail is not None and is_whole and not request.is_loading:
+            self._blocks[request.block_ids[-1]][:] = content_of(self._contents, tail)
         self.half.finished(
             request.request_id,
             request.hashes,
-            request.computed * BLOCK_TOKENS,
+            request.computed * BLOCK_TOKENS + (self._rest(request) if is_whole else 0),
             request.block_ids,
             store_rest=store_rest,
         )

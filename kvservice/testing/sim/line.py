@@ -94,7 +94,8 @@ class Line:
             cleared = tuple(clears.applied)
             result = await runtime.acquire(attachment, request)
             self._engine.check_promised(request, result)
-            clears.check_promised(request.keys[request.skip :][: len(result.blocks)], cleared)
+            start = request.skip if request.tail_at is None else result.tail_index
+            clears.check_promised(request.keys[start:][: len(result.blocks)], cleared)
             return result
 
         seconds = request.timeout_seconds + ACQUIRE_SLACK_SECONDS

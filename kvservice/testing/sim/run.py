@@ -135,6 +135,7 @@ class SimulatedRun:
             verifies_loads=self.verifies,
             copy_delay=self.schedule.copy_delay,
             tenant=self._tenant_of(index),
+            tails=self.schedule.tails,
         )
 
     def _tenant_of(self, index: int) -> str:

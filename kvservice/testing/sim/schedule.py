@@ -129,6 +129,7 @@ class Schedule:
     tier_write: TierWriteSetting = "evicted"
     disk_blocks: int = 0  # what the budget of each node's disk holds
     clears: tuple[TimedClear, ...] = ()
+    tails: bool = False  # engines store and ask for the beginnings of blocks
     memory_nodes: int = 0  # the last of the nodes: they accept what others evict, and have no engines
 
 
