@@ -5,6 +5,7 @@ Marked as the other tests with Ray: importing ray.serve.llm takes seconds.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,18 @@ def test_the_examples_are_what_serve_and_the_builders_take(name: str) -> None:
     else:
         assert described.applications[0].import_path == "kvservice.serve:build_openai_app"
         app.wire_openai(arguments)
+
+
+def test_the_settings_of_the_page_are_those_of_the_builders() -> None:
+    text = (EXAMPLES.parent / "docs" / "serve.md").read_text()
+    (block,) = re.findall(r"```python\n(from ray.serve.llm import LLMConfig\n.*?)```", text, re.DOTALL)
+    said: dict[str, Any] = {}
+    exec(block, said)
+    plain = {"model_loading_config": {"model_id": "llama", "model_source": "meta-llama/Llama-3.1-8B-Instruct"}}
+    _, arguments = app.wire_openai({"llm_configs": [plain]})
+    (wired,) = arguments["llm_configs"]
+    assert connector_of(said["llama"]) == connector_of(wired)
+    assert said["llama"].deployment_config == wired.deployment_config
 
 
 class Request:

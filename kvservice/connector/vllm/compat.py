@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec, group_kernel_blocks
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
@@ -39,8 +38,6 @@ from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.errors import ConfigError, RandomHashSeed, UnnamedWeights, UnsupportedLayout
 
 log = logging.getLogger("kvservice.connector")
-
-MEDIUM = "CPU"  # what vLLM's own offloading calls host memory in its events
 
 
 def check(vllm_config: Any, cache_config: KVCacheConfig) -> None:
@@ -396,29 +393,6 @@ def _cell_format(vllm_config: Any) -> str:
         return f"{backend or 'cpu'} {cpu_packing()}"
     # If none is chosen, vLLM takes a backend by the kind of device.
     return str(backend or f"default {current_platform.get_device_name()}")
-
-
-def block_stored(block_hash: bytes, parent: bytes | None, block_tokens: int) -> KVCacheEvent:
-    """The event that one block has a copy in host memory. Its tokens were in the event of the engine's own cache."""
-    return BlockStored(
-        block_hashes=[maybe_convert_block_hash(BlockHash(block_hash))],
-        parent_block_hash=None if parent is None else maybe_convert_block_hash(BlockHash(parent)),
-        token_ids=[],
-        block_size=block_tokens,
-        lora_id=None,
-        medium=MEDIUM,
-        lora_name=None,
-    )
-
-
-def block_removed(block_hash: bytes) -> KVCacheEvent:
-    """The event that one block has no copy in host memory any more."""
-    return BlockRemoved(block_hashes=[maybe_convert_block_hash(BlockHash(block_hash))], medium=MEDIUM)
-
-
-def publishes_events(vllm_config: Any) -> bool:
-    events = vllm_config.kv_events_config
-    return events is not None and bool(events.enable_kv_cache_events)
 
 
 def keeps_hashed_blocks_true(vllm_config: Any) -> bool:

@@ -42,7 +42,7 @@ from kvservice.connector.scheduler.ports import Wait
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.shared.judge import Probation
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
-from kvservice.connector.vllm import compat, sharing
+from kvservice.connector.vllm import compat, events, sharing
 from kvservice.connector.vllm.lora import Adapters, located
 from kvservice.connector.vllm.pins import PoolCache, PoolPins
 from kvservice.connector.vllm.request_terms import terms_of
@@ -129,6 +129,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters = Adapters(located, files_stay=self._options.adapter_files is AdapterFiles.IMMUTABLE)
         self._terms = Terms(_path(self._options.weights_version_file))
         self._pins: PoolPins | None = None
+        self._events: events.StoredEvents | None = None
         self._is_supported = False  # worker role
         self._states: StateTables | None = None  # scheduler role, of a model with states
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
@@ -159,7 +160,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             slot_tokens=self._options.slot_tokens,
             accept_codec=self._options.accept_codec,
         )
-        remembers = compat.publishes_events(vllm_config)
+        remembers = events.publishes_events(vllm_config)
         self._spec = replace(self._spec, hears_removals=remembers)
         grouping = compat.grouping(vllm_config, self._config, self._spec)
         worker_count = vllm_config.parallel_config.world_size
@@ -167,6 +168,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._spec = sharing.engine_spec(vllm_config, self._config, self._spec, self._options)
             grouping, remembers = sharing.grouping(self._config), False
             self._pages = sharing.SharedRequests(worker_count)
+        self._events = events.stored_events(self._spec.layout, self._config, grouping) if remembers else None
         self._pool = choose_pool(self._options, self._spec)
         # A prompt that is handed off is waited for, so the blocks of its first step must find slots at once.
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
@@ -345,6 +347,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self._live.get(request_id)
             if request is not None:
+                if self._events is not None:
+                    self._events.note(request)
                 begin = computed[request_id]
                 ids: BlockIds = functools.partial(block_ids, request_id)
                 end = begin + tokens
@@ -386,6 +390,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._live.pop(request.request_id, None)
 
     def _finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        if self._events is not None:
+            self._events.end(request)
         self._planning.finished(request.request_id)
         if self._scheduler is None or self._session is None:
             return False, None
@@ -414,14 +420,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Blocks that this engine stored in the pool of its node, and those of them that are no longer there."""
-        if self._scheduler is None or not compat.publishes_events(self._vllm_config):
+        if self._scheduler is None or self._events is None:
             return ()
-        layout, is_one = self._spec.layout, len(self._config.kv_cache_groups) == 1
-        block_tokens = layout.part_tokens if is_one else layout.block_tokens  # as Grouping.named names blocks
-        stored = [
-            compat.block_stored(block.block_hash, block.parent, block_tokens) for block in self._scheduler.take_stored()
-        ]
-        return stored + [compat.block_removed(block_hash) for block_hash in self._scheduler.take_removed()]
+        return self._events.take(self._scheduler)
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:

@@ -102,6 +102,9 @@ class Request:
     cache_salt: str | None = None
     lora_request: Any = None
     trace_headers: Any = None
+    all_token_ids: tuple[int, ...] = tuple(range(1024))
+    mm_features: tuple[Any, ...] = ()
+    prompt_embeds: Any = None
 
 
 @dataclass
