@@ -9,16 +9,18 @@ docs/howto/share-engines.md has the limits, and what was seen between engines.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
+from transformers.utils import logging as transformers_logging
 
 from kvservice.connector.plan import ProbePlan
 from kvservice.connector.shared.gate import AGREES, DIFFERS
@@ -68,14 +70,15 @@ class Judge:
             config.num_hidden_layers = min(LAYERS, config.num_hidden_layers)
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[: config.num_hidden_layers]
-            self._model: Any = AutoModelForCausalLM.from_pretrained(
-                model,
-                config=config,
-                dtype=getattr(torch, dtype),
-                revision=revision,
-                local_files_only=True,
-                use_safetensors=True,
-            ).eval()
+            with _quietly():  # a report of the layers that are left out
+                self._model: Any = AutoModelForCausalLM.from_pretrained(
+                    model,
+                    config=config,
+                    dtype=getattr(torch, dtype),
+                    revision=revision,
+                    local_files_only=True,
+                    use_safetensors=True,
+                ).eval()
         except (OSError, ValueError, RuntimeError, AttributeError) as error:
             raise UnsupportedLayout(f"transformers cannot read {model}, which share needs: {error}") from error
         self.layer_count: int = config.num_hidden_layers
@@ -116,6 +119,16 @@ class Judge:
         with torch.inference_mode():
             rest = self._model(input_ids=tokens[:, kv.shape[2] :], past_key_values=cache, use_cache=True)
         return torch.log_softmax(rest.logits[0].double(), -1)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 class Probation:
