@@ -53,11 +53,11 @@ AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
 LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt requirements/lmcache.txt requirements/sglang.txt requirements/vllm-next.txt
 
-BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads sharing sharing_table,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm --ignore tests/unit/connector/offloading -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all vllm-versions coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-sglang demo-tiers bench bench-blend bench-engine bench-guard bench-peers bench-tiers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all vllm-versions coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-sglang demo-tiers demo-two-engines bench bench-blend bench-engine bench-guard bench-peers bench-sharing bench-tiers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -253,6 +253,9 @@ demo-engine: $(INSTALLED) $(MODEL) ## Watch two reference engines: a prompt cros
 demo-sglang: $(INSTALLED) $(SGLANG_INSTALLED) $(MODEL) ## Watch a prompt that one SGLang engine computed hit in another one, on another node
 	$(BIN)/python -m examples.demo sglang
 
+demo-two-engines: $(INSTALLED) $(SGLANG_INSTALLED) $(MODEL) ## Watch vLLM, SGLang and the reference engine hit what another one of them computed
+	$(BIN)/python -m examples.demo two-engines
+
 demo-tiers: $(INSTALLED) $(MODEL) ## Watch prompts come back from a disk after a restart, and from an S3 API on another node
 	$(BIN)/python -m examples.demo tiers
 
@@ -276,6 +279,10 @@ bench-blend: $(INSTALLED) $(MODEL) ## Measure reuse that is no prefix: KL and ti
 	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.pictures
+
+bench-sharing: $(INSTALLED) $(SGLANG_INSTALLED) $(MODEL) ## Compare K and V of vLLM, SGLang and transformers, and what each says from another one's
+	$(BIN)/python -m benchmarks.sharing
+	$(BIN)/python -m benchmarks.figures
 
 bench-tiers: $(INSTALLED) $(LMCACHE_INSTALLED) ## Measure the disk tier and the object tier against plain reads and writes, NIXL and LMCache
 	$(BIN)/python -m benchmarks.tier_disk

@@ -17,10 +17,13 @@ from typing import Any
 
 from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
 from benchmarks.report import RESULTS, ROOT
+from benchmarks.sharing_table import sharing_tables
 from benchmarks.summary import LOOKUP_GOALS_MS
 
 _NAMES = ("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md", "disk-worth.md")
-PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, "howto/traces.md", "howto/monitor.md"))
+PAGES = tuple(
+    ROOT / "docs" / name for name in (*_NAMES, "howto/traces.md", "howto/monitor.md", "howto/share-engines.md")
+)
 AGAIN = "to be measured again"
 SIZES = {65536: "64 KiB", 737280: "720 KiB", 2097152: "2 MiB"}
 MORE_IN_FLIGHT = "7745369e8af1"  # of this commit's peers.json: 96 MiB of a pull were in flight, 24 may be now
@@ -40,8 +43,11 @@ class Results:
         self._folder = folder
 
     def document(self, name: str) -> Figures:
-        """The result, if it may be cited. Raises Unclean if not."""
-        found: Figures = json.loads((self._folder / f"{name}.json").read_text())
+        """The result, if it may be cited. Raises Unclean if not, or if there is none yet."""
+        path = self._folder / f"{name}.json"
+        if not path.exists():
+            raise Unclean(f"python -m benchmarks.{name}")
+        found: Figures = json.loads(path.read_text())
         if not is_clean(found):
             raise Unclean(_command(name, found))
         return found
@@ -537,6 +543,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "histograms-cost": histograms_cost,
     "blend": blend,
     "disk-worth": disk_worth,
+    "sharing": lambda results: sharing_tables(results.figures("sharing")),
 }
 
 

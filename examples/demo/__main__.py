@@ -1,7 +1,7 @@
-"""`python -m examples.demo`: six demos on one machine, from the root of a clone. Three run vLLM, one SGLang.
+"""`python -m examples.demo`: demos on one machine, from the root of a clone. Most run vLLM.
 
-`make demo`, `make demo-pd`, `make demo-serve`, `make demo-engine`, `make demo-sglang` and `make demo-tiers` run them.
-Exit codes are those of `kvservice`.
+`make demo` and `make demo-NAME` run them: pd, serve, engine, sglang, tiers, two-engines. Exit codes are those of
+`kvservice`.
 """
 
 from __future__ import annotations
@@ -104,6 +104,17 @@ def sglang(
 def tiers(model: Model = None, out: Out = OUT) -> None:
     """Prompts that come back from a node's disk after a restart, and from an S3 API on another node; plotted."""
     from examples.demo.tiers import run
+
+    try:
+        run(model, out)
+    except KVServiceError as error:
+        raise fail(error) from error
+
+
+@app.command()
+def two_engines(model: Model = None, out: Out = OUT) -> None:
+    """One pool for vLLM, SGLang and the reference engine: each hits what the others computed."""
+    from examples.demo.two_engines import run
 
     try:
         run(model, out)

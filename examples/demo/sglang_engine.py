@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -107,14 +107,14 @@ def answer(engine: Any, call: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def serve(engine: Any, calls: IO[str], answers: IO[str]) -> None:
+def serve(respond: Callable[[Mapping[str, Any]], dict[str, Any]], calls: IO[str], answers: IO[str]) -> None:
     def say(found: dict[str, Any]) -> None:
         answers.write(json.dumps(found) + "\n")
         answers.flush()
 
     say({"ready": True})
     for line in calls:
-        say(answer(engine, json.loads(line)))
+        say(respond(json.loads(line)))
 
 
 def main() -> None:
@@ -124,7 +124,7 @@ def main() -> None:
 
     engine = sglang.Engine(**settings(json.loads(sys.argv[1])))
     try:
-        serve(engine, sys.stdin, answers)
+        serve(lambda call: answer(engine, call), sys.stdin, answers)
     finally:
         engine.shutdown()
 

@@ -1,4 +1,5 @@
-"""The other end of `sglang_engine`: starts an engine's process, here or in another network namespace, and asks it."""
+"""The other end of `sglang_engine` and `vllm_engine`: starts an engine's process, here or in another network namespace,
+and asks it."""
 
 from __future__ import annotations
 
@@ -13,33 +14,34 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from examples.demo.sglang_engine import environment
 from kvservice.errors import Unavailable
 
+E = TypeVar("E", bound="EngineProcess")
 START_SECONDS = 300.0  # a CPU takes half a minute when nothing else runs
 ANSWER_SECONDS = 300.0
 IDLE_SECONDS = 30.0
 END_SECONDS = 30.0
 
 
-class SGLangProcess:
+class EngineProcess:
     """Starts at once. `ready` waits for the engine; use it in a `with`, which ends it and all of its processes, at once
     if something has failed."""
 
     def __init__(
-        self, settings: Mapping[str, Any], before: Sequence[str] = (), variables: Mapping[str, str] | None = None
+        self, module: str, settings: Mapping[str, Any], before: Sequence[str], variables: Mapping[str, str]
     ) -> None:
-        """`settings` as `sglang_engine.settings` reads them. `before` stands before the command."""
+        """`module` is one that reads calls as `sglang_engine` does. `before` stands before the command."""
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by __exit__
         self._process = subprocess.Popen(
-            [*before, sys.executable, "-m", "examples.demo.sglang_engine", json.dumps(settings)],
+            [*before, sys.executable, "-m", module, json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
-            env={**environment(), **(variables or {})},
+            env=dict(variables),
             start_new_session=True,
         )
         self._answers: queue.Queue[str | None] = queue.Queue()
@@ -60,16 +62,20 @@ class SGLangProcess:
         given = prompt if isinstance(prompt, str) else list(prompt)
         return self._call({"ask": given, "tokens": tokens, "salt": salt})
 
+    def counters(self) -> dict[str, int]:
+        """What its connector counted; only of `vllm_engine`."""
+        return self._call({"counters": True})
+
     def forget(self) -> None:
         """Empty its own memories of prompts, in the KV cache and on the host. Waits until it is idle: it stores pages
         behind its answers."""
         deadline = time.monotonic() + IDLE_SECONDS
         while not self._call({"forget": True})["forgotten"]:
             if time.monotonic() > deadline:
-                raise Unavailable(f"the SGLang engine is not idle after {IDLE_SECONDS:.0f} s")
+                raise Unavailable(f"the engine is not idle after {IDLE_SECONDS:.0f} s")
             time.sleep(0.1)
 
-    def __enter__(self) -> SGLangProcess:
+    def __enter__(self: E) -> E:
         return self
 
     def __exit__(
@@ -100,16 +106,16 @@ class SGLangProcess:
             self._process.stdin.write(json.dumps(call) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise Unavailable(f"the SGLang engine has ended: {self.said[-2000:]}") from error
+            raise Unavailable(f"the engine has ended: {self.said[-2000:]}") from error
         return self._next(ANSWER_SECONDS)
 
     def _next(self, seconds: float) -> dict[str, Any]:
         try:
             line = self._answers.get(timeout=seconds)
         except queue.Empty:
-            raise Unavailable(f"the SGLang engine did not answer in {seconds:.0f} s: {self.said[-2000:]}") from None
+            raise Unavailable(f"the engine did not answer in {seconds:.0f} s: {self.said[-2000:]}") from None
         if line is None:
-            raise Unavailable(f"the SGLang engine has ended: {self.said[-2000:]}")
+            raise Unavailable(f"the engine has ended: {self.said[-2000:]}")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -117,6 +123,14 @@ class SGLangProcess:
         for line in answers:
             self._answers.put(line)
         self._answers.put(None)
+
+
+class SGLangProcess(EngineProcess):
+    def __init__(
+        self, settings: Mapping[str, Any], before: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`settings` as `sglang_engine.settings` reads them. `before` stands before the command."""
+        super().__init__("examples.demo.sglang_engine", settings, before, {**environment(), **(variables or {})})
 
 
 def processes_of_session(session: int) -> list[int]:

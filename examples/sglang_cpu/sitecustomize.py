@@ -1,11 +1,12 @@
 """Lets SGLang's HiCache run on a machine without a GPU: for the demo and the tests, with this folder in PYTHONPATH.
 
-SGLang's wheel is for GPUs. Python imports this file in each process, also in those that SGLang spawns. It changes two
+SGLang's wheel is for GPUs. Python imports this file in each process, also in those that SGLang spawns. It changes three
 things, and only when SGLang is imported:
 
 - IPython and torchvision, which SGLang imports and a text model does not call, are stand-ins where they are missing.
 - Two kernels that copy pages between the KV cache and host memory are written with torch, and host memory is not
   registered with CUDA.
+- SGLang keeps 10 GiB of host memory free, which a small machine does not have.
 
 Nothing else of SGLang is changed: its scheduler, its radix tree, its HiCache and its model run as they are.
 """
@@ -17,7 +18,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 STAND_INS = ("IPython", "torchvision")
@@ -75,8 +76,9 @@ def nothing(*arguments: Any, **named: Any) -> None:
     pass
 
 
-# By module of SGLang: what stands in for its functions.
-REPLACED: dict[str, dict[str, Callable[..., None]]] = {
+# By module of SGLang: what stands in for its functions and numbers.
+REPLACED: dict[str, dict[str, Any]] = {
+    "sglang.srt.mem_cache.pool_host.base": {"HICACHE_HOST_MEMORY_RESERVE_BYTES": 0},
     "sglang.srt.mem_cache.pool_host.common": {
         "_cuda_host_register": nothing,
         "_cuda_host_unregister": nothing,
@@ -115,8 +117,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         def run_and_replace(module: types.ModuleType) -> None:
             run(module)
-            for function, replacement in REPLACED[name].items():
-                setattr(module, function, replacement)
+            for own, replacement in REPLACED[name].items():
+                setattr(module, own, replacement)
 
         spec.loader.exec_module = run_and_replace  # type: ignore[method-assign]
         return spec

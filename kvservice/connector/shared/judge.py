@@ -123,12 +123,15 @@ class Judge:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    before = transformers_logging.get_verbosity()
+    before, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(before)
+        if has_bars:
+            transformers_logging.enable_progress_bar()
 
 
 class Probation:
