@@ -111,6 +111,16 @@ def test_the_cleaner_looks_again_after_a_moment() -> None:
     assert not harness.writes()
 
 
+@pytest.mark.parametrize(("room", "count"), [(2, 1), (4, 2), (100, 4)])
+def test_one_look_fills_at_most_half_of_a_small_tier(room: int, count: int) -> None:
+    """Else the cold end would evict itself from the tier, for ever."""
+    harness = harness_with(disk(EVICTED, room), slab_count=1)
+    harness.store(harness.attach(), make_chain(4))
+    harness.advance(CLEAN_SECONDS)
+    (tier,) = harness.state.tier_usage()
+    assert sum(len(write.items) for write in harness.writes()) + tier.waiting == count
+
+
 def test_a_block_evicted_while_it_waits_is_dropped() -> None:
     """Eviction does not wait for the tier, which does not answer here."""
     harness, first, second = harness_with(disk()), make_chain(8, "first"), make_chain(7, "second")
