@@ -43,18 +43,17 @@ class StandIn(types.ModuleType):
         return Anything()
 
 
-# The names of their arguments are SGLang's.
+# The names of their arguments are SGLang's. Places come in whole pages, so the first of each page says where it is.
 def copy_pages_to_host(
     *, src_ptrs: Sequence[Any], dst_ptrs: Sequence[Any], src_indices: Any, dst_indices: Any, page_size: int
 ) -> None:
     """From the tensor of each layer, those of K and then those of V, to K and V of all pages, `[page][layer]…`."""
     layers = len(src_ptrs) // len(dst_ptrs)
-    for number, pages in enumerate(dst_ptrs):
+    numbers = dst_indices[::page_size] // page_size
+    for kind, pages in enumerate(dst_ptrs):
         for layer in range(layers):
-            tokens = src_ptrs[number * layers + layer]
-            for at in range(0, len(src_indices), page_size):
-                page = int(dst_indices[at]) // page_size
-                pages[page, layer].copy_(tokens[src_indices[at : at + page_size]])
+            tokens = src_ptrs[kind * layers + layer][src_indices]
+            pages[numbers, layer] = tokens.view(-1, page_size, *tokens.shape[1:])
 
 
 def copy_layer_from_host(
@@ -67,9 +66,9 @@ def copy_layer_from_host(
     page_size: int,
 ) -> None:
     """From K and V of all pages to K and V of one layer."""
+    numbers = src_indices[::page_size] // page_size
     for pages, tokens in zip(src_ptrs, dst_ptrs, strict=True):
-        for at in range(0, len(dst_indices), page_size):
-            tokens[dst_indices[at : at + page_size]] = pages[int(src_indices[at]) // page_size, layer_id]
+        tokens[dst_indices] = pages[numbers, layer_id].flatten(0, 1)
 
 
 def nothing(*arguments: Any, **named: Any) -> None:

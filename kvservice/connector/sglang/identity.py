@@ -123,6 +123,7 @@ def engine_fields(options: SGLangOptions) -> dict[str, object]:
     server, model = get_server_args(), process_model_config()
     cache = None if options.cache_folder is None else Path(options.cache_folder).expanduser()
     config = without(model.hf_config.to_dict())
+    config.pop("context_len", None)  # SGLang's own: see _lengths
     fields: dict[str, object] = {
         "engine": "sglang",
         "sglang": __version__,

@@ -1,0 +1,93 @@
+"""The back end fits the class that SGLang declares, and its fingerprint names what changes the bytes of a page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from examples.demo.sglang_engine import SETTINGS, SITE, environment
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.skipif(not (SITE / "sglang").is_dir(), reason="no SGLang: make .venv-sglang/.installed"),
+]
+
+SIGNATURES = """
+import inspect, json
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from kvservice.connector.sglang import HiCacheKVService
+ours = vars(HiCacheKVService)
+calls = [name for name in vars(HiCacheStorage) if name in ours and callable(getattr(HiCacheStorage, name))]
+print(json.dumps({
+    "abstract": sorted(HiCacheKVService.__abstractmethods__),
+    "missing": sorted(name for name in dir(HiCacheStorage) if name not in ours and not name.startswith("_")),
+    "calls": {
+        name: [list(inspect.signature(getattr(kind, name)).parameters) for kind in (HiCacheStorage, HiCacheKVService)]
+        for name in calls if name != "__init__"
+    },
+}))
+"""
+FIELDS = """
+import json, sys
+from sglang.srt import runtime_context
+from sglang.srt.server_args import ServerArgs
+from kvservice.connector.sglang import identity
+from kvservice.connector.sglang.options import SGLangOptions
+found = []
+for settings in json.loads(sys.argv[1]):
+    runtime_context.publish(ServerArgs(**settings), role="scheduler")
+    fields = identity.engine_fields(SGLangOptions.parse({"interface_v1": 1}))
+    found.append([identity.model_name(), identity.kv_heads(), {name: str(value) for name, value in fields.items()}])
+print(json.dumps(found))
+"""
+
+
+def said(program: str, *arguments: str) -> object:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment(), timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_it_takes_every_call_that_sglang_declares() -> None:
+    found = said(SIGNATURES)
+    assert isinstance(found, dict)
+    assert not found["abstract"]
+    assert set(found["missing"]) <= {"get_stats", "on_host_pools_registered"}
+    for name, (declared, ours) in found["calls"].items():
+        assert declared == ours, name
+    assert {"batch_exists", "batch_get_v1", "batch_set_v1", "batch_exists_v2", "batch_get_v2", "batch_set_v2"} <= set(
+        found["calls"]
+    )
+
+
+def test_what_changes_a_page_changes_its_name_and_no_more(model_path: Path) -> None:
+    base = {**SETTINGS, "model_path": str(model_path)}
+    alike: list[Mapping[str, object]] = [
+        {"port": 31000, "log_level": "info", "random_seed": 7},
+        {"max_running_requests": 9, "chunked_prefill_size": 128, "max_total_tokens": 4096, "context_length": 2048},
+        {"schedule_policy": "lpm", "enable_metrics": True, "sampling_backend": "pytorch"},
+    ]
+    other: dict[str, Mapping[str, object]] = {
+        "model.kv_cache_dtype": {"kv_cache_dtype": "fp8_e5m2"},
+        "model_dtype": {"dtype": "bfloat16"},
+        "hf.rope_theta": {"json_model_override_args": '{"rope_theta": 5}'},
+        "exec.kernel.attention_backend": {"attention_backend": "triton"},
+    }
+    cases = [base, *({**base, **more} for more in (*alike, *other.values()))]
+    found = said(FIELDS, json.dumps(cases))
+    assert isinstance(found, list)
+    (name, heads, fields), rest = found[0], found[1:]
+    assert (name, heads) == (model_path.name, 3)
+    assert fields["engine"] == "sglang" and fields["weights"].startswith("xxh3:")
+    for more, (_, _, others) in zip(alike, rest, strict=False):
+        assert others == fields, more
+    for changed, (_, _, others) in zip(other, rest[len(alike) :], strict=True):
+        assert {key for key in fields | others if fields.get(key) != others.get(key)} == {changed}
