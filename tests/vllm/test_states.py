@@ -206,9 +206,8 @@ def test_engines_own_hit_is_extended_by_states(start: Callable[[str], Engine]) -
     assert found[0]["cached_tokens"] == 3 * block
 
 
-def test_states_are_read_from_another_node(start: Callable[[str], Engine], model: tuple[str, Path]) -> None:
-    if model[0] not in ("granite4", "qwen3_next"):
-        pytest.skip("one model of each kind shows it")
+@pytest.mark.parametrize("model", ["granite4", "qwen3_next"], indirect=True, scope="module")
+def test_states_are_read_from_another_node(start: Callable[[str], Engine]) -> None:
     near, far = start("n0"), start("n1")
     prompt = ids(2 * near.block + 50, 17)
     wanted = near.wanted(prompt)

@@ -130,16 +130,6 @@ STATES: dict[str, Any] = {
     "initializer_range": SPREAD,
     "num_hidden_layers": 4,
 }
-MIXED_LAYERS = ["linear_attention"] * 3 + ["full_attention"]
-DELTA_NET: dict[str, Any] = {
-    **STATES,
-    "head_dim": 32,
-    "layer_types": MIXED_LAYERS,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
 # name -> (class of its configuration, its fields)
@@ -201,9 +191,19 @@ WITH_STATES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": (
         "Qwen3NextConfig",
-        {**DELTA_NET, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64},
+        {
+            **STATES,
+            **EXPERTS,
+            "head_dim": 32,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 64,
+        },
     ),
-    "qwen3_5": ("Qwen3_5TextConfig", DELTA_NET),
 }
 
 
