@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
 
+from kvservice.core.block.pages import PAGE_HASH, page_hashes, salted
 from kvservice.errors import UnsupportedLayout
 from kvservice.units import BlockHash
 
@@ -25,6 +26,9 @@ def block_namer(fields: Mapping[str, str], cache_salt: str = "") -> Namer:
     Raises UnsupportedLayout if this process cannot make the same hashes.
     """
     algorithm, seed = fields.get("hash", ""), fields.get("hash_seed", "")
+    if algorithm == PAGE_HASH:  # engines of several kinds share pages, which vLLM's hashes do not name
+        before = salted(cache_salt.encode()) if cache_salt else None
+        return lambda token_ids: page_hashes(token_ids, before)
     block_tokens = int(fields.get("block_tokens", "0"))
     slot_tokens = int(fields.get("slot_tokens", block_tokens))
     python = f"{sys.version_info.major}.{sys.version_info.minor}"

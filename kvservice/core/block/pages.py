@@ -22,6 +22,7 @@ from kvservice.errors import InvalidRequest, UnsupportedLayout
 from kvservice.units import BlockHash
 
 PAGE_TOKENS = 16  # SGLang's usual page and vLLM's usual block on a GPU. Larger blocks hold several pages.
+PAGE_HASH = "sha256 of pages"  # what the fingerprint calls the names of pages
 LAYOUT_VERSION = 1  # of the order of bytes above. Another order gets another number, and then other names.
 # Rotations whose angles the engines were seen to compute alike. Others are refused until somebody has compared them.
 ROPES = frozenset({"default", "linear", "llama3"})
@@ -102,7 +103,7 @@ class SharedModel:
     def fingerprint(self) -> Fingerprint:
         fields: dict[str, object] = {
             "engine": "shared between engines",
-            "hash": "sha256 of pages",
+            "hash": PAGE_HASH,
             "page_layout": f"layer, K or V, token, kv head, element: {LAYOUT_VERSION}",
             "block_tokens": PAGE_TOKENS,
             "slot_tokens": PAGE_TOKENS,

@@ -48,6 +48,11 @@ def test_every_option_is_converted_to_its_type() -> None:
         ({"loan_seconds": -1}, "0 to 600"),
         ({"slot_tokens": 0}, "a multiple of the engine's block size"),
         ({"slot_tokens": 256, "offload": "evicting"}, "a slot is stored whole"),
+        ({"share": "all"}, "off or engines"),
+        ({"share": "engines", "copier": "worker"}, "copies blocks as they are"),
+        ({"share": "engines", "layerwise": "save"}, "layers are copied as they are"),
+        ({"share": "engines", "slot_tokens": 64}, "one page of 16 tokens"),
+        ({"share": "engines", "offload": "evicting"}, "by its names"),
         ({"slot_tokens": 256, "handoff_loans": "on", "copier": "worker"}, "lent one by one"),
     ],
 )

@@ -18,6 +18,7 @@ from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.plan import StepPlan
 from kvservice.connector.shared.gate import AGREES
 from kvservice.connector.vllm import sharing
+from kvservice.connector.vllm.block_hashes import block_namer
 from kvservice.connector.vllm.sharing import SharedRequests
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.pages import page_hashes, salted
@@ -80,6 +81,9 @@ def test_engine_is_named_by_the_files_of_its_model(tmp_path: Path) -> None:
     assert fields["rope"] == "default, rope_theta 10.0" and fields["weights"].startswith("xxh3:")
     assert spec.layout == SlotLayout(LAYERS, HEADS, 16 * 2 * SIZE * 4, 16)
     assert spec.model == "m (shared)", "exact engines of the model attach beside it"
+    for salt in ("", "s"):  # a router names the same pages
+        before = salted(salt.encode()) if salt else None
+        assert block_namer(fields, salt)(list(range(40))) == page_hashes(list(range(40)), before)
     assert not spec.hears_removals and sharing.grouping(cache_config()) == PagesOfBlocks(2)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UnsupportedLayout, match=r"has no config\.json"):
