@@ -5,6 +5,7 @@ python -m tests.integration.lmcache_adapter SOCKET FOLDER     prints a line of J
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -19,6 +20,8 @@ from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2AdapterConfig
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+from kvservice.testing.eventually import eventually
 
 SHAPE = torch.Size([1, 30, 64, 384])
 KEYS = [ObjectKey(bytes([number]) * 32, "org/model", 0x01000100) for number in range(4)]
@@ -71,15 +74,21 @@ def list_of(value: int | set[int]) -> int | list[int]:
     return sorted(value) if isinstance(value, set) else value
 
 
-def held() -> dict[str, int]:
-    return {"threads": threading.active_count(), "descriptors": len(list(Path("/proc/self/fd").iterdir()))}
+def held() -> list[str]:
+    """Threads, and what descriptors are open."""
+    found = [thread.name for thread in threading.enumerate()]
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.append(str(path.readlink()))
+    return sorted(found)
 
 
 def main() -> None:
     params = {"weights_version": "v1", "socket": sys.argv[1], "verify_load": "full"}
     config = PluginL2AdapterConfig("kvservice.connector.lmcache", "KVServiceL2Adapter", params)
-    result: dict[str, Any] = {"held": []}
-    for _ in range(3):  # the first time libraries start threads that stay
+    result: dict[str, Any] = {}
+    before = held()
+    for _ in range(2):
         ours = create_l2_adapter(config)
         result["ours"] = exchange(ours)
         result["status"] = ours.report_status()
@@ -92,7 +101,8 @@ def main() -> None:
         late = ours.submit_load_task(KEYS, objects(torch.bfloat16, 200))
         ours.submit_unlock(KEYS)
         result["late"] = ours.query_load_result(late)
-        result["held"].append(held())
+        # gRPC closes its sockets a moment later.
+        eventually(lambda: held() == before, "closing leaves no thread and no descriptor", 20, detail=held)
     theirs = create_l2_adapter(FSL2AdapterConfig(sys.argv[2]))
     result["theirs"] = exchange(theirs)
     theirs.close()

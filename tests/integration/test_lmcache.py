@@ -53,7 +53,8 @@ def test_its_contract_tool_gets_back_what_it_stored(cluster: LocalCluster) -> No
 
 
 def test_a_float16_engine_misses_what_a_bfloat16_engine_stored(cluster: LocalCluster, tmp_path: Path) -> None:
-    """LMCache's own adapter finds and loads it: its key says nothing of dtypes, and the size is the same."""
+    """LMCache's own adapter finds and loads it: its key says nothing of dtypes, and the size is the same. The program
+    fails when closing our adapter leaves a thread or a descriptor."""
     said = program("tests.integration.lmcache_adapter", cluster.socket("n0"), str(tmp_path))
     found = json.loads(said.splitlines()[-1])
     assert found["ours"] == {
@@ -63,7 +64,6 @@ def test_a_float16_engine_misses_what_a_bfloat16_engine_stored(cluster: LocalClu
     }
     assert found["theirs"] == {**found["ours"], "torch.float16": [4, 4, [1, 2, 3, 4]]}
     assert found["status"]["is_healthy"] and found["status"]["is_attached"]
-    assert found["held"][1] == found["held"][2], "closing leaves no thread and no descriptor"
     assert found["late"] is None and "Exception" not in said
     eventually(lambda: nothing_is_held(cluster), "no lease is left, those of lookups without an unlock either")
 
