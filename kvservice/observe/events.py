@@ -191,6 +191,8 @@ CONNECTOR_EVENTS: Mapping[str, str] = {
     "resets_refused": "of these, the ones that could not be done at once",
     "seal_*": "stored blocks by the pool's answer: sealed, duplicate, stale, failed; dropped = not sent",
     "share_left_out_*": "requests not shared with other engines, by reason",
+    "share_probe_agrees": "workers whose K and V agree with the model's files, so that pages are shared",
+    "share_probe_differs": "workers whose K and V differ from the model's files: no page is shared",
     "session_crashed": "times that the connection to the pool ended with an unexpected error",
     "store_blocks_preempted": "blocks stored because their request was preempted",
     "tails_asked": "hits that might go on within a block, whose tail was asked for",
