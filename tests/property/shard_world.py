@@ -11,7 +11,7 @@ from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.block.keys import block_keys, chain_hashes
 from kvservice.core.events import PullResult
-from kvservice.core.messages import EngineSpec, Holder, Peer, TakeOverItem, TakeOverResult
+from kvservice.core.messages import AcquireRequest, EngineSpec, Holder, Peer, TakeOverItem, TakeOverResult
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import Unavailable
 from kvservice.testing.builders import LARGE, CoreHarness, make_holder, make_spec, run_of
@@ -155,3 +155,24 @@ class LeavingRules(RuleBasedStateMachine):
         if self.harness.state.draining:
             answer = self.harness.answers[op]
             assert isinstance(answer, act.Refuse) and isinstance(answer.error, Unavailable)
+
+
+class TailRules(LeavingRules):
+    """Questions for partial tails. Part of ShardMachine."""
+
+    def _attached(self, one: int) -> Engine:
+        raise NotImplementedError
+
+    @somebody_attached
+    @rule(one=engines, which=any_index, at=st.integers(0, 3), timeout=st.sampled_from([0.0, 0.5, 3.0]))
+    def ask_for_a_tail(self, one: int, which: int, at: int, timeout: float) -> None:
+        """Some of its names are of whole blocks, which is nobody's harm but its own."""
+        engine = self._attached(one)
+        assert engine.attachment is not None
+        keys = engine.chains[which % len(engine.chains)][:4]
+        now, op = self.harness.now, self.harness.next_op()
+        request = AcquireRequest(keys, 1, timeout, tail_at=at)
+        self._ask(
+            ev.Acquire(op, engine.attachment, request),
+            Asked(now, ("engine", int(engine.attachment)), keys[1:], now + timeout),
+        )

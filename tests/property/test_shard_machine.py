@@ -20,8 +20,10 @@ from kvservice.core.block.marks import MarkKind
 from kvservice.core.drain.sender import DrainPhase
 from kvservice.core.events import PullResult
 from kvservice.core.messages import (
+    NO_HINTS,
     AcquireRequest,
     AcquireResult,
+    Hints,
     Holder,
     HolderRun,
     LocateResult,
@@ -45,8 +47,8 @@ from tests.property.shard_world import (
     SPECS,
     Asked,
     Engine,
-    LeavingRules,
     Promise,
+    TailRules,
     Write,
     any_index,
     engines,
@@ -60,7 +62,7 @@ from tests.property.shard_world import (
 )
 
 
-class ShardMachine(LeavingRules):
+class ShardMachine(TailRules):
     def __init__(self) -> None:
         super().__init__()
         self.engines = [Engine(spec) for spec in SPECS]
@@ -239,8 +241,9 @@ class ShardMachine(LeavingRules):
         skip=st.integers(0, 2),
         timeout=st.sampled_from([0.0, 0.5, 3.0, 20.0]),
         recompute=st.sampled_from([0.0, 0.01, 1.0]),
+        hints=st.sampled_from([NO_HINTS, NO_HINTS, Hints(pin_seconds=2.0), Hints(prefetch=True, last_turn=True)]),
     )
-    def acquire(self, one: int, which: int, skip: int, timeout: float, recompute: float) -> None:
+    def acquire(self, one: int, which: int, skip: int, timeout: float, recompute: float, hints: Hints) -> None:
         engine = self.engines[one]
         attachment = AttachmentId(999) if engine.attachment is None else engine.attachment
         chain = engine.chains[which % len(engine.chains)]
@@ -248,7 +251,7 @@ class ShardMachine(LeavingRules):
         skip = min(skip, len(keys))
         now, op = self.harness.now, self.harness.next_op()
         asked = Asked(now, ("engine", int(attachment)), keys[skip:], now + timeout)
-        self._ask(ev.Acquire(op, attachment, AcquireRequest(keys, skip, timeout, recompute)), asked)
+        self._ask(ev.Acquire(op, attachment, AcquireRequest(keys, skip, timeout, recompute, hints=hints)), asked)
         if engine.attachment is None:
             answer = self.harness.answers[op]
             assert isinstance(answer, act.Refuse) and isinstance(answer.error, NotAttached)
@@ -305,7 +308,7 @@ class ShardMachine(LeavingRules):
     ) -> None:
         """A whole chain is asked for, and the world answers well for a while."""
         engine = self._attached(one)
-        self.acquire(self.engines.index(engine), which % len(engine.chains) + 7 * 4, 0, timeout, 0.0)
+        self.acquire(self.engines.index(engine), which % len(engine.chains) + 7 * 4, 0, timeout, 0.0, NO_HINTS)
         asked, pulls = len(self.harness.locates), set(self.pulls)
         for wanted in [one.op for one in self.harness.resolves if one.op in self.asked]:
             self.harness.resolved(wanted, run_of(0, 9, *holders))
@@ -500,7 +503,8 @@ class ShardMachine(LeavingRules):
             if isinstance(value, AcquireResult):
                 assert len(value.blocks) <= len(asked.keys)
                 assert bool(value.blocks) == bool(value.lease_id)
-                self._promise(value.lease_id, asked, list(zip(value.blocks, asked.keys, strict=False)))
+                first = max(value.tail_index - 1, 0)  # of the names of a tail, the one that was chosen
+                self._promise(value.lease_id, asked, list(zip(value.blocks, asked.keys[first:], strict=False)))
             elif isinstance(value, LocateResult):
                 assert len(value.handles) == len(asked.keys)
                 pairs = [(h, k) for h, k in zip(value.handles, asked.keys, strict=True) if h is not None]
