@@ -11,6 +11,7 @@ from kvservice.engine.model import PagedModel
 from kvservice.engine.options import EngineOptions
 from kvservice.engine.sampling import Sampling
 from kvservice.errors import ConfigError
+from kvservice.testing.eventually import eventually
 from tests.unit.engine.tiny_models import generated, make, prompt
 
 SETTINGS: dict[str, Any] = {
@@ -29,15 +30,32 @@ def engine_of(model: Any, block_tokens: int, **options: Any) -> ReferenceEngine:
     return ReferenceEngine(PagedModel(model, block_tokens=block_tokens), EngineOptions(**settings))
 
 
+def wait_stored(engine: ReferenceEngine) -> None:
+    """Until all that the engine stored can be found. A digest may take longer than the next request."""
+
+    def is_stored() -> bool:
+        counted = engine.all_counters()
+        sealed = sum(count for name, count in counted.items() if name.startswith("seal_"))
+        return sealed >= counted["store_blocks_planned"]
+
+    eventually(is_stored, "the stores")
+
+
+def generate(engine: ReferenceEngine, prompts: list[list[int]], sampling: Sampling) -> list[RequestOutput]:
+    outputs = engine.generate(prompts, sampling)
+    wait_stored(engine)
+    return outputs
+
+
 def test_three_tokens_are_hit_and_four_computed() -> None:
     """A prompt of 3 tokens in a block of 16, and one of 7 that begins with it: 3 are loaded, and 4 are computed."""
     model = make("grouped heads")
     longer = prompt(7, seed=1)
     with engine_of(model, 16) as engine:
-        engine.generate([longer[:3]], Sampling(max_tokens=1))
+        generate(engine, [longer[:3]], Sampling(max_tokens=1))
         engine.forget()
         engine.counters.clear()
-        (output,) = engine.generate([longer], Sampling(max_tokens=1))
+        (output,) = generate(engine, [longer], Sampling(max_tokens=1))
         assert (output.loaded_tokens, engine.counters["prefill_tokens"]) == (3, 4)
         assert output.token_ids[0] == generated(model, longer, 1)[0]
         counters = engine.all_counters()
@@ -56,7 +74,7 @@ def test_turns_of_a_chat_are_hit_to_the_last_token(kind: str, block_tokens: int)
         known = 0
         for turn in range(4):
             text = [*text, *prompt(9 + 7 * turn, seed=turn + 3)]
-            (output,) = engine.generate([text], Sampling(max_tokens=COUNT))
+            (output,) = generate(engine, [text], Sampling(max_tokens=COUNT))
             assert output.token_ids[0] == generated(model, text, COUNT)[0], f"turn {turn}"
             assert output.loaded_tokens == known // step * step, f"turn {turn}"
             text = [*text, *output.token_ids[0]]
@@ -70,10 +88,10 @@ def test_prompts_that_part_within_a_block_do_not_mix() -> None:
     base = prompt(20, seed=7)
     texts = [[*base, *prompt(8, seed=seed)] for seed in range(10, 14)]
     with engine_of(model, 16) as engine:
-        engine.generate([base], Sampling(max_tokens=1))
+        generate(engine, [base], Sampling(max_tokens=1))
         for text in texts:
             engine.forget()
-            (output,) = engine.generate([text], Sampling(max_tokens=COUNT))
+            (output,) = generate(engine, [text], Sampling(max_tokens=COUNT))
             assert output.token_ids[0] == generated(model, text, COUNT)[0]
             assert output.loaded_tokens == len(base), "what they share, and no token more"
 
@@ -85,7 +103,7 @@ def test_a_prompt_that_is_asked_again_is_hit_to_its_last_token(block_tokens: int
     text = prompt(37, seed=6)
     with engine_of(model, block_tokens) as engine:
         for loaded in (0, hit):
-            (output,) = engine.generate([text], Sampling(max_tokens=COUNT))
+            (output,) = generate(engine, [text], Sampling(max_tokens=COUNT))
             assert output.token_ids[0] == generated(model, text, COUNT)[0]
             assert output.loaded_tokens == loaded
             engine.forget()
@@ -95,8 +113,8 @@ def test_what_the_engine_holds_itself_is_not_loaded() -> None:
     model = make("grouped heads")
     text = prompt(40, seed=3)
     with engine_of(model, 16) as engine:
-        engine.generate([text], Sampling(max_tokens=1))
-        (output,) = engine.generate([[*text, 5, 6, 7]], Sampling(max_tokens=COUNT))
+        generate(engine, [text], Sampling(max_tokens=1))
+        (output,) = generate(engine, [[*text, 5, 6, 7]], Sampling(max_tokens=COUNT))
         assert (output.local_tokens, output.loaded_tokens) == (32, 8), (
             "whole blocks are its own, the tail is the pool's"
         )
@@ -106,9 +124,9 @@ def test_what_the_engine_holds_itself_is_not_loaded() -> None:
 def test_tails_are_stored_only_where_they_are_wanted(options: dict[str, Any], hits: bool) -> None:
     model = make("grouped heads")
     with engine_of(model, 16, **options) as engine:
-        engine.generate([prompt(5, seed=4)], Sampling(max_tokens=1))
+        generate(engine, [prompt(5, seed=4)], Sampling(max_tokens=1))
         engine.forget()
-        (output,) = engine.generate([[*prompt(5, seed=4), 9, 9]], Sampling(max_tokens=1))
+        (output,) = generate(engine, [[*prompt(5, seed=4), 9, 9]], Sampling(max_tokens=1))
         assert (output.loaded_tokens > 0) is hits
         assert ("tails_asked" in engine.all_counters()) is options.get("tails", True)
 
@@ -120,6 +138,7 @@ def test_salts_and_beams_keep_their_tails_apart() -> None:
         engine.add(text, Sampling(max_tokens=3, n=3, temperature=1.0, seed=1), salt=b"mine")
         while engine.has_work:
             engine.step()
+        wait_stored(engine)
         engine.forget()
         for salt, expected in ((b"", 0), (b"mine", 21)):
             engine.add([*text, 1, 2], Sampling(max_tokens=1), salt=salt)
