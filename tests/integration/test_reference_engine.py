@@ -107,6 +107,22 @@ def test_an_engine_hits_what_another_stored(
         assert bool(counters["loaded_blocks_layerwise"]) == ("layerwise" in options)
 
 
+def test_the_beginning_of_a_block_is_hit_on_another_node(
+    cluster: LocalCluster, start: Start, wanted: list[list[int]]
+) -> None:
+    """A prompt is hit up to its last token, wherever in a block that is, from this node and over the path between."""
+    first = start("n0", "tails", tails=True)
+    assert [one(first, tokens).token_ids[0] for tokens in PROMPTS] == wanted
+    cluster.wait_until_announced("n0")
+    for node in ("n0", "n1"):
+        second = start(node, "tails", tails=True)
+        for tokens, answer in zip(PROMPTS, wanted, strict=True):
+            output = one(second, tokens)
+            assert (output.token_ids, output.loaded_tokens) == ([answer], len(tokens) - 1)
+        assert second.all_counters()["load_tails"] == 2, "one of the prompts has all but its last token in whole blocks"
+    assert cluster.stats("n1").counters["tails_found_remote"] == 3, "also the one that is not needed"
+
+
 @pytest.mark.parametrize("slot", [BLOCK, 2 * BLOCK])
 def test_a_prompt_is_handed_over_between_two_engines(start: Start, wanted: list[list[int]], slot: int) -> None:
     """One computes the prompt and its first token, the other on another node goes on, before any directory is asked."""
