@@ -56,7 +56,7 @@ AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
 LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt requirements/lmcache.txt requirements/sglang.txt requirements/vllm-next.txt requirements/routers.txt
 
-BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads sharing sharing_table,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads tier_figures sharing sharing_table,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm --ignore tests/unit/connector/offloading -m "not processes"
 
@@ -291,7 +291,8 @@ bench-sharing: $(INSTALLED) $(SGLANG_INSTALLED) $(MODEL) ## Compare K and V of v
 	$(BIN)/python -m benchmarks.sharing
 	$(BIN)/python -m benchmarks.figures
 
-bench-tiers: $(INSTALLED) $(LMCACHE_INSTALLED) ## Measure the disk tier and the object tier against plain reads and writes, NIXL and LMCache
+bench-tiers: $(INSTALLED) $(LMCACHE_INSTALLED) ## Measure disk and object tiers beside plain calls, NIXL and LMCache, and whether they slow an engine
+	$(BIN)/python -m benchmarks.tier_stall
 	$(BIN)/python -m benchmarks.tier_disk
 	$(BIN)/python -m benchmarks.tier_objects
 

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tier_figures
 from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
 from benchmarks.report import RESULTS, ROOT
 from benchmarks.sharing_table import sharing_tables
 from benchmarks.summary import LOOKUP_GOALS_MS
 
 _NAMES = ("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md", "disk-worth.md")
-PAGES = tuple(
-    ROOT / "docs" / name for name in (*_NAMES, "howto/traces.md", "howto/monitor.md", "howto/share-engines.md")
-)
+_HOWTO = ("traces.md", "monitor.md", "share-engines.md")
+PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, "codecs.md", *(f"howto/{name}" for name in _HOWTO)))
 AGAIN = "to be measured again"
 SIZES = {65536: "64 KiB", 737280: "720 KiB", 2097152: "2 MiB"}
 MORE_IN_FLIGHT = "7745369e8af1"  # of this commit's peers.json: 96 MiB of a pull were in flight, 24 may be now
@@ -260,6 +260,14 @@ def _flood(results: Results) -> Seen:
     return f"{p99:.1f} (p50: {p50:.1f})", "yes" if p99 <= 1.2 else "no"
 
 
+def _tier(name: str, read: Callable[[Figures], tuple[str, bool]]) -> Callable[[Results], Seen]:
+    def seen(results: Results) -> Seen:
+        said, met = read(results.figures(name))
+        return said, "yes" if met else "no"
+
+    return seen
+
+
 def _startup(read: Callable[[Figures], str]) -> Callable[[Results], Seen]:
     return lambda results: (read(results.figures("startup")), "–")
 
@@ -316,6 +324,24 @@ GOALS: Sequence[Row] = (
     ("the same over TCP", "0.9", _pulls("tcp"), "transfer_bandwidth"),
     ("throughput without any reuse, to that without the connector", "0.98", _cold, "cold_path"),
     ("a tenant's p99 under another's flood, to that without", "1.2", _flood, "reliability_flood"),
+    (
+        "disk tier, write / read of 2 MiB to plain calls",
+        "0.9",
+        _tier("tier_disk", tier_figures.disk_goal),
+        "tier_disk",
+    ),
+    (
+        "object tier, put / get of an S3 API to bare obstore",
+        "0.9",
+        _tier("tier_objects", tier_figures.objects_goal),
+        "tier_objects",
+    ),
+    (
+        "p99 of reserve, seal and acquire with a busy disk tier, to that without",
+        "1.1",
+        _tier("tier_stall", tier_figures.stall_goal),
+        "tier_stall",
+    ),
     (
         "segment ready, per 100 GB, every page reserved",
         "–",
@@ -500,35 +526,6 @@ def blend(results: Results) -> str:
     return "\n".join(lines)
 
 
-def disk_worth(results: Results) -> str:
-    lines = [
-        "| traffic | possible | memory alone | disk of 4 memories | of 16 | read for each byte written |",
-        "|---|---|---|---|---|---|",
-    ]
-    traffic = results.figures("disk_worth")["traffic"]
-    for name, found in traffic.items():
-        alone, *disks = found["runs"][:3]
-        shares = [f"{run['disk_read_bytes'] / run['disk_written_bytes']:.2f}" for run in disks]
-        rates = [f"{100 * rate:.1f} %" for rate in (found["hit_rate_max"], *(r["hit_rate"] for r in (alone, *disks)))]
-        lines.append(f"| {name} | {' | '.join(rates)} | {', '.join(shares)} |")
-    lines += ["", "Of Mooncake's trace, with 128 KiB a token and disks of 4 memories (all nodes together):", ""]
-    lines += ["| nodes | tier | written | hits | from the own tier | written in an hour | drive writes a day |"]
-    lines += ["|---|---|---|---|---|---|---|"]
-    for run in next((found["runs"] for found in traffic.values() if len(found["runs"]) > 3), []):
-        tier = "objects" if run["objects"] else "disk"
-        if run["disk_memories"] in (0, 4) and (run["objects"] or run["disk_memories"]):
-            hour = run[f"{tier}_written_bytes_a_day"] / 24
-            lines.append(
-                f"| {run['nodes']} | {tier} | {run['write']} | {100 * run['hit_rate']:.1f} % | "
-                f"{100 * run[f'{tier}_rate']:.1f} % | {hour / 1e12:.1f} TB | {_drive_writes(run)} |"
-            )
-    return "\n".join(lines)
-
-
-def _drive_writes(run: Figures) -> str:
-    return f"{run['drive_writes_a_day']:.0f}" if "drive_writes_a_day" in run else "–"
-
-
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "peers": peers,
     "bandwidth": bandwidth,
@@ -542,8 +539,12 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "traces-cost": traces_cost,
     "histograms-cost": histograms_cost,
     "blend": blend,
-    "disk-worth": disk_worth,
+    "disk-worth": lambda results: tier_figures.disk_worth(results.figures("disk_worth")),
     "sharing": lambda results: sharing_tables(results.figures("sharing")),
+    "tier-disk": lambda results: tier_figures.disk(results.figures("tier_disk")),
+    "tier-objects": lambda results: tier_figures.objects(results.figures("tier_objects")),
+    "codecs": lambda results: tier_figures.codecs(results.figures("codecs")),
+    "tier-stall": lambda results: tier_figures.stall(results.figures("tier_stall")),
 }
 
 
