@@ -14,12 +14,12 @@ import pytest
 
 from scripts.vllm_versions import SourceTree, compare, installed, version_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+SECONDS = 900.0  # for some 250 unit tests and the import of vLLM, on a loaded machine
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(SECONDS)]
 
 ROOT = Path(__file__).parent.parent.parent
 SITE = ROOT / ".venv-vllm-next" / "site"
 UNITS = ("tests/unit/connector/vllm", "tests/unit/connector/offloading")
-SECONDS = 900.0  # for some 200 unit tests and the import of vLLM, on a loaded machine
 
 
 @pytest.fixture(scope="module", autouse=True)
