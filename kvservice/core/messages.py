@@ -86,6 +86,10 @@ class Hints:
     reuse_seconds: float = 0.0  # expected until the next use; 0 = not said
     last_turn: bool = False  # nobody continues this prompt
 
+    @property
+    def says_something(self) -> bool:
+        return self != NO_HINTS
+
 
 NO_HINTS = Hints()
 

@@ -463,7 +463,7 @@ class ShardState:
             self._answers.refuse(event.op, now)
             return
         attached.seconds_per_block = request.recompute_seconds_per_block or attached.seconds_per_block
-        request = self._hinted.asked(request)
+        request = self._hinted.asked(request) if request.hints.says_something else request
         if handoff is None:
             self._admission.on_acquire(event.op, attached.account, request.keys)
         if attached.spec.window_groups:

@@ -263,7 +263,7 @@ def decode_acquire(message: shard_pb2.AcquireRequest) -> AcquireRequest:
 
 def encode_hints(hints: Hints) -> shard_pb2.Hints | None:
     """None for none, so that requests without hints are as short as they were."""
-    if hints is NO_HINTS or hints == NO_HINTS:
+    if not hints.says_something:
         return None
     return shard_pb2.Hints(
         pin_seconds=hints.pin_seconds,

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from kvservice.core.acquire.holds import HOLD_SECONDS_MAX, Holds
 from kvservice.core.context import ShardContext
-from kvservice.core.messages import NO_HINTS, AcquireRequest, Hints
+from kvservice.core.messages import AcquireRequest, Hints
 from kvservice.core.store.blocks import Block
 from kvservice.units import SlotIndex
 
 
 class Hinted:
-    """Call `asked` for every Acquire and `promised` for its blocks, `stored` for blocks that were sealed."""
+    """Call `asked` for each Acquire that hints something, `promised` for its blocks, `stored` for sealed blocks."""
 
     def __init__(self, shard: ShardContext, holds: Holds) -> None:
         self._shard = shard
@@ -27,8 +27,6 @@ class Hinted:
     def asked(self, request: AcquireRequest) -> AcquireRequest:
         """Count what is hinted. Returns the request as it is performed."""
         hints = request.hints
-        if hints == NO_HINTS:
-            return request
         said = {
             "pin": hints.pin_seconds,
             "prefetch": hints.prefetch,
