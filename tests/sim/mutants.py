@@ -254,15 +254,15 @@ MUTANTS = (
     Mutant(
         "an answer that comes too late is given back",
         SCHEDULER,
-        "                self._end_lease(answer.attachment, result.lease_id)  # too late",
-        "                #",
+        "            self._end_lease(answer.attachment, result.lease_id)  # too late",
+        "            #",
         seed=140,
     ),
     Mutant(
         "nothing is promised beyond what is leased",
         SCHEDULER,
-        "        end = min(request.promised_end, total_tokens // self._block_tokens)\n",
-        "        end = min(request.promised_end, total_tokens // self._block_tokens) + bool(request.result.blocks)\n",
+        "min(request.promised_end, total_tokens // self._block_tokens))\n",
+        "min(request.promised_end, total_tokens // self._block_tokens)) + bool(request.result.blocks)\n",
         seed=3,
     ),
     Mutant(
