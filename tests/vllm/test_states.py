@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,12 @@ class Engine:
         return found
 
 
-@pytest.fixture(scope="module", params=MODELS)
+def slow_beside(gate: str, names: Iterable[str]) -> list[Any]:
+    """The models as parameters; the gate plays one of them, because each starts an engine."""
+    return [pytest.param(name, marks=() if name == gate else pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(scope="module", params=slow_beside("qwen3_next", MODELS))
 def model(
     request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
@@ -206,7 +211,7 @@ def test_engines_own_hit_is_extended_by_states(start: Callable[[str], Engine]) -
     assert found[0]["cached_tokens"] == 3 * block
 
 
-@pytest.mark.parametrize("model", ["granite4", "qwen3_next"], indirect=True, scope="module")
+@pytest.mark.parametrize("model", slow_beside("qwen3_next", ["granite4", "qwen3_next"]), indirect=True, scope="module")
 def test_states_are_read_from_another_node(start: Callable[[str], Engine]) -> None:
     near, far = start("n0"), start("n1")
     prompt = ids(2 * near.block + 50, 17)
