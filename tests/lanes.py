@@ -1,9 +1,10 @@
 """`python -m tests.lanes [--all] [pytest's options]`: the suite, in lanes that run side by side or one after the other.
 
 More than half of the time of the tests without an engine is waiting, for a lease to end or for Ray to restart an actor,
-so three lanes run together: what computes, what starts processes of the service, and what starts Ray. Engines come
-after them, alone, because what computes beside an engine starves its heartbeats. The simulator computes all the while
-in the time that nobody else wants. Leftovers are looked for once, at the end of all lanes.
+so three lanes run together: what computes, what starts processes of the service, and what starts Ray. Ray's is short,
+so a second lane of processes of the service begins when it has ended. Engines come after them, alone, because what
+computes beside an engine starves its heartbeats. The simulator computes all the while in the time that nobody else
+wants. Leftovers are looked for once, at the end of all lanes.
 
 Without `--all`, tests marked `slow` are left out and the simulator plays fewer schedules: that is the gate, of at most
 20 minutes on two cores.
@@ -63,7 +64,8 @@ UNITS = Lane(
     ("conformance", "contract", "fuzz", "golden", "gpu", "packaging", "property", "serve", "tidy", "unit"),
     ("nice", "-n", "3"),
 )
-SERVICE = Lane("service", NO_CLUSTER, ("browser", "faults", "helm", "integration", "journeys", "stand_in_driver"))
+SERVICE = Lane("service", NO_CLUSTER, ("browser", "integration", "journeys"))
+FAULTS = Lane("faults", NO_CLUSTER, ("faults", "helm", "stand_in_driver"))
 RAY = Lane(
     "ray",
     "(ray or netns) and not vllm and not sglang and not sim",
@@ -75,7 +77,7 @@ ENGINES = Lane(
     "(vllm or sglang) and not sim",
     ("faults", "gpu", "journeys", "netns", "packaging", "ray", "serve", "sglang", "vllm"),
 )
-LANES = (UNITS, SERVICE, RAY, SIMULATOR, ENGINES)
+LANES = (UNITS, SERVICE, FAULTS, RAY, SIMULATOR, ENGINES)
 GOOD = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # nothing is selected e.g. by -k
 
 
@@ -89,7 +91,7 @@ def main(options: list[str]) -> int:
         environment.setdefault("KVSERVICE_TEST_SIM_SCHEDULES", GATE_SCHEDULES)
         left_out = ("slow",)
         lanes = tuple(Lane(lane.name, f"({lane.markers}) and not slow", lane.folders, lane.command) for lane in LANES)
-    units, service, ray, simulator, engines = lanes
+    units, service, faults, ray, simulator, engines = lanes
     shutil.rmtree(REPORTS, ignore_errors=True)
     before = segments()
     started = time.monotonic()
@@ -112,7 +114,9 @@ def main(options: list[str]) -> int:
         try:
             for lane in (simulator, ray, units, service):
                 start(lane)
-            for lane in (units, service, ray):
+            finish(ray)
+            start(faults)
+            for lane in (units, service, faults):
                 finish(lane)
             if pytest.ExitCode.INTERRUPTED not in codes.values():  # Ctrl-C reaches each pytest by itself
                 start(engines)
