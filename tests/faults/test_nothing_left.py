@@ -246,15 +246,15 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_embedded_pool_leaves_nothing_however_it_ends(number: signal.Signals) -> None:
-    """Other tests start services in /dev/shm meanwhile: what is measured counts only when nobody's files changed."""
+    """Other tests use /dev/shm meanwhile, and pools without a name cannot be seen there. So one round of many must show
+    it; an engine that leaves its memory does so in each of them."""
+    seen = []
     for _ in range(20):
-        files = set(DEV_SHM.iterdir())
         held, left = memory_of_an_engine_that_ends(number)
-        if set(DEV_SHM.iterdir()) == files:
-            assert held > 32 * MiB
-            assert left < MiB
+        if held > 32 * MiB and left < MiB:
             return
-    pytest.fail("the files in /dev/shm changed in each of 20 rounds")
+        seen.append(f"{held / MiB:.0f} MiB held, {left / MiB:.0f} left")
+    pytest.fail("; ".join(seen))
 
 
 def memory_of_an_engine_that_ends(number: signal.Signals) -> tuple[int, int]:

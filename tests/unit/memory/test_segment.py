@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -218,15 +219,25 @@ def test_segment_with_holes_is_not_adopted(path: Path) -> None:
     segment.close()
 
 
+def is_held(found: os.stat_result) -> bool:
+    """Whether this process maps this file or has it open."""
+    mapped = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()}
+    opened = set[tuple[int, int]]()
+    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208  only names are wanted
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+            one = os.fstat(int(descriptor))
+            opened.add((one.st_dev, one.st_ino))
+    return str(found.st_ino) in mapped or (found.st_dev, found.st_ino) in opened
+
+
 @pytest.mark.processes
 def test_nameless_memory_goes_with_its_last_mapping(tmp_path: Path) -> None:
     """It is attached through its process."""
     directory = Path("/dev/shm")
-    before, free = set(directory.iterdir()), os.statvfs(directory).f_bavail
     segment = Segment.nameless(directory, GEOMETRY, "node")
-    assert set(directory.iterdir()) == before
-    taken = (free - os.statvfs(directory).f_bavail) * os.statvfs(directory).f_frsize
-    assert taken >= GEOMETRY.segment_bytes, "reserved at once, as with a name"
+    found = segment.path.stat()
+    assert found.st_nlink == 0 and found.st_dev == directory.stat().st_dev
+    assert found.st_blocks * 512 >= GEOMETRY.segment_bytes, "reserved at once, as with a name"
     code = (
         "import sys; from pathlib import Path; from kvservice.core.segment.geometry import Geometry;"
         "from kvservice.memory.segment import Segment;"
@@ -240,8 +251,9 @@ def test_nameless_memory_goes_with_its_last_mapping(tmp_path: Path) -> None:
     engine = Segment.attach(segment.path, GEOMETRY)
     segment.close()
     assert bytes(engine.buffer[-4:]) == b"mine"
+    assert is_held(found)
     engine.close()
-    assert os.statvfs(directory).f_bavail >= free - 16
+    assert not is_held(found), "the kernel frees it then"
 
 
 def test_path_of_a_process_that_is_gone_says_what_workers_need() -> None:
