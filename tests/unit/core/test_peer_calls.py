@@ -7,7 +7,7 @@ import pytest
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.messages import TakeOverItem
-from kvservice.errors import InvalidRequest
+from kvservice.errors import InvalidRequest, Unavailable
 from kvservice.testing.builders import SMALL, CoreHarness, make_chain, make_holder
 from kvservice.units import BootEpoch, HandoffId, NodeId, SpanRoute
 
@@ -43,3 +43,13 @@ def test_a_shard_takes_no_blocks_from_itself() -> None:
     items = (TakeOverItem(CHAIN[0], None, 0, SpanRoute(1), 1.0),)
     event = ev.PeerTakeOver(shard.next_op(), BootEpoch(1), make_holder("here"), SMALL, items, 1.0)
     assert "or an offer to oneself" in refusal(shard, event).message
+
+
+def test_a_shard_that_leaves_lets_nobody_wait_for_it() -> None:
+    shard = CoreHarness()
+    shard.send(ev.Drain(timeout_seconds=1.0))
+    shard.advance(2.0)
+    event = ev.PeerFollow(shard.next_op(), READER, BootEpoch(1), HandoffId(bytes(range(16))), CHAIN, 1.0)
+    shard.send(event)
+    answer = shard.answers[event.op]
+    assert isinstance(answer, act.Refuse) and isinstance(answer.error, Unavailable)
