@@ -1,20 +1,25 @@
-"""CacheShard: one per node. Ray restarts it when its process dies; the new process adopts the blocks of the old one."""
+"""CacheShard: one per node. Ray restarts it when its process dies; the new process adopts the blocks of the old one.
+
+What a shard is made of is imported where it runs: the processes that only place shards start sooner without.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvservice.actors.hosting import HostedServer
-from kvservice.actors.leftovers import remove_leftovers
-from kvservice.observe import tracing
-from kvservice.observe.endpoint import serve_endpoint
-from kvservice.observe.metrics import ShardCollector
-from kvservice.shard.server import ShardServer, ShardServerConfig
+import ray
+
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.units import NodeId
+
+LOOKUPS_SECONDS = 10.0  # for lookup partitions that start at the same time; then the shard starts without them
+LOOK_SECONDS = 0.05  # between two looks whether they listen; one look is a connection
 
 
 class CacheShard:
@@ -23,6 +28,13 @@ class CacheShard:
     def __init__(self, config: ShardServerConfig, alive: list[NodeId], metrics_port: int) -> None:
         """`alive` names all nodes of the cluster; files that other nodes left on this machine are removed.
         `metrics_port` 0 means that no metrics are served."""
+        from kvservice.actors.hosting import HostedServer
+        from kvservice.actors.leftovers import remove_leftovers
+        from kvservice.observe import tracing
+        from kvservice.observe.endpoint import serve_endpoint
+        from kvservice.observe.metrics import ShardCollector
+        from kvservice.shard.server import ShardServer
+
         service, root = config.settings.service, config.settings.runtime_root
         remove_leftovers(service, [*alive, config.node_id], root)
         tracing.start(config.settings.traces, "kvservice-shard", node=config.node_id, service=service)
@@ -53,6 +65,11 @@ class CacheShard:
         self._hosted.call(begin())
 
     async def _start(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray says so of its own use of itself
+            is_first = not ray.get_runtime_context().was_current_actor_reconstructed
+        if is_first:
+            await _listening(self._config.lookup_addresses)
         await self._server.start()
         self._leaver = asyncio.get_running_loop().create_task(self._end_when_left())
 
@@ -73,9 +90,37 @@ class CacheShard:
         """Leave the directory, finish the calls under way, and remove every file, also those of nodes of this machine
         that are gone; with `keep_blocks` not those of the disk tier. Returns the id of this process, which is about to
         end."""
+        from kvservice.actors.leftovers import remove_leftovers
+        from kvservice.observe import tracing
+
         self._end_metrics()
         self._hosted.close(self._server.stop(leaving=True, forget_disk=not keep_blocks))
         tracing.stop()
         settings = self._config.settings
         remove_leftovers(settings.service, [], settings.runtime_root)
         return os.getpid()
+
+
+async def _listening(addresses: Sequence[str]) -> None:
+    """Wait until all of these listen: a shard asks them at its start what was cleared while its node was away."""
+    from kvservice.aio import within
+
+    async def look(address: str) -> None:
+        while True:
+            try:
+                if address.startswith("unix:"):
+                    _, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
+                else:
+                    host, _, port = address.removeprefix("dns:///").rpartition(":")
+                    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            except OSError:
+                await asyncio.sleep(LOOK_SECONDS)
+            else:
+                writer.close()
+                return
+
+    async def look_at_all() -> None:
+        await asyncio.gather(*map(look, addresses))
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await within(LOOKUPS_SECONDS, look_at_all())

@@ -28,7 +28,7 @@ log = logging.getLogger("kvservice.actors")
 UP_SECONDS = 180.0
 # For one part to stop. A part that takes longer is killed, and the next `up` or `down` removes its files.
 STOP_SECONDS = 20.0
-POLL_SECONDS = 0.5  # Between two questions. Short beside a start of seconds, long beside a call of milliseconds.
+POLL_SECONDS = 0.1  # Between two questions. Short beside a start of seconds, long beside a call of milliseconds.
 CONNECT_SECONDS = 3.0  # For a TCP connection to the cluster's port. Ray itself would go on trying for minutes.
 # If one problem stays this long and nothing is starting any more, waiting ends: the supervisor has looked about six
 # times.

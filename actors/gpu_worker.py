@@ -10,15 +10,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from kvservice.copying.worker.devices import device_named
-from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.errors import KVServiceError
-from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
-from kvservice.observe.endpoint import serve_endpoint
+
+if TYPE_CHECKING:
+    from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 
 log = logging.getLogger("kvservice.actors")
 
@@ -58,6 +57,11 @@ class GpuWorker:
         return os.getpid()
 
     def _ensure_started(self) -> CopyWorker:
+        from kvservice.copying.worker.devices import device_named
+        from kvservice.copying.worker.server import CopyWorker
+        from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
+        from kvservice.observe.endpoint import serve_endpoint
+
         with self._lock:
             if self._server is None:
                 server = CopyWorker(self._config, device_named(self._device))

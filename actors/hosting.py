@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from kvservice.errors import KVServiceError, Unavailable
+from kvservice.garbage import keep_tables
 from kvservice.observe import logs
 from kvservice.observe.endpoint import ANSWER_SECONDS
 
@@ -48,6 +49,7 @@ class HostedServer:
         with self._lock:
             if not self._started:
                 self.call(self._start(), START_SECONDS)
+                keep_tables()  # the process is the actor's alone
                 self._started = True
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float = CALL_SECONDS) -> T:

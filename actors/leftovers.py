@@ -21,7 +21,7 @@ from kvservice.discovery import (
 from kvservice.lookup.mirror_file import MIRROR_SUFFIX
 from kvservice.memory.segment import remove_stale, segment_path
 from kvservice.private_files import is_listening
-from kvservice.shard.server import DEV_SHM
+from kvservice.shard.server_config import DEV_SHM
 from kvservice.units import NodeId
 
 _RAY_NODE = re.compile(r"[0-9a-f]{12}")

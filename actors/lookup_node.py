@@ -1,5 +1,8 @@
 """LookupNode: hosts one lookup partition. Its port is fixed, so that clients find it at the same address after a
-restart."""
+restart.
+
+What a lookup partition is made of is imported where it runs, see actors.cache_shard.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-
-from kvservice.actors.hosting import HostedServer
-from kvservice.core.directory.membership import patience
-from kvservice.lookup.server import LookupServer
-from kvservice.observe import tracing
-from kvservice.observe.endpoint import serve_endpoint
-from kvservice.observe.lookup_metrics import LookupCollector
 
 
 class LookupNode:
@@ -35,6 +31,13 @@ class LookupNode:
         metrics_port: int = 0,
     ) -> None:
         """`metrics_port` 0 means that no metrics are served."""
+        from kvservice.actors.hosting import HostedServer
+        from kvservice.core.directory.membership import patience
+        from kvservice.lookup.server import LookupServer
+        from kvservice.observe import tracing
+        from kvservice.observe.endpoint import serve_endpoint
+        from kvservice.observe.lookup_metrics import LookupCollector
+
         tracing.start(traces, "kvservice-lookup", service=service)
         self._address = address
         self._partition = partition
@@ -64,6 +67,8 @@ class LookupNode:
         return {"partition": self._partition, "address": self._address, "ray_node": node, "pid": os.getpid()}
 
     def stop(self) -> int:
+        from kvservice.observe import tracing
+
         self._end_metrics()
         self._hosted.close(self._server.stop())
         tracing.stop()

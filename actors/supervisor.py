@@ -24,13 +24,12 @@ from kvservice.actors.draining import draining_nodes
 from kvservice.actors.gpu_worker import GpuWorker
 from kvservice.actors.lookup_node import LookupNode
 from kvservice.config import COPY_WORKERS_MAX, ServiceConfig
-from kvservice.copying.device import HOST
-from kvservice.copying.worker.server import CopyWorkerConfig
 from kvservice.core.bounded_table import NODES_MAX
 from kvservice.discovery import lookup_address
 from kvservice.errors import KVServiceError
+from kvservice.garbage import keep_tables
 from kvservice.observe.failpoints import failpoint
-from kvservice.shard.server import ShardServerConfig
+from kvservice.shard.server_config import ShardServerConfig
 
 log = logging.getLogger("kvservice.actors")
 
@@ -59,6 +58,7 @@ class _Part:
     running: bool = False
     silent_rounds: int = 0  # rounds without an answer, in a row
     dead: bool = False  # Ray gave the actor up: place it again
+    address: str = ""  # of a lookup partition that this supervisor placed anew; "" = it will say it
     leaving: int | None = None  # the epoch of a shard that was told that Ray takes its node away
     told: tuple[object, ...] = ()  # what the shard was last told: (epoch, lookup addresses)
 
@@ -80,6 +80,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="kvservice-supervisor", daemon=True)
         self._thread.start()
+        keep_tables()  # the process is the actor's alone
 
     def config(self) -> dict[str, Any]:
         return self._config.model_dump()
@@ -129,8 +130,10 @@ class Supervisor:
             if nodes:
                 draining = draining_nodes()
                 staying = {node: host for node, host in nodes.items() if node not in draining}
-                self._keep_lookups(staying or nodes)
-                self._keep_shards(with_shard(staying, self._config), sorted(nodes))
+                self._place_lookups(staying or nodes)
+                self._place_shards(with_shard(staying, self._config), sorted(nodes))
+                self._ask_lookups()
+                self._ask_shards()
                 self._drain_shards(draining)
                 self._keep_copy_workers(nodes)
             self._problems.pop("ray", None)
@@ -152,7 +155,7 @@ class Supervisor:
         self._problems.pop(part.what, None)
         return False
 
-    def _keep_lookups(self, nodes: dict[str, str]) -> None:
+    def _place_lookups(self, nodes: dict[str, str]) -> None:
         for partition in range(self._config.lookup_partitions):
             if partition in self._lookups:
                 continue
@@ -183,8 +186,12 @@ class Supervisor:
                 config.service,
                 config.metrics_port and config.metrics_port + 1 + COPY_WORKERS_MAX + partition,
             )
+            is_new = not self._exists(names.lookup(partition))
             handle = self._place(LookupNode, ray_node, names.lookup(partition), arguments)
-            self._lookups[partition] = _Part(f"lookup partition {partition}", handle, ray_node)
+            part = _Part(f"lookup partition {partition}", handle, ray_node, address=address if is_new else "")
+            self._lookups[partition] = part
+
+    def _ask_lookups(self) -> None:
         self._ask(self._lookups.values())
         for part in self._lookups.values():
             # An actor that was found by its name may wait for ever for a node that went while no supervisor ran.
@@ -193,9 +200,10 @@ class Supervisor:
                 "ray_node", part.ray_node
             )  # an earlier supervisor may have placed it elsewhere
 
-    def _keep_shards(self, nodes: dict[str, str], cluster: Sequence[str]) -> None:
-        addresses = [part.answer["address"] for _, part in sorted(self._lookups.items()) if part.answer]
-        if len(addresses) < self._config.lookup_partitions:
+    def _place_shards(self, nodes: dict[str, str], cluster: Sequence[str]) -> None:
+        """Place shards, also while lookup partitions start: a shard waits for them when its process is there."""
+        addresses = [part.answer.get("address") or part.address for _, part in sorted(self._lookups.items())]
+        if not all(addresses):
             return
         alive = [names.node_id(ray_node) for ray_node in cluster]
         for ray_node, host in nodes.items():
@@ -204,7 +212,12 @@ class Supervisor:
                 arguments = (self._shard_config(node, host, addresses), alive, self._config.metrics_port)
                 handle = self._place(CacheShard, ray_node, names.shard(node), arguments)
                 self._shards[ray_node] = _Part(f"shard {node} on {host}", handle, ray_node)
+
+    def _ask_shards(self) -> None:
         self._ask(self._shards.values())
+        addresses = [part.answer["address"] for _, part in sorted(self._lookups.items()) if part.answer]
+        if len(addresses) < self._config.lookup_partitions:
+            return
         for part in self._shards.values():
             # A shard that Ray restarted begins with the addresses of its first start.
             told = (part.answer.get("epoch"), *addresses)
@@ -228,6 +241,8 @@ class Supervisor:
     def _keep_copy_workers(self, nodes: dict[str, str]) -> None:
         if self._config.copy_workers == "off":
             return
+        from kvservice.copying.worker.server import CopyWorkerConfig
+
         gpus = _gpus_of_nodes()
         for ray_node, host in nodes.items():
             if ray_node not in self._shards or not self._shards[ray_node].answer:
@@ -301,6 +316,14 @@ class Supervisor:
         }
         return ray.remote(kind).options(**options).remote(*arguments)
 
+    def _exists(self, name: str) -> bool:
+        """Whether there is an actor of this name already, which an earlier supervisor has placed."""
+        try:
+            ray.get_actor(name, namespace=names.namespace(self._config.service))
+        except ValueError:
+            return False
+        return True
+
     def _shard_config(self, node: Any, host: str, addresses: list[str]) -> ShardServerConfig:
         return ShardServerConfig(self._config, node, tuple(addresses), peer_host=host)
 
@@ -346,6 +369,8 @@ def copy_worker_devices(setting: str, gpus: int) -> list[str]:
     and the setting is a number."""
     if setting == "off":
         return []
+    from kvservice.copying.device import HOST
+
     count = gpus if setting == "auto" else min(int(setting), max(gpus, 1))
     return [str(index) if gpus else HOST for index in range(count)]
 

@@ -17,6 +17,7 @@ class Breaker:
     failures: int = 0
     open_until: float = 0.0
     open_seconds_max: float = OPEN_SECONDS_MAX
+    failures_to_open: int = FAILURES_TO_OPEN
 
     def allows(self, now: float) -> bool:
         return now >= self.open_until
@@ -26,7 +27,7 @@ class Breaker:
         `trial_seconds`, until one has succeeded."""
         if not self.allows(now):
             return False
-        if self.failures >= FAILURES_TO_OPEN:
+        if self.failures >= self.failures_to_open:
             self.open_until = now + trial_seconds
         return True
 
@@ -35,8 +36,9 @@ class Breaker:
         self.open_until = 0.0
 
     def failed(self, now: float) -> None:
-        """Count a failure. After three in a row the breaker opens, for a time that doubles with each further one."""
+        """Count a failure. After so many in a row the breaker opens, for a time that doubles with each further one."""
         self.failures += 1
-        if self.failures >= FAILURES_TO_OPEN:
-            seconds = OPEN_SECONDS_FIRST * 2 ** min(self.failures - FAILURES_TO_OPEN, 16)  # a float holds no 2 ** 1024
+        if self.failures >= self.failures_to_open:
+            doubled = min(self.failures - self.failures_to_open, 16)  # a float holds no 2 ** 1024
+            seconds = OPEN_SECONDS_FIRST * 2**doubled
             self.open_until = now + min(seconds, self.open_seconds_max)

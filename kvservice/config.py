@@ -368,8 +368,9 @@ class ServiceConfig(Settings):
     sent."""
 
     transport: Annotated[Literal["auto", "nixl", "shm"], Shown(chart="cache.transport")] = "auto"
-    """How bytes move between nodes. nixl uses RDMA, shared memory or TCP. shm connects shards of one machine. auto
-    takes shm for a service on loopback, else NIXL where it is installed."""
+    """How a node reads the blocks of others. shm maps the memory of shards of the same machine and user, and reads no
+    others. nixl reads all by NIXL: RDMA, shared memory or TCP. auto maps what it can and reads the rest by NIXL where
+    that is installed; a service on loopback needs no NIXL."""
 
     lookup_partitions: Annotated[Count, Field(ge=1, le=LOOKUP_PARTITIONS_MAX), Shown(chart="lookup.partitions")] = 2
     """Parts of the directory. Losing one of two loses half of the remote hits and nothing else. More parts spread the

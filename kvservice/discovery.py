@@ -2,8 +2,8 @@
 
     <runtime root>/<service>/<node id>/shard.json    {"service", "node_id", "socket", "peer_address", "pid", "epoch",
                                                      "lookup_addresses", "tls_dir", "log"}
-    <runtime root>/<service>/<node id>/shard.sock    Unix socket for the engines
-    <runtime root>/<service>/<node id>/peer.sock     Unix socket for the other shards, on one machine without TLS
+    <runtime root>/<service>/<node id>/shard.sock    Unix socket for the engines: frames, see wire/frames.py
+    <runtime root>/<service>/<node id>/rpc.sock      Unix socket for gRPC: commands; without TLS the other shards, too
     <runtime root>/<service>/lookup-<i>.sock         Unix socket of lookup partition i, on one machine without TLS
     <runtime root>/<service>/<node id>/secret        32 bytes that identify the node to others; only its shards read it
     <runtime root>/<service>/<node id>/epoch         the boot epoch of the node's last shard, in decimal digits
@@ -36,14 +36,14 @@ from kvservice.units import BootEpoch, NodeId
 ROOTS_RUNTIME = Path("/run/kvservice")
 RECORD_NAME = "shard.json"
 SOCKET_NAME = "shard.sock"
-PEER_SOCKET_NAME = "peer.sock"
+RPC_SOCKET_NAME = "rpc.sock"
 MIRROR_NAME = "mirror"  # symbolic link to the mirror of the directory, in shared memory
 SECRET_NAME = "secret"
 EPOCH_NAME = "epoch"
 MARKS_NAME = "marks"  # what was cleared
 OWN_NAMES = (
     SOCKET_NAME,
-    PEER_SOCKET_NAME,
+    RPC_SOCKET_NAME,
     SECRET_NAME,
     EPOCH_NAME,
     MARKS_NAME,
@@ -64,13 +64,18 @@ class ShardRecord:
 
     service: str
     node_id: NodeId
-    socket: str  # path of the Unix socket
+    socket: str  # path of the Unix socket for engines
     peer_address: str  # gRPC target: host:port, or unix:<path>
     pid: int
     epoch: BootEpoch
     lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup partition, in partition order
     tls_dir: str = ""  # the directory of the shard's certificate; empty = the service has no TLS
     log: str = ""  # the file that has the shard's logs; empty = they go to a terminal, a pipe or a journal
+
+    @property
+    def rpc_address(self) -> str:
+        """Where commands of this machine call the shard."""
+        return f"unix:{Path(self.socket).with_name(RPC_SOCKET_NAME)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +119,10 @@ def shard_socket(service: str, node_id: NodeId, runtime_root: Path | None = None
     return _socket(node_directory(service, node_id, runtime_root) / SOCKET_NAME)
 
 
-def peer_socket(service: str, node_id: NodeId, runtime_root: Path | None = None) -> str:
-    """Where the other shards of this machine reach this one, when the service has no TLS. Raises ConfigError."""
-    return _socket(node_directory(service, node_id, runtime_root) / PEER_SOCKET_NAME)
+def rpc_socket(service: str, node_id: NodeId, runtime_root: Path | None = None) -> str:
+    """Where the commands of this machine reach a shard, and when the service has no TLS its other shards. Raises
+    ConfigError when the path is too long."""
+    return _socket(node_directory(service, node_id, runtime_root) / RPC_SOCKET_NAME)
 
 
 def lookup_socket(service: str, partition: int, runtime_root: Path | None = None) -> str:

@@ -14,6 +14,7 @@ import socket
 import stat
 import struct
 from pathlib import Path
+from typing import Protocol
 
 from kvservice.errors import ConfigError
 
@@ -127,11 +128,22 @@ def is_listening(path: str) -> bool:
     return True
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """The user of the process at the other end of a Unix socket. On a socket we connected: who called listen()."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(credentials)[1]
-    return uid
+class AnySocket(Protocol):
+    """A socket, or what asyncio gives of one."""
+
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes: ...
+
+
+def peer_credentials(connection: AnySocket) -> tuple[int, int]:
+    """(process id, user) at the other end of a Unix socket, as the kernel knows them. On a socket we connected: of who
+    called listen(). The id is 0 for a process in another pid namespace."""
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def peer_uid(connection: AnySocket) -> int:
+    """The user of the process at the other end of a Unix socket."""
+    return peer_credentials(connection)[1]
 
 
 def _walk(path: Path, *, make: bool) -> Path:

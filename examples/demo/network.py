@@ -37,8 +37,12 @@ class Crossing:
     reason: str  # there is none
 
     @property
+    def way(self) -> str:
+        return " or ".join(TRANSPORTS[way] for way in self.transport.split("+"))
+
+    @property
     def how(self) -> str:
-        words = TRANSPORTS[self.transport]
+        words = self.way
         return words if self.link_bytes is None else f"{words} over a network between two namespaces"
 
     @property

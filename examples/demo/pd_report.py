@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from examples.demo.network import TRANSPORTS, Crossing
+from examples.demo.network import Crossing
 
 SEALED, PULLED, MARK = "#c44e52", "#4c72b0", "#555555"
 
@@ -55,7 +55,7 @@ def show(found: list[HandedOff], crossing: Crossing, console: Console) -> None:
     table = Table(title=title, title_justify="left", caption=crossing.sentence, caption_justify="left")
     for column in ("prompt", "tokens", "prefill done", "decode's first token", "hand-off", "recomputed"):
         table.add_column(column, justify="right")
-    blocks = f"blocks by {TRANSPORTS[crossing.transport]}"
+    blocks = f"blocks by {crossing.way}"
     for column in (blocks, "of these while prefill ran", "one engine alone", "same tokens"):
         table.add_column(column, justify="right")
     for one in found:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from examples.demo.network import Crossing, why_not
-from examples.demo.remote_hit_report import Row, save, show_gain, show_table, show_transfers
+from examples.demo.remote_hit_report import CACHE_OFF, Row, are_equal, save, show_gain, show_table, show_transfers
 from examples.demo.stage import (
     SERVICE,
     Steps,
@@ -45,7 +45,7 @@ def run(model: str | None, out: Path, question_count: int) -> None:
     show_table(rows, crossing.sentence, console)
     show_gain(rows, console)
     show_transfers(nodes, console)
-    equal = _compare(rows, console)
+    equal = are_equal(rows, console)
     for path in save(rows, nodes, crossing, out):
         console.print(f"saved {path}")
     console.print(f"took {time.perf_counter() - started:.0f} s")
@@ -96,23 +96,9 @@ def _measure(
             wait_ready(plain)
             for number in range(1, len(questions) + 1):
                 _forget(plain)
-                ask("B, cache off", plain, number, with_cache=False)
+                ask(CACHE_OFF, plain, number, with_cache=False)
         steps.begin("stopping")
     return rows, nodes, crossing
-
-
-def _compare(rows: list[Row], console: Console) -> bool:
-    """Whether every answer of B equals its answer without the cache."""
-    wanted = {row.question: row for row in rows if row.kind == "recompute"}
-    answers = [row for row in rows if row.replica.startswith("B") and row.kind != "recompute"]
-    different = [row for row in answers if row.token_ids != wanted[row.question].token_ids]
-    for row in different:
-        console.print(
-            f"[red]different[/]: Q{row.question} {row.replica}: {row.text!r}, without: {wanted[row.question].text!r}"
-        )
-    if not different:
-        console.print(f"all {len(answers)} answers of B equal, token for token, what B says with the cache off")
-    return not different
 
 
 def _forget(replica: Any) -> None:

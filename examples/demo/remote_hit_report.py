@@ -14,6 +14,7 @@ from examples.demo.network import Crossing
 from kvservice.units import format_bytes
 
 KINDS = {"recompute": "#8c8c8c", "cold": "#c44e52", "engine": "#dd8452", "remote": "#4c72b0", "pool": "#55a868"}
+CACHE_OFF = "B, cache off"  # the replica whose answers the others are compared with
 SAVING = frozenset({"engine", "remote", "pool"})  # kinds that a speed-up makes sense for
 
 
@@ -102,6 +103,20 @@ def show_transfers(nodes: list[tuple[str, dict[str, Any]]], console: Console) ->
             f"gave {counters.get('peer_located_blocks', 0)} to its peer",
             highlight=False,
         )
+
+
+def are_equal(rows: list[Row], console: Console) -> bool:
+    """Whether every answer of B equals its answer without the cache. Says which does not."""
+    wanted = {row.question: row for row in rows if row.replica == CACHE_OFF}
+    answers = [row for row in rows if row.replica.startswith("B") and row.replica != CACHE_OFF]
+    different = [row for row in answers if row.token_ids != wanted[row.question].token_ids]
+    for row in different:
+        console.print(
+            f"[red]different[/]: Q{row.question} {row.replica}: {row.text!r}, without: {wanted[row.question].text!r}"
+        )
+    if not different:
+        console.print(f"all {len(answers)} answers of B equal, token for token, what B says with the cache off")
+    return not different
 
 
 def save(

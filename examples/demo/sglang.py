@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from examples.demo.network import Crossing, why_not
-from examples.demo.remote_hit_report import Row, save, show_gain, show_table, show_transfers
+from examples.demo.remote_hit_report import CACHE_OFF, Row, are_equal, save, show_gain, show_table, show_transfers
 from examples.demo.sglang_engine import PAGE_TOKENS, SITE
 from examples.demo.sglang_process import SGLangProcess
 from examples.demo.stage import (
@@ -51,7 +51,7 @@ def run(model: str | None, out: Path, question_count: int) -> None:
     show_table(rows, crossing.sentence, console)
     show_gain(rows, console)
     show_transfers(nodes, console)
-    equal = _compare(rows, console)
+    equal = are_equal(rows, console)
     for path in save(rows, nodes, crossing, out, name="sglang", title=TITLE):
         console.print(f"saved {path}")
     console.print(f"took {time.perf_counter() - started:.0f} s")
@@ -125,7 +125,7 @@ def _measure(
             plain.engine.ready()
             for number in numbers:
                 plain.engine.forget()
-                ask("B, cache off", plain, number, with_cache=False)
+                ask(CACHE_OFF, plain, number, with_cache=False)
         steps.begin("stopping")
     return rows, nodes, crossing
 
@@ -162,17 +162,3 @@ def _wait_for_pages(ray_node: str, count: int) -> None:
         if shard["counters"].get("blocks_sealed", 0) >= count:
             return
         time.sleep(0.2)
-
-
-def _compare(rows: list[Row], console: Console) -> bool:
-    """Whether every answer of B equals its answer without the cache."""
-    wanted = {row.question: row for row in rows if row.replica == "B, cache off"}
-    answers = [row for row in rows if row.replica.startswith("B") and row.replica != "B, cache off"]
-    different = [row for row in answers if row.token_ids != wanted[row.question].token_ids]
-    for row in different:
-        console.print(
-            f"[red]different[/]: Q{row.question} {row.replica}: {row.text!r}, without: {wanted[row.question].text!r}"
-        )
-    if not different:
-        console.print(f"all {len(answers)} answers of B equal, token for token, what B says with the cache off")
-    return not different

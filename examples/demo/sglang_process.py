@@ -3,9 +3,11 @@ and asks it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ E = TypeVar("E", bound="EngineProcess")
 START_SECONDS = 900.0  # a CPU takes half a minute when nothing else runs, and many when much does
 ANSWER_SECONDS = 600.0
 IDLE_SECONDS = 30.0
+LEFT_BEHIND = re.compile(r"(/dev/shm/(?:sglang_loads_|sem\.mp-)\S+)$", re.MULTILINE)
 END_SECONDS = 30.0
 
 
@@ -81,6 +84,7 @@ class EngineProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        held = shared_memory_of_session(self._process.pid)
         if self._process.stdin is not None:
             self._process.stdin.close()  # it ends with its input
         try:
@@ -89,6 +93,8 @@ class EngineProcess:
             pass
         finally:
             self._end()
+            for path in held:
+                path.unlink(missing_ok=True)
 
     def _end(self) -> None:
         """Kill what is left of its session: SGLang's own processes are in it."""
@@ -142,4 +148,14 @@ def processes_of_session(session: int) -> list[int]:
                 found.append(number)
         except (ProcessLookupError, PermissionError):
             continue
+    return found
+
+
+def shared_memory_of_session(session: int) -> set[Path]:
+    """Files in /dev/shm that processes of this session map and nobody removes: SGLang leaves those of its load figures,
+    and a process that is killed its semaphores."""
+    found: set[Path] = set()
+    for number in processes_of_session(session):
+        with contextlib.suppress(OSError):  # it has ended
+            found |= {Path(path) for path in LEFT_BEHIND.findall(Path(f"/proc/{number}/maps").read_text())}
     return found

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -238,7 +238,11 @@ def cache_service(step: Any, cluster: TwoNodes) -> Iterator[list[str]]:
     from kvservice.discovery import find_shards
 
     step("starting the cache service")
-    config = ServiceConfig(service=SERVICE, pool_bytes=POOL_BYTES, allow_plaintext=cluster.has_own_network)
+    # In one machine's memory the shards would map each other, beside the network.
+    way: Literal["auto", "nixl"] = "nixl" if cluster.has_own_network else "auto"
+    config = ServiceConfig(
+        service=SERVICE, pool_bytes=POOL_BYTES, allow_plaintext=cluster.has_own_network, transport=way
+    )
     handle = deploy.up(config)
     try:
         handle.wait_complete()

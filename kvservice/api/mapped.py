@@ -11,12 +11,12 @@ import numpy as np
 
 from kvservice.api.layout import Array, Layout
 from kvservice.core.messages import Attachment
-from kvservice.core.segment.digest import digest_payload
-from kvservice.core.segment.header import unpack_header
+from kvservice.core.segment.digest import copy_and_digest, digest_payload
+from kvservice.core.segment.header import has_digest
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved
 from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.liveness import hold
-from kvservice.memory.segment import Segment
+from kvservice.memory.segment import ENGINE_AHEAD_BYTES, Segment
 from kvservice.memory.window import ReadWindow
 from kvservice.units import BlockKey, SlotIndex
 
@@ -37,6 +37,7 @@ class MappedPool:
         except BaseException:
             self._segment.close()
             raise
+        self._segment.map_ahead(ENGINE_AHEAD_BYTES)
         self._lock = threading.Lock()
         self._users = 0
         self._closed = False
@@ -96,12 +97,16 @@ class MappedPool:
                 return False
             payload = self._segment.payload(ref.slot, size)
             source = np.frombuffer(payload, self._layout.numpy_type).reshape(self._layout.shape)
+            digest: int | None = None
             if callable(target):
                 target(source)
+            elif check_digest and _is_like(target, source):
+                digest = copy_and_digest(target.data.cast("B"), payload, key)
             else:
                 np.copyto(target, source, casting="no")
-            known = unpack_header(header)
-            is_sound = not check_digest or (known is not None and digest_payload(payload, key) == known.digest)
+            if check_digest and digest is None:
+                digest = digest_payload(payload, key)
+            is_sound = digest is None or has_digest(header, digest)
             return is_sound and self._segment.header_bytes(ref.slot) == header
         finally:
             self._used()
@@ -133,6 +138,12 @@ class MappedPool:
         if self._closed and not self._users:
             self._segment.close()
             self._held.release()
+
+
+def _is_like(target: Array, source: Array) -> bool:
+    """Whether a copy is one run of bytes."""
+    same = (target.dtype, target.shape) == (source.dtype, source.shape)
+    return same and target.flags.c_contiguous and target.flags.writeable
 
 
 class HeaderWatch:

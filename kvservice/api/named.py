@@ -20,6 +20,7 @@ from kvservice.api.pool_thread import PoolThread
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_key, route_of_head, term_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
 from kvservice.core.segment.refs import BlockRef
+from kvservice.memory.runs import in_one_pass
 from kvservice.session.options import PoolOptions
 from kvservice.units import BlockHash, BlockKey
 
@@ -170,7 +171,8 @@ class NamedBlocks:
         if promise is None:
             return False
         self._looked_at += 1
-        is_checked = self._verify == "full" or (self._verify == "sampled" and self._looked_at % SAMPLE_ONE_IN == 0)
+        is_next = in_one_pass() or self._looked_at % SAMPLE_ONE_IN == 0
+        is_checked = self._verify == "full" or (self._verify == "sampled" and is_next)
         return promise.mapped.read(promise.ref, promise.key, target, check_digest=is_checked)
 
     async def _put(self, names: Sequence[bytes], blocks: Sequence[Array], term: bytes) -> list[bool]:

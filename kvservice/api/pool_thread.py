@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import os
@@ -42,14 +43,13 @@ class PoolThread:
             self._open_embedded = embedded(options, plan_geometry(options.embedded_bytes()), self._node)
         self.loop = LoopThread()
         self._runtime: PoolRuntime | None = None
+        self._opening = asyncio.Lock()  # two programs that attach at once share one pool
         self.attached: list[AttachedModel | AttachedProgram] = []
         _open.add(self)
 
     async def open(self) -> None:
         """Open the embedded pool, or see that the shard listens. Raises Unavailable, SegmentError or ConfigError."""
-        if self._open_embedded is not None:
-            self._runtime = await self._open_embedded()
-        else:
+        if not await self._open_here():
             await (await open_service(self._options)).close()
 
     async def attach(
@@ -67,11 +67,19 @@ class PoolThread:
         """Attach a program that goes on without its pool, and is attached when the pool comes. Opens the embedded pool
         if there is to be one. Raises SegmentError or ConfigError for that, InvalidRequest."""
         made = AttachedProgram(self._open_pool, model, layout, fields, namespace)
-        if self._open_embedded is not None and self._runtime is None:
-            self._runtime = await self._open_embedded()
+        await self._open_here()
         self.attached.append(made)
         await made.begin()
         return made
+
+    async def _open_here(self) -> bool:
+        """Open the embedded pool once. False if there is to be none."""
+        if self._open_embedded is None:
+            return False
+        async with self._opening:
+            if self._runtime is None:
+                self._runtime = await self._open_embedded()
+        return True
 
     async def detach(self, attached: AttachedModel | AttachedProgram) -> None:
         await attached.close()

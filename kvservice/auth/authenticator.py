@@ -126,19 +126,19 @@ class Authenticator:
     def unbind(self, attachment: AttachmentId) -> None:
         self._bound.pop(attachment, None)
 
-    def check(self, connection: Connection, attachment: AttachmentId) -> None:
-        """Check that the attachment belongs to the caller's tenant.
+    def renew(self, attachment: AttachmentId, caller: Bearer | None) -> None:
+        """The engine has changed its token: the one that it attached with may be removed now.
 
-        Raises Unauthenticated, or NotAttached for another tenant's attachment: the same error as for an attachment that
-        does not exist.
+        Raises NotAttached for the token of another tenant: the attachment stays what it was.
         """
-        caller = self.caller(connection)
-        if caller is None:
-            return
         bound = self._bound.get(attachment)
-        if bound is None or bound.caller.tenant.name != caller.tenant.name:
-            raise NotAttached(f"attachment {attachment} is not known to this shard: attach again")
-        bound.caller = caller  # the engine may have changed its token; the one it attached with may be removed now
+        if caller is None or bound is None:
+            return
+        if bound.caller.tenant.name != caller.tenant.name:
+            raise NotAttached(
+                "this connection is attached for another tenant: attach again with a connection of its own"
+            )
+        bound.caller = caller
 
     def keys_for(self, caller: Bearer) -> tuple[bytes, bytes]:
         assert self._files is not None

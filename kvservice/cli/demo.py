@@ -73,7 +73,8 @@ async def _play(cluster: Any) -> None:
             fetched, milliseconds = await _hit(keys, payloads, *reader)
             stats = cluster.stats(there)
             moved = stats.counters.get("fetched_bytes", 0) - before
-            way = f"{format_bytes(moved)} from {here} by {TRANSPORTS[stats.transport]}" if moved else "nothing moved"
+            by = " or ".join(TRANSPORTS[way] for way in stats.transport.split("+"))
+            way = f"{format_bytes(moved)} from {here} by {by}" if moved else "nothing moved"
             _say(turn, f"{there} has the {BLOCKS} blocks in {milliseconds:.1f} ms, {way}; every byte is as stored")
             if (fetched, moved) != (wanted, wanted * BLOCK_BYTES):
                 raise KVServiceError(f"{wanted} blocks should have come from {here}")

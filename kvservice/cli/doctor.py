@@ -85,6 +85,7 @@ def run_checks() -> list[Check]:
         disk_tier,
         object_store,
         nixl,
+        copies,
         block_keys,
         engine_hash,
         clock,
@@ -325,6 +326,16 @@ def nixl() -> Iterator[Check]:
         yield Check("nixl", PROBLEM, f"no byte arrived. {detail} {found['error']}".rstrip(), advice)
         return
     yield Check("nixl", OK, detail)
+
+
+def copies() -> Iterator[Check]:
+    from kvservice.core.segment.digest import native
+
+    if native is None:
+        advice = "install with a C compiler, or run make native: every block is then verified as it is copied"
+        yield Check("copies", WARNING, "a copy and its digest are two passes over the bytes", advice)
+        return
+    yield Check("copies", OK, f"copied and digested in one pass, {native.levels()[-1]}")
 
 
 def block_keys() -> Iterator[Check]:

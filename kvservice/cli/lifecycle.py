@@ -29,6 +29,19 @@ LOOPBACK = "127.0.0.1"
 # For `ray start --head`, which takes seconds; on a busy machine tens of seconds. Then `up` fails and names the log.
 RAY_START_SECONDS = 60.0
 RAY_STOP_SECONDS = 30.0  # For a Ray that this command started to end. Then its processes are killed.
+# The command `ray` without the commands of Ray Serve: to import them takes a second where it is installed.
+_RAY = """import sys
+sys.path = [path for path in sys.path if path]  # without the folder that it is called in, as for the command
+sys.modules["ray.serve.scripts"] = None
+from ray.scripts.scripts import main
+main()"""
+_RAY_DEFAULTS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # by default its workers get the least of the processor, but engines wait for ours
+    # Ray's ten seconds for a process that does not listen yet, in smaller steps: one comes too early at most starts.
+    "RAY_raylet_client_num_connect_attempts": "200",
+    "RAY_raylet_client_connect_timeout_milliseconds": "50",
+}
 _ADDRESS = re.compile(r"--address=['\"]?([^'\"\s]+:\d+)")
 
 
@@ -185,7 +198,8 @@ async def _foreground(config: Any) -> None:
     from kvservice.observe.lookup_metrics import LookupCollector
     from kvservice.observe.metrics import ShardCollector
     from kvservice.shard.process import EndSignals, end_process, first_of
-    from kvservice.shard.server import ShardServer, ShardServerConfig
+    from kvservice.shard.server import ShardServer
+    from kvservice.shard.server_config import ShardServerConfig
     from kvservice.units import NodeId
 
     tracing.start(config.traces, "kvservice", service=config.service)
@@ -254,19 +268,18 @@ def _start_head(service: str, console: Console) -> str:
 
     record = ray_auth.head_record(service)
     make_directory(record.parent)
-    ray = shutil.which("ray", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if ray is None:
-        raise ConfigError(f"there is no command `ray`; use --no-ray. {how_to_install('ray')}")
     host = get_node_ip_address()
     auth = ray_auth.of_new_cluster(record.with_suffix(".token"))
     tls_dir = _certificates_for_ray(record.with_suffix(".tls"), host, console)
     tls = {} if tls_dir is None else ray_auth.tls_variables(tls_dir)
-    environment = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ, **auth, **tls}
+    environment = {**_RAY_DEFAULTS, **os.environ, **auth, **tls}
     words = record.with_suffix(".log")
     with words.open("wb") as log:
         process = subprocess.Popen(
             [
-                ray,
+                sys.executable,
+                "-c",
+                _RAY,
                 "start",
                 "--head",
                 "--block",
@@ -288,7 +301,7 @@ def _start_head(service: str, console: Console) -> str:
             note = {"pid": process.pid, "address": found.group(1), "token_path": token_path}
             record.write_text(json.dumps({**note, "tls_dir": str(tls_dir or "")}))
             return found.group(1)
-        time.sleep(0.2)
+        time.sleep(0.02)
     if process.poll() is None:
         process.terminate()
         process.wait(RAY_STOP_SECONDS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,15 @@ LOOKUP_PORT = 7400  # the default port of a lookup partition; two partitions on 
 
 
 def run_shard(
-    config: Any, node: str, host: str, port: int, segment_dir: Path, *, keep_blocks: bool, grace_seconds: float
+    config: Any,
+    node: str,
+    host: str,
+    port: int,
+    segment_dir: Path,
+    *,
+    keep_blocks: bool,
+    grace_seconds: float,
+    wall_clock: Callable[[], float] = time.time,
 ) -> None:
     """Run one node's shard; blocks until a signal.
 
@@ -28,7 +38,7 @@ def run_shard(
     """
     from kvservice.observe.logs import say
     from kvservice.shard.process import serve
-    from kvservice.shard.server import ShardServerConfig
+    from kvservice.shard.server_config import ShardServerConfig
 
     place = ShardServerConfig(
         config,
@@ -40,7 +50,13 @@ def run_shard(
     )
     if not config.lookup:
         say("no lookup partition is named with --lookup: this node finds blocks of no other node")
-    served = serve(place, keep_segment=keep_blocks, grace_seconds=grace_seconds, metrics_port=config.metrics_port)
+    served = serve(
+        place,
+        keep_segment=keep_blocks,
+        grace_seconds=grace_seconds,
+        metrics_port=config.metrics_port,
+        wall_clock=wall_clock,
+    )
     asyncio.run(served)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import time
+
 from rich.console import Console
 
 from kvservice.cli.progress import Progress
@@ -40,6 +43,37 @@ def tell(seed: int, *, whole: bool) -> bool:
         console.print(f"VIOLATION: {outcome.violation}", style="bold red", markup=False)
     else:
         console.print(f"nothing went wrong in {outcome.virtual_seconds:.1f} s of virtual time")
+    return not outcome.violation
+
+
+def wide(seed: int, nodes: int, *, whole: bool) -> bool:
+    """Play one schedule with many nodes, and say what it took. Its events are printed only if `whole`: there are
+    hundreds of thousands. Returns whether nothing went wrong."""
+    from kvservice.testing.sim.run import run_schedule
+    from kvservice.testing.sim.schedule import make_wide_schedule
+
+    console = Console(highlight=False, soft_wrap=True)
+    schedule = make_wide_schedule(seed, nodes)
+    console.print(
+        f"seed {schedule.seed}: {schedule.nodes} nodes of {schedule.slabs * 4} blocks with an engine each, "
+        f"{schedule.lookups} lookup partitions, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
+    )
+    begun = time.process_time()
+    with Console(stderr=True).status(f"playing {nodes} nodes"):
+        outcome = run_schedule(schedule, tell=whole)
+    for line in outcome.story:
+        console.print(line, markup=False)
+    for label, name in NUMBERS:
+        console.print(f"  {outcome.counters[name]:>10,}  {label}")
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    console.print(
+        f"{outcome.virtual_seconds:.1f} s of virtual time took {time.process_time() - begun:.0f} s of a core and "
+        f"{memory:.0f} MiB"
+    )
+    if outcome.violation:
+        console.print(f"VIOLATION: {outcome.violation}", style="bold red", markup=False)
+    else:
+        console.print("nothing went wrong")
     return not outcome.violation
 
 

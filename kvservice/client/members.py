@@ -65,7 +65,7 @@ def _members_here(service: str) -> Members:
     tls = tls_beside(newest)
     shards, silent, hints = _ask_lookups(newest.lookup_addresses, tls)
     live = [record for record in records if is_listening(record.socket)]
-    shards.update({record.node_id: f"unix:{record.socket}" for record in live})
+    shards.update({record.node_id: record.rpc_address for record in live})
     gone: dict[str, str] = {record.node_id: record.peer_address for record in records if record not in live}
     local = tuple(record.node_id for record in live)
     return Members(service, shards, local, gone, newest.lookup_addresses, tuple(silent), tls, hints)

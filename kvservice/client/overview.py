@@ -143,6 +143,7 @@ class EngineOverview:
     block_tokens: int
     attached_seconds: float
     prefill_tokens_per_second: float | None  # None = not measured yet
+    pid: int = 0  # of the process that is connected; 0 = not known: it is in another pid namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,6 +486,7 @@ def _engines(answer: _NodeAnswer) -> list[EngineOverview]:
             row.block_tokens,
             row.attached_seconds,
             row.block_tokens / row.seconds_per_block if row.seconds_per_block > 0 else None,
+            row.pid,
         )
         for row in answer.reply.engines
     ]

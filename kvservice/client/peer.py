@@ -80,7 +80,8 @@ class PeerPort(Protocol):
 
 
 class PeerClient:
-    """PeerPort over gRPC. `transport` is the name of our own transport: both ends must use the same kind.
+    """PeerPort over gRPC. `transport` names the ways in which this node reads peers, such as "shm+nixl": one of them
+    must be the peer's as well.
 
     With `secret` this node proves who it is, so that peers keep its leases apart from others'.
     """
@@ -111,10 +112,10 @@ class PeerClient:
             return known
         request = shard_pb2.HandshakeRequest(protocol_version=PROTOCOL_VERSION)
         reply = await self._call(holder, lambda stub: stub.Handshake(request, timeout=timeout), "handshake")
-        if reply.transport != self._transport:
+        if not (set(self._transport.split("+")) & set(reply.transport.split("+"))):
             raise TransferError(
                 f"node {holder.node_id} moves bytes by {reply.transport!r} and this one by {self._transport!r}: "
-                "start all shards with the same transport setting",
+                "start both with a transport setting that they have in common",
                 ours=self._transport,
                 theirs=reply.transport,
             )

@@ -1,23 +1,19 @@
-"""The shard of this node as an engine sees it: PoolPort over gRPC on a Unix socket.
+"""The shard of this node as an engine sees it: PoolPort over frames on a Unix socket.
 
-All coroutines run on the caller's loop. The attach stream shows that both ends live: when it ends, the shard and the
-engine (`on_lost`) know at once.
+All coroutines run on the caller's loop. Each attachment has a connection of its own, whose end is the attachment's: the
+shard and the engine (`on_lost`) both notice it at once.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import grpc
+from google.protobuf.message import Message
 
-from kvservice.aio import within
 from kvservice.auth.token import Token
-from kvservice.core.block.keys import pack_keys
-from kvservice.core.explain.records import check_request_id
+from kvservice.client.engine_link import EngineLink
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -32,34 +28,31 @@ from kvservice.core.messages import (
     WarmResult,
 )
 from kvservice.core.segment.refs import BlockRef
-from kvservice.errors import KVServiceError, Unavailable
-from kvservice.observe import tracing
-from kvservice.units import AttachmentId, BootEpoch, HandoffId, LeaseId
+from kvservice.errors import DeadlineExceeded, KVServiceError, NotAttached, Unavailable
+from kvservice.units import AttachmentId, HandoffId, LeaseId
 from kvservice.wire.codec import (
     decode_acquired,
     decode_attachment,
     decode_refs,
     decode_removed,
-    encode_hints,
+    encode_acquire,
     encode_refs,
     encode_seal_item,
     encode_spec,
     encode_statement,
 )
 from kvservice.wire.explain import encode_report
+from kvservice.wire.frames import ANSWERS, FrameKind, parse
 from kvservice.wire.holding import decode_warmed, encode_warm
-from kvservice.wire.serving import CHANNEL_OPTIONS
-from kvservice.wire.status import error_from_rpc
-from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
+from kvservice.wire.v1 import shard_pb2
+from kvservice.wire.versions import PROTOCOL_VERSION
 
 log = logging.getLogger("kvservice.client")
 
-END_OF_STREAM = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 CALL_SECONDS = 5.0  # calls that the shard answers from memory; without an answer by then the engine goes on without it
 SEAL_SECONDS = 30.0  # the shard digests up to thousands of large blocks first
-ACQUIRE_SLACK_SECONDS = 0.5  # the shard answers within the request's own timeout; this is for the network
-ATTACH_SECONDS = 10.0  # a shard that starts may still be adopting blocks; then attaching fails and is tried again
-STREAM_SILENCE_SECONDS = 15.0  # the shard sends a heartbeat every 2 s; after this silence it counts as stopped
+ACQUIRE_SLACK_SECONDS = 0.5  # the shard answers within the request's own timeout; this is for the way
+ATTACH_SECONDS = 10.0  # for each answer to an engine that comes: a shard that starts may still be adopting blocks
 
 
 class ShardClient:
@@ -69,81 +62,68 @@ class ShardClient:
         """`token` is of the engine's tenant; by default the environment's. Raises ConfigError."""
         self._socket_path = socket_path
         self._token = token or Token.of_environment()
-        self._channel: grpc.aio.Channel | None = None
-        self._epochs: dict[AttachmentId, BootEpoch] = {}
-        self._readers: dict[AttachmentId, asyncio.Task[None]] = {}
+        self._links: dict[AttachmentId, EngineLink] = {}
 
     async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
-        stream = self._stub().Attach(encode_spec(spec), metadata=self._token.metadata())
+        attached: list[AttachmentId] = []
+
+        def end(reason: str) -> None:
+            for attachment in attached:
+                if self._links.pop(attachment, None) is not None:
+                    on_lost(reason)
+
+        link = await self._connected(end)
         try:
-            event = await within(ATTACH_SECONDS, stream.read())
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, f"attach at {self._socket_path}") from error
-        except asyncio.TimeoutError as error:
-            stream.cancel()
+            body = await link.ask(FrameKind.ATTACH, encode_spec(spec).SerializeToString(), ATTACH_SECONDS)
+            message = parse(FrameKind.ATTACH, body, ANSWERS)
+            assert isinstance(message, shard_pb2.Attached)
+            attachment = decode_attachment(message, str(Path(self._socket_path).parent))
+            link.check_open()  # the end may have come together with the answer
+        except DeadlineExceeded as error:
+            link.close()
             raise Unavailable(f"the shard at {self._socket_path} did not answer within {ATTACH_SECONDS} s") from error
-        except asyncio.CancelledError:
-            stream.cancel()  # the engine may be attached, and must not stay so
+        except BaseException:
+            link.close()  # the engine may be attached, and must not stay so
             raise
-        if event is END_OF_STREAM or not event.HasField("attached"):
-            raise Unavailable(f"the shard at {self._socket_path} closed the stream without attaching")
-        attachment = decode_attachment(event.attached, str(Path(self._socket_path).parent))
-        self._epochs[attachment.attachment_id] = attachment.epoch
-        reader = asyncio.ensure_future(self._follow(attachment.attachment_id, stream, on_lost))
-        self._readers[attachment.attachment_id] = reader
+        self._links[attachment.attachment_id] = link
+        attached.append(attachment.attachment_id)
         return attachment
 
     async def detach(self, attachment: AttachmentId) -> None:
-        reader = self._readers.pop(attachment, None)
-        epoch = self._epochs.pop(attachment, BootEpoch(0))
-        try:
-            await self._unary("Detach", shard_pb2.DetachRequest(attachment_id=attachment, epoch=epoch), CALL_SECONDS)
-        finally:
-            if reader is not None:
-                reader.cancel()
+        link = self._links.pop(attachment, None)
+        if link is not None:
+            try:
+                await link.ask(FrameKind.DETACH, b"", CALL_SECONDS)
+            finally:
+                link.close()
 
     async def acquire(self, attachment: AttachmentId, request: AcquireRequest) -> AcquireResult:
-        message = shard_pb2.AcquireRequest(
-            attachment_id=attachment,
-            epoch=self._epoch(attachment),
-            keys=pack_keys(request.keys),
-            skip=request.skip,
-            timeout_seconds=request.timeout_seconds,
-            recompute_seconds_per_block=request.recompute_seconds_per_block,
-            handoff=b"" if request.handoff is None else request.handoff.handoff_id,
-            handoff_node="" if request.handoff is None else request.handoff.node_id,
-            request_id=check_request_id(request.request_id),
-            tail_at=0 if request.tail_at is None else request.tail_at + 1,
-            hints=encode_hints(request.hints),
+        seconds = request.timeout_seconds + ACQUIRE_SLACK_SECONDS
+        message = parse(
+            FrameKind.ACQUIRE, await self._ask(attachment, FrameKind.ACQUIRE, encode_acquire(request), seconds), ANSWERS
         )
-        reply = await self._unary("Acquire", message, request.timeout_seconds + ACQUIRE_SLACK_SECONDS)
-        return decode_acquired(reply)
+        assert isinstance(message, shard_pb2.AcquireReply)
+        return decode_acquired(message)
 
     async def reserve(self, attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
-        message = shard_pb2.ReserveRequest(
-            attachment_id=attachment, epoch=self._epoch(attachment), count=count, group=group, call=call
+        question = shard_pb2.ReserveRequest(count=count, group=group, call=call)
+        message = parse(
+            FrameKind.RESERVE, await self._ask(attachment, FrameKind.RESERVE, question, CALL_SECONDS), ANSWERS
         )
-        reply = await self._unary("Reserve", message, CALL_SECONDS)
-        return list(decode_refs(reply.blocks))
+        assert isinstance(message, shard_pb2.ReserveReply)
+        return list(decode_refs(message.blocks))
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
-        message = shard_pb2.SealRequest(
-            attachment_id=attachment, epoch=self._epoch(attachment), items=[encode_seal_item(item) for item in items]
-        )
-        reply = await self._unary("Seal", message, SEAL_SECONDS)
-        return [SealStatus(status) for status in reply.statuses]
+        question = shard_pb2.SealRequest(items=[encode_seal_item(item) for item in items])
+        message = parse(FrameKind.SEAL, await self._ask(attachment, FrameKind.SEAL, question, SEAL_SECONDS), ANSWERS)
+        assert isinstance(message, shard_pb2.SealReply)
+        return [SealStatus(status) for status in message.statuses]
 
     async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
-        message = shard_pb2.AbortRequest(
-            attachment_id=attachment, epoch=self._epoch(attachment), blocks=encode_refs(refs)
-        )
-        await self._unary("Abort", message, CALL_SECONDS)
+        await self._ask(attachment, FrameKind.ABORT, shard_pb2.AbortRequest(blocks=encode_refs(refs)), CALL_SECONDS)
 
     async def release(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
-        message = shard_pb2.ReleaseRequest(
-            attachment_id=attachment, epoch=self._epoch(attachment), lease_ids=list(lease_ids)
-        )
-        await self._unary("Release", message, CALL_SECONDS)
+        await self._ask(attachment, FrameKind.RELEASE, shard_pb2.ReleaseRequest(lease_ids=lease_ids), CALL_SECONDS)
 
     async def renew(
         self,
@@ -152,78 +132,66 @@ class ShardClient:
         reports: Sequence[RequestReport] = (),
         statement: Statement | None = None,
     ) -> Removed:
-        message = shard_pb2.RenewRequest(
-            attachment_id=attachment,
-            epoch=self._epoch(attachment),
-            lease_ids=list(lease_ids),
+        question = shard_pb2.RenewRequest(
+            lease_ids=lease_ids,
             reports=[encode_report(report) for report in reports],
             statement=None if statement is None else encode_statement(statement),
         )
-        return decode_removed(await self._unary("Renew", message, CALL_SECONDS))
+        message = parse(FrameKind.RENEW, await self._ask(attachment, FrameKind.RENEW, question, CALL_SECONDS), ANSWERS)
+        assert isinstance(message, shard_pb2.RenewReply)
+        return decode_removed(message)
 
     async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
-        epoch = self._epoch(attachment)
-        message = shard_pb2.OpenHandoffRequest(attachment_id=attachment, epoch=epoch, handoff=handoff, call=call)
-        await self._unary("OpenHandoff", message, CALL_SECONDS)
+        question = shard_pb2.OpenHandoffRequest(handoff=handoff, call=call)
+        await self._ask(attachment, FrameKind.OPEN_HANDOFF, question, CALL_SECONDS)
 
     async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
-        epoch = self._epoch(attachment)
-        message = shard_pb2.CloseHandoffRequest(attachment_id=attachment, epoch=epoch, handoff=handoff)
-        await self._unary("CloseHandoff", message, CALL_SECONDS)
+        question = shard_pb2.CloseHandoffRequest(handoff=handoff)
+        await self._ask(attachment, FrameKind.CLOSE_HANDOFF, question, CALL_SECONDS)
 
     async def warm(self, request: WarmRequest) -> WarmResult:
-        stub, seconds = self._operator_stub(), request.timeout_seconds + ACQUIRE_SLACK_SECONDS
+        link = await self._connected(lambda reason: None)
         try:
-            metadata = (*self._token.metadata(), *tracing.metadata())
-            return decode_warmed(await stub.Warm(encode_warm(request), timeout=seconds, metadata=metadata))
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, f"Warm at {self._socket_path}") from error
+            seconds = request.timeout_seconds + ACQUIRE_SLACK_SECONDS
+            body = await link.ask(FrameKind.WARM, encode_warm(request).SerializeToString(), seconds)
+        finally:
+            link.close()
+        message = parse(FrameKind.WARM, body, ANSWERS)
+        assert isinstance(message, shard_pb2.WarmReply)
+        return decode_warmed(message)
 
     async def close(self) -> None:
-        for attachment in list(self._readers):
+        for attachment in list(self._links):
             try:
                 await self.detach(attachment)
-            except KVServiceError:  # the shard notices the end of the stream anyway
+            except KVServiceError:  # the shard notices the end of the connection anyway
                 log.debug("detach_failed", exc_info=True)
-        if self._channel is not None:
-            channel, self._channel = self._channel, None
-            await channel.close(None)
 
-    async def _follow(self, attachment: AttachmentId, stream: Any, on_lost: Callable[[str], None]) -> None:
-        """Read heartbeats until the stream ends, then report that once."""
-        reason = "the shard closed the stream"
+    async def _ask(self, attachment: AttachmentId, kind: FrameKind, question: Message, seconds: float) -> bytes:
+        link = self._links.get(attachment)
+        if link is None:
+            raise NotAttached(f"attachment {attachment} has ended: attach again")
+        if link.greeted_as != self._token.metadata():  # its file has another one now
+            await self._greet(link, CALL_SECONDS)
+        return await link.ask(kind, question.SerializeToString(), seconds)
+
+    async def _connected(self, on_end: Callable[[str], None]) -> EngineLink:
+        """A new connection, greeted. Raises Unavailable, also when the shard accepts it and says nothing."""
+        link = await EngineLink.connect(self._socket_path, on_end)
         try:
-            while await within(STREAM_SILENCE_SECONDS, stream.read()) is not END_OF_STREAM:
-                pass
-        except asyncio.CancelledError:
-            stream.cancel()
+            await self._greet(link, ATTACH_SECONDS)
+        except DeadlineExceeded as error:
+            link.close()
+            raise Unavailable(f"the shard at {self._socket_path} did not answer within {ATTACH_SECONDS} s") from error
+        except BaseException:
+            link.close()
             raise
-        except asyncio.TimeoutError:
-            stream.cancel()
-            reason = f"no heartbeat from the shard for {STREAM_SILENCE_SECONDS} s"
-        except grpc.aio.AioRpcError as error:
-            reason = error.details() or str(error.code())
-        if self._readers.pop(attachment, None) is not None:
-            self._epochs.pop(attachment, None)
-            on_lost(reason)
+        return link
 
-    def _epoch(self, attachment: AttachmentId) -> BootEpoch:
-        return self._epochs.get(attachment, BootEpoch(0))
-
-    def _stub(self) -> shard_pb2_grpc.EngineServiceStub:
-        return shard_pb2_grpc.EngineServiceStub(self._open_channel())
-
-    def _operator_stub(self) -> shard_pb2_grpc.OperatorServiceStub:
-        return shard_pb2_grpc.OperatorServiceStub(self._open_channel())
-
-    def _open_channel(self) -> grpc.aio.Channel:
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(f"unix:{self._socket_path}", options=CHANNEL_OPTIONS)
-        return self._channel
-
-    async def _unary(self, method: str, request: Any, timeout: float) -> Any:
-        try:
-            metadata = (*self._token.metadata(), *tracing.metadata())
-            return await getattr(self._stub(), method)(request, timeout=timeout, metadata=metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, f"{method} at {self._socket_path}") from error
+    async def _greet(self, link: EngineLink, seconds: float) -> None:
+        """Say which version this is, and whose engine. Raises what the shard refuses with, such as VersionMismatch."""
+        metadata = self._token.metadata()
+        authorization = metadata[0][1] if metadata else ""
+        hello = shard_pb2.Hello(protocol_version=PROTOCOL_VERSION, authorization=authorization)
+        await link.ask(FrameKind.HELLO, hello.SerializeToString(), seconds)
+        link.greeted_as = metadata

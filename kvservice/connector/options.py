@@ -43,7 +43,7 @@ class DeferStores(Enum):
 
 
 class Verify(Enum):
-    SAMPLED = "sampled"  # check the digest of one loaded block in sixteen
+    SAMPLED = "sampled"  # check every digest that comes with the copy; else that of one loaded block in sixteen
     FULL = "full"
     OFF = "off"
 
@@ -112,8 +112,9 @@ class EngineCacheOptions(PoolOptions):
     """Service: longest that a request waits for blocks of another node."""
 
     verify_load: Verify = Verify.SAMPLED
-    """Which loaded blocks are checked against their digest: one in sixteen, all, or none. Blocks that came from another
-    node are always checked."""
+    """Which loaded blocks are checked against their digest. sampled: all where the copy itself makes the digest, as a
+    processor that reads whole slots does at no cost, and one in sixteen where a device copies; full: all; off: none.
+    Blocks that came from another node are always checked."""
 
     weights_version: Annotated[Annotated[str, AfterValidator(checked_version)] | None, Shown(allowed=VERSION)] = None
     """What you call the weights, such as step-1200. Without it the bytes of their files say which they are."""

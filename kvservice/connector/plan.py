@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvservice.core.messages import Attachment
 from kvservice.core.segment.geometry import Geometry
@@ -38,8 +38,7 @@ class PoolInfo:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CopyEntry:
+class CopyEntry(NamedTuple):  # a step makes one for each block, and this is four times as quick as a dataclass
     """One block to copy between the engine's cache and a slot."""
 
     block_id: int  # row of the engine's KV tensors
@@ -47,6 +46,7 @@ class CopyEntry:
     key: BlockKey
     engine_group: int = 0  # index of the engine's KV cache group that the block belongs to
     part: int = 0  # of the slot, if it holds several blocks of this engine group
+    tokens: int = 0  # of a store: only so many of the block are of this prompt, and the slot has zeros behind them
 
 
 @dataclass(frozen=True, slots=True)

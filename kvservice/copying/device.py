@@ -18,7 +18,7 @@ from kvservice.copying.message import MemoryKind, number
 from kvservice.core.segment.copy_runs import RegionLayout
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import InvalidRequest, SegmentError
-from kvservice.memory.segment import Segment
+from kvservice.memory.segment import ENGINE_AHEAD_BYTES, Segment
 from kvservice.units import BootEpoch
 
 HOST = "cpu"
@@ -135,6 +135,7 @@ class Segments:
                 if segment.current_epoch() != epoch:
                     segment.close()
                     raise SegmentError(f"{path} belongs to another boot of its shard, not to {epoch}")
+                segment.map_ahead(ENGINE_AHEAD_BYTES)
                 self._mapped[key] = _Mapped(segment, self._device.adopt(segment))
             self._mapped[key].users += 1
             return self._mapped[key].segment

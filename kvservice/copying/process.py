@@ -12,6 +12,7 @@ import threading
 
 from kvservice.copying.worker.devices import device_named
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
+from kvservice.garbage import keep_tables
 from kvservice.observe.logs import say
 
 STATUS_WEDGED = 5  # tells a supervisor that a copy hung; kvservice.cli.exits has the codes of all commands
@@ -28,6 +29,7 @@ def run(config: CopyWorkerConfig, wanted: str) -> int:
         signal.signal(number, lambda *_: stopped.set())
     server = CopyWorker(config, device_named(wanted))
     record = server.start()
+    keep_tables()
     say(f"worker for {record.device} listens at {record.socket}")
     while not stopped.wait(POLL_SECONDS):
         if server.wedged.is_set():

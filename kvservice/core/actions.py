@@ -31,6 +31,14 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class NextTurn:
+    """A slice of a long call is done, and there are more. Send the event GoOn at the next turn of this call's caller. A
+    number that is of no open call belongs to the shard itself: then after everything else that waits now."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
 class WriteHeader:
     """Write a slot's header. It must be visible in the segment before any later action is performed."""
 
@@ -212,6 +220,7 @@ TierWork = WriteDown | BringBack | Erase | Probe
 Action = (
     Reply
     | Refuse
+    | NextTurn
     | WriteHeader
     | ClearHeader
     | AssignSlab

@@ -11,12 +11,13 @@ from kvservice.core.explain.records import RequestRecords
 from kvservice.core.messages import LocateResult
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.refs import BlockHandle
+from kvservice.core.slices import Slices
 from kvservice.core.store.admission import Admission
-from kvservice.core.store.blocks import Block, BlockStore
+from kvservice.core.store.blocks import BlockStore
 from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.leases import Lease, LeaseOwner, LeaseTable
-from kvservice.core.store.slots import Slot
-from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId, SlotIndex
+from kvservice.core.store.slots import Block, Slot
+from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,9 @@ class ShardContext:
     model_of: Callable[[AttachmentId], str]  # "" for an unknown attachment
     fingerprint_of: Callable[[AttachmentId], bytes]  # its first 16 bytes; b"" for an unknown attachment
     freshness: Freshness
+    slices: Slices
 
-    def lease(self, owner: LeaseOwner, slots: Sequence[SlotIndex], now: float) -> LeaseId:
+    def lease(self, owner: LeaseOwner, slots: Sequence[Slot], now: float) -> LeaseId:
         """Lease slots that the caller has pinned. The lease owns the pins from now on. Returns 0 for no slots."""
         if not slots:
             return LeaseId(0)
@@ -49,9 +51,9 @@ class ShardContext:
         """Lease to another node the blocks that are not None. The result has a position for each of `blocks`."""
         held = [block for block in blocks if block is not None]
         self.counters["served_bytes"] += sum(block.payload_bytes for block in held)
-        for block in held:
-            self.store.pin(block)
-        lease_id = self.lease(("peer", reader), [block.slot for block in held], now)
+        slots = [block.slot for block in held]
+        self.store.pin(slots)
+        lease_id = self.lease(("peer", reader), slots, now)
         handles = tuple(None if block is None else self.store.handle(block) for block in blocks)
         return LocateResult(self.epoch, lease_id, self.lease_seconds, handles)
 
@@ -69,5 +71,4 @@ class ShardContext:
 
     def unpin(self, lease: Lease) -> None:
         """Unpin the slots of a lease that has ended."""
-        for slot in lease.slots:
-            self.store.unpin(slot)
+        self.store.unpin(lease.slots)

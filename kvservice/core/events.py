@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvservice.core.block.marks import Mark
 from kvservice.core.block.tenants import NOBODY, TenantLimits
@@ -56,7 +57,7 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class AttachmentLost:
-    """The attach stream ended without a Detach: the engine's processes may still be writing."""
+    """The engine's connection ended without a Detach: the engine's processes may still be writing."""
 
     attachment: AttachmentId
 
@@ -104,6 +105,13 @@ class Renew(Call):
     lease_ids: tuple[LeaseId, ...]
     reports: tuple[RequestReport, ...] = ()
     statement: Statement | None = None  # what the engine holds; None = it does not say
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """It is the turn of this long call again: do its next slice. Ignored for a call that has ended."""
+
+    op: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +183,19 @@ class PeerRelease(Call):
     lease_id: LeaseId
 
 
-@dataclass(frozen=True, slots=True)
-class Digested:
+class SlotDigest(NamedTuple):
     """`digest` is None when the bytes could not be read."""
 
     slot: SlotIndex
     key: BlockKey
     digest: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """Some of the slots that Digest asked for."""
+
+    found: tuple[SlotDigest, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +331,14 @@ class SetTenants:
 
 
 @dataclass(frozen=True, slots=True)
+class ClockSet:
+    """The wall clock was set, or the machine slept. `wall_offset` makes seconds since 1970 of the shard's clock. Not
+    answered."""
+
+    wall_offset: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; also sent when `ShardState.next_deadline` is reached."""
 
@@ -336,6 +358,7 @@ Event = (
     | Unpin
     | Clear
     | Cancel
+    | GoOn
     | OpenHandoff
     | CloseHandoff
     | PeerFollow
@@ -356,5 +379,6 @@ Event = (
     | Offered
     | Drain
     | SetTenants
+    | ClockSet
     | Tick
 )

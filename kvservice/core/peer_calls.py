@@ -18,10 +18,11 @@ from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX, TakeOvers
 from kvservice.core.drain.sender import DrainPhase, Leaving
 from kvservice.core.messages import AcquireRequest
+from kvservice.core.store.slots import Slot
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.core.tier.tiers import Tiers
 from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
-from kvservice.units import AttachmentId, BootEpoch, SlotIndex
+from kvservice.units import AttachmentId, BootEpoch
 
 assert WAIT_SECONDS_MAX <= TIMEOUT_SECONDS_MAX
 
@@ -83,10 +84,9 @@ class PeerCalls:
         check_keys(event.keys)
         request = AcquireRequest(event.keys, 0, min(event.wait_seconds, LOCATE_WAIT_SECONDS_MAX))
 
-        def answer(part: Acquisition, slots: list[SlotIndex], _: int, now: float) -> None:
+        def answer(part: Acquisition, slots: list[Slot], _: int, now: float) -> None:
             self._lend(event, now)
-            for slot in slots:
-                self._shard.store.unpin(slot)
+            self._shard.store.unpin(slots)
 
         account, size = self._shard.store.accounts.account_of(first.account_tag), first.payload_bytes
         start = self._acquisitions.start

@@ -1,6 +1,6 @@
 """One shard's decisions: `handle(event, now) -> actions`. Pure; the only writer of everything below it.
 
-Owns the attachments, and routes events to the block store, the leases and the acquisitions. `now` is seconds on the
+Routes events to the attachments, the block store, the leases and the acquisitions. `now` is seconds on the
 caller's monotonic clock and never goes back. Nothing is raised for faults of others: callers get a Refuse with a typed
 error. An AssertionError is a bug; the performer fences the shard when it sees one.
 """
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions, check_request
 from kvservice.core.acquire.answers import Answers
-from kvservice.core.acquire.attached import EngineAttachment, check_layouts, count_models, kinds_of, list_engines
+from kvservice.core.acquire.attached import count_models, kinds_of, list_engines
 from kvservice.core.acquire.clearing import Clearing
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.acquire.hinted import Hinted
@@ -24,64 +23,39 @@ from kvservice.core.acquire.tails import Tails
 from kvservice.core.acquire.warming import Warming
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply, Retract
+from kvservice.core.attachments import Attachments
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.block.keys import KEY_BYTES, pack_keys
+from kvservice.core.block.keys import pack_keys
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
-from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import TakeOvers
 from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
 from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecords, find_history, name_engine
 from kvservice.core.messages import (
     AttachedEngine,
-    EngineSpec,
     EngineStats,
-    Handoff,
     PeerSpeed,
     Pin,
     UsageRow,
 )
 from kvservice.core.peer_calls import PeerCalls
 from kvservice.core.segment.geometry import Geometry
+from kvservice.core.slices import DEFAULT_SLICES, Slices, SliceSizes, Work
 from kvservice.core.store.admission import Admission
-from kvservice.core.store.blocks import NO_KEY, Block, BlockStore
+from kvservice.core.store.blocks import NO_KEY, BlockStore
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
 from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.listing import SlotFilter, SlotPage, list_slots
-from kvservice.core.store.slots import RESERVED, SHOWN_STATES, SlotState
+from kvservice.core.store.slots import RESERVED, SHOWN_STATES, Block, SlotState
 from kvservice.core.tier.rules import TierRules, TierUsage
 from kvservice.core.tier.spill import Spill, is_spill_offer
 from kvservice.core.tier.tiers import Tiers
 from kvservice.core.writes import Writes
 from kvservice.errors import (
-    Exhausted,
-    FingerprintMismatch,
-    InvalidRequest,
     KVServiceError,
-    NotAttached,
-    Unavailable,
 )
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, NodeId, SlotIndex, SpanRoute
-
-ENGINE_ID_BYTES = 16  # as long as a key, because the header of a slot being written has the engine's id in its place
-ATTACHMENTS_MAX = 256  # engines of one node: far more than it has GPUs. Another one is refused with Exhausted.
-ENGINES_REMEMBERED = 4 * ATTACHMENTS_MAX  # includes some that left, because late messages of theirs may still come
-assert ENGINES_REMEMBERED > ATTACHMENTS_MAX
-BOOT_ATTACHMENTS_BITS = 20  # of an attachment id, after the epoch: a million attachments in one boot
-ATTACHMENTS_OF_TENANT_MAX = 128  # so that no tenant uses up all attachments; more are refused with Exhausted
-assert ENGINE_ID_BYTES == KEY_BYTES
-assert ATTACHMENTS_OF_TENANT_MAX < ATTACHMENTS_MAX < 1 << BOOT_ATTACHMENTS_BITS
-
-
-@dataclass(frozen=True, slots=True)
-class AttachReply:
-    """The answer of `Attach`. The performer adds the addresses, which the core does not know."""
-
-    attachment: AttachmentId
-    epoch: BootEpoch
-    lease_seconds: float
-    replaced: tuple[AttachmentId, ...] = ()  # earlier attachments of the same engine, which have ended now
 
 
 class ShardState:
@@ -101,6 +75,7 @@ class ShardState:
         spills: bool = False,
         max_age_seconds: float = 0.0,
         wall_offset: float = 0.0,  # makes seconds since 1970 of `now`
+        slices: SliceSizes = DEFAULT_SLICES,
     ) -> None:
         self.node_id = node_id
         self.epoch = epoch
@@ -111,7 +86,7 @@ class ShardState:
         self.counters: Counter[str] = Counter()
         self._actions: list[Action] = []
         self._readable: list[BlockKey] = []  # blocks that became readable in memory by the event being handled
-        self._store = BlockStore(geometry, epoch, policy or LeafFirstReuse(), self._emit_of_store)
+        self._store = BlockStore(geometry, epoch, policy or LeafFirstReuse(), self._actions.append, self._changed)
         self._leases = LeaseTable()
         self._admission = Admission(lambda: self._store.table.capacity, self.counters)
         self.records = RequestRecords()
@@ -129,9 +104,10 @@ class ShardState:
             self.counters,
             self._actions.append,
             lambda: self.draining,
-            lambda attachment: found.spec.model if (found := self._attached.get(attachment)) else "",
-            lambda attachment: found.digest if (found := self._attached.get(attachment)) else b"",
+            lambda attachment: found.spec.model if (found := self._attachments.get(attachment)) else "",
+            lambda attachment: found.digest if (found := self._attachments.get(attachment)) else b"",
             self.freshness,
+            Slices(slices, self._actions.append),
         )
         self._context = shard
         self._tiers = Tiers(tiers, shard, spills=spills)
@@ -141,27 +117,23 @@ class ShardState:
         self._hinted = Hinted(shard, self._holds)
         self._answers = Answers(shard, self._hinted, lambda *held: self._warming.held(*held))
         self._pulls = Pulls(shard)
-        self._acquisitions = Acquisitions(shard, self._pulls, self._tiers, self._answers)
-        self._handoffs = Handoffs(shard, self._acquisitions.handoff_over)
-        self._windowed = WindowedAcquisitions(shard, self._acquisitions, self._answers, self._watch)
+        self._handoffs = Handoffs(shard, lambda op, now: self._acquisitions.handoff_over(op, now))
+        self._acquisitions = Acquisitions(shard, self._pulls, self._tiers, self._answers, self._handoffs.watch)
+        self._windowed = WindowedAcquisitions(shard, self._acquisitions, self._answers)
         self._tails = Tails(shard, self._acquisitions, self._windowed, self._tiers, self._answers)
-        self._warming = Warming(shard, self._acquisitions, self._windowed, self._holds, lambda: self._attached.values())
+        self._warming = Warming(shard, self._acquisitions, self._windowed, self._holds, lambda: self._attachments.of())
         self._takeovers = TakeOvers(shard, self._pulls, self._acquisitions.sealed)
         self._leaving = Leaving(shard)
         self._writes = Writes(shard, self._acquisitions, self._hinted)
-        self._attached: dict[AttachmentId, EngineAttachment] = {}
-        # The last attempt of each engine that was answered.
-        self._attempts: BoundedTable[bytes, int] = BoundedTable(ENGINES_REMEMBERED)
-        self._next_attachment = (epoch << BOOT_ATTACHMENTS_BITS) + 1  # no id of an earlier boot is valid
+        self._attachments = Attachments(shard, self._writes, self._end_attachment)
         given = (self._handoffs, self._takeovers, self._leaving, self._tiers, self._acquisitions)
+        timed = (self._leases, self._acquisitions, self._tails, self._warming, self._pulls, self._clearing, *given[:4])
+        self._with_deadlines = tuple(part.next_deadline for part in timed)
         self._handlers = self._handlers_with(PeerCalls(shard, *given))
 
     def _handlers_with(self, peers: PeerCalls) -> dict[type, Callable[..., None]]:
         return {
-            ev.Attach: self._attach,
-            ev.Detach: self._detach,
-            ev.AttachmentLost: self._attachment_lost,
-            ev.EngineGone: self._engine_gone,
+            **self._attachments.handlers(),
             ev.Acquire: self._acquire,
             ev.Reserve: self._reserve,
             ev.Seal: self._seal,
@@ -171,7 +143,9 @@ class ShardState:
             ev.Warm: self._warming.start,
             ev.Unpin: lambda e, now: self._actions.append(Reply(e.op, self._holds.unpin(e.account, e.name, now))),
             ev.Clear: self._clearing.clear,
+            ev.ClockSet: self._clearing.clock_set,
             ev.Cancel: self._cancel,
+            ev.GoOn: lambda e, now: self._context.slices.go_on(e.op, now),
             ev.OpenHandoff: self._open_handoff,
             ev.CloseHandoff: self._close_handoff,
             **peers.handlers(),
@@ -207,25 +181,23 @@ class ShardState:
             self._handoffs.sealed(key, now)
             self._tiers.sealed(key, now)
         self._leaving.look(len(self._leases), now)
-        self._tiers.work(now)
+        self._tiers.work(now, is_digesting=self._writes.is_digesting)
         actions = list(self._actions)
         self._actions.clear()
         return actions
 
-    def _emit_of_store(self, action: Action) -> None:
-        match action:
-            case Announce(key):
-                self._readable.append(key)
-            case Retract(key):
-                self._tiers.left_memory(key)
-        if self._tiers.pass_on(action):
-            self._actions.append(action)
+    def _changed(self, change: Announce | Retract) -> None:
+        """A block has become readable in memory, or has left it."""
+        if isinstance(change, Announce):
+            self._readable.append(change.key)
+        else:
+            self._tiers.left_memory(change.key)
+        if not self._tiers.hides(change.key):
+            self._actions.append(change)
 
     def next_deadline(self) -> float | None:
         """When the next Tick is due, on the clock of `now`; None when none is."""
-        first = (self._leases, self._acquisitions, self._tails, self._warming, self._pulls)
-        parts = (*first, self._handoffs, self._takeovers, self._leaving, self._tiers, self._clearing)
-        return min((t for t in (part.next_deadline() for part in parts) if t is not None), default=None)
+        return min([due for part in self._with_deadlines if (due := part()) is not None], default=None)
 
     # -- what others may look at ----
 
@@ -267,7 +239,7 @@ class ShardState:
 
     def attached_engines(self, now: float) -> list[AttachedEngine]:
         """Every attached engine, the first attached first."""
-        return list_engines(self._attached.values(), now)
+        return list_engines(self._attachments.of(), now)
 
     def reserved_slots(self) -> set[SlotIndex]:
         """Slots that an engine may write. Slow: only for checks."""
@@ -292,11 +264,11 @@ class ShardState:
 
     @property
     def attachment_count(self) -> int:
-        return len(self._attached)
+        return len(self._attachments)
 
     def models(self, account: str | None = None) -> list[tuple[str, str, Fingerprint, int]]:
         """(namespace, model, fingerprint, attached engines), sorted; with an account, only of its engines."""
-        return count_models(self._engines_of(account))
+        return count_models(self._attachments.of(account))
 
     @property
     def drain_phase(self) -> DrainPhase:
@@ -316,24 +288,21 @@ class ShardState:
         self, keys: tuple[BlockKey, ...], now: float, as_of: float | None = None
     ) -> tuple[HistoryEntry, ...]:
         """What became of these blocks here, for the moment `as_of` (None: now). Slow: only for questions of people."""
-        blocks = [self._store.get(key) for key in keys]
-        held = {block.key: (block.sealed_at, name_engine(block.stored_by)) for block in blocks if block is not None}
+        blocks = [block for key in keys if (block := self._store.get(key)) is not None]
+        held = {block.key: (block.sealed_at, name_engine(block.origin.stored_by)) for block in blocks}
         sealing = {key: name_engine(engine_id) for key, engine_id in self._writes.sealing().items()}
         return find_history(keys, held, sealing, self._store.evictions.find(keys, now, as_of), now)
 
-    def _engines_of(self, account: str | None) -> list[EngineAttachment]:
-        return [attached for attached in self._attached.values() if account is None or attached.account == account]
-
     def engine_stats(self, account: str | None = None) -> EngineStats:
         """What a router needs to know, sorted; with an account, only of its engines."""
-        return EngineStats(kinds_of(self._engines_of(account)), self._acquisitions.peer_speeds(), self.draining)
+        return EngineStats(kinds_of(self._attachments.of(account)), self._acquisitions.peer_speeds(), self.draining)
 
     def peer_speeds(self) -> tuple[PeerSpeed, ...]:
         return self._acquisitions.peer_speeds()
 
     def account_of(self, attachment: AttachmentId) -> str:
         """The tenant of an attachment; NOBODY for an unknown one."""
-        attached = self._attached.get(attachment)
+        attached = self._attachments.get(attachment)
         return NOBODY if attached is None else attached.account
 
     def tenants(self) -> tuple[TenantUsage, ...]:
@@ -347,99 +316,18 @@ class ShardState:
 
     # -- engines ----
 
-    def _attach(self, event: ev.Attach, now: float) -> None:
-        spec = event.spec
-        if len(spec.engine_id) != ENGINE_ID_BYTES or spec.engine_id == bytes(ENGINE_ID_BYTES):
-            raise InvalidRequest(f"an engine id is {ENGINE_ID_BYTES} bytes and not zero", length=len(spec.engine_id))
-        if self.draining:
-            raise Unavailable(f"shard {self.node_id} is draining: attach to another node, or wait until it is back")
-        others = [a for a in self._attached.values() if a.spec.engine_id != spec.engine_id]
-        of_tenant = sum(a.account == event.account for a in others)
-        if len(others) >= ATTACHMENTS_MAX or (event.account and of_tenant >= ATTACHMENTS_OF_TENANT_MAX):
-            raise Exhausted(
-                f"{len(others)} engines are attached to shard {self.node_id} already, {of_tenant} of this tenant"
-            )
-        check_layouts(spec, self.geometry)
-        if any(a.spec.engine_id == spec.engine_id and a.account != event.account for a in self._attached.values()):
-            raise InvalidRequest("this engine id belongs to another engine: make a random one")
-        if 0 < spec.attempt <= (self._attempts.get(spec.engine_id) or 0):
-            # A later attach of this engine has been answered, and its workers may write slots reserved since then.
-            self.counters["attach_overtaken"] += 1
-            raise NotAttached("a later attach of this engine has overtaken this one")
-        self._refuse_other_fingerprint(spec, event.account, now)
-        self._attempts.put(spec.engine_id, spec.attempt)
-        replaced = [a for a in self._attached.values() if a.spec.engine_id == spec.engine_id]
-        for attached in replaced:
-            self._end_attachment(attached, now)
-        # An engine attaches again only when none of its processes can write an old reservation (PoolPort.attach).
-        self._writes.free(spec.engine_id)
-        attachment = AttachmentId(self._next_attachment)
-        self._next_attachment += 1
-        attached = self._attached[attachment] = EngineAttachment(attachment, spec, event.account, now)
-        self.freshness.learn(attached.digest, spec.namespace, spec.model)
-        if spec.hears_removals:
-            self._store.removals.listen(attachment, event.account)
-        self.counters["attaches"] += 1
-        self._actions.append(
-            Reply(
-                event.op, AttachReply(attachment, self.epoch, self.lease_seconds, tuple(a.attachment for a in replaced))
-            )
-        )
-
-    def _refuse_other_fingerprint(self, spec: EngineSpec, account: str, now: float) -> None:
-        """Only within a tenant: engines of other tenants share no blocks with it and stay unknown to it."""
-        for attached in self._engines_of(account):
-            other = attached.spec
-            same_place = (other.model, other.namespace) == (spec.model, spec.namespace)
-            if same_place and other.engine_id != spec.engine_id and other.fingerprint != spec.fingerprint:
-                self.counters["attach_fingerprint_refused"] += 1
-                refusal = FingerprintMismatch(
-                    f"model {spec.model!r} is attached to shard {self.node_id} with another fingerprint, so the two "
-                    f"would never share a block: {spec.fingerprint.difference(other.fingerprint)}. Start both engines "
-                    "alike, or give one of them a namespace of its own in kv_connector_extra_config",
-                    ours=other.fingerprint.digest.hex(),
-                    theirs=spec.fingerprint.digest.hex(),
-                )
-                differences = spec.fingerprint.differences(other.fingerprint)
-                self.records.refused(spec, refusal.message, now, account, differences)
-                raise refusal
-
-    def _detach(self, event: ev.Detach, now: float) -> None:
-        attached = self._attached.get(event.attachment)
-        if attached is not None:
-            self._end_attachment(attached, now)
-            self._writes.quarantine(attached.spec.engine_id)
-
-    def _attachment_lost(self, event: ev.AttachmentLost, now: float) -> None:
-        attached = self._attached.get(event.attachment)
-        if attached is None:
-            return
-        self._end_attachment(attached, now)
-        self.counters["attachments_lost"] += 1
-        self._writes.quarantine(attached.spec.engine_id)
-
-    def _engine_gone(self, event: ev.EngineGone, now: float) -> None:
-        if all(attached.spec.engine_id != event.engine_id for attached in self._attached.values()):
-            self._writes.free(event.engine_id)
-
-    def _end_attachment(self, attached: EngineAttachment, now: float) -> None:
-        del self._attached[attached.attachment]
-        self._store.removals.end(attached.attachment)
-        self._handoffs.end_attachment(attached.attachment, now)
-        self._windowed.drop_attachment(attached.attachment)
-        self._tails.drop_attachment(attached.attachment, now)
-        self._acquisitions.drop_attachment(attached.attachment, now)
-        for lease in self._leases.end_holder(("engine", int(attached.attachment))):
+    def _end_attachment(self, attachment: AttachmentId, now: float) -> None:
+        self._store.removals.end(attachment)
+        self._writes.drop_attachment(attachment, now)
+        self._handoffs.end_attachment(attachment, now)
+        self._windowed.drop_attachment(attachment)
+        self._tails.drop_attachment(attachment, now)
+        self._acquisitions.drop_attachment(attachment, now)
+        for lease in self._leases.end_holder(("engine", int(attachment))):
             self._context.unpin(lease)
 
-    def _require(self, attachment: AttachmentId) -> EngineAttachment:
-        attached = self._attached.get(attachment)
-        if attached is None:
-            raise NotAttached(f"attachment {attachment} is not known to shard {self.node_id}: attach again")
-        return attached
-
     def _acquire(self, event: ev.Acquire, now: float) -> None:
-        attached = self._require(event.attachment)
+        attached = self._attachments.require(event.attachment)
         request = event.request
         check_request(request)
         handoff = request.handoff
@@ -471,21 +359,15 @@ class ShardState:
             return
         payload_bytes = attached.spec.layout.payload_bytes
         self._acquisitions.start(event.op, event.attachment, attached.account, request, payload_bytes, now)
-        if handoff is not None and self._acquisitions.is_following(event.op):
-            self._watch(event.op, handoff, now)
 
     def _resolved(self, event: ev.Resolved, now: float) -> None:
         self._acquisitions.resolved(event.op, event.runs, event.complete, now)
         self._tails.resolved(event, now)
 
-    def _watch(self, op: int, handoff: Handoff, now: float) -> None:
-        """An acquisition follows a writer. If the writer is on this node, report the end of its hand-off."""
-        if handoff.node_id == self.node_id:
-            self._handoffs.watch(op, handoff.handoff_id, now)
-
     def _cancel(self, event: ev.Cancel, now: float) -> None:
         self._admission.forget(event.op)
         self._acquisitions.cancel(event.op)
+        self._writes.cancel(event.op)
         self._tails.cancel(event.op)
         self._handoffs.cancel(event.op)
         self._takeovers.cancel(event.op)
@@ -495,25 +377,32 @@ class ShardState:
             self._handoffs.cancel(part)
 
     def _reserve(self, event: ev.Reserve, now: float) -> None:
-        attached = self._require(event.attachment)
-        self._writes.reserve(event, attached.spec, attached.account, attached.grants, now)
+        self._writes.reserve(event, self._attachments.require(event.attachment), now)
 
     def _seal(self, event: ev.Seal, now: float) -> None:
-        self._writes.seal(event, self._require(event.attachment))
+        self._writes.seal(event, self._attachments.require(event.attachment))
 
     def _abort(self, event: ev.Abort, now: float) -> None:
-        self._writes.abort(event, self._require(event.attachment).spec.engine_id)
+        self._writes.abort(event, self._attachments.require(event.attachment).spec.engine_id)
 
     def _release(self, event: ev.Release, now: float) -> None:
-        self._require(event.attachment)
+        self._attachments.require(event.attachment)
+        self._context.slices.begin(event.op, self._released(event))
+
+    def _released(self, event: ev.Release) -> Work:
+        count, holder = 0, ("engine", int(event.attachment))
         for lease_id in event.lease_ids:
-            lease = self._leases.release(lease_id, ("engine", int(event.attachment)))
+            if count >= self._context.slices.sizes.blocks:
+                count = 0
+                yield
+            lease = self._leases.release(lease_id, holder)
             if lease is not None:
+                count += len(lease.slots)
                 self._context.unpin(lease)
         self._actions.append(Reply(event.op, None))
 
     def _renew(self, event: ev.Renew, now: float) -> None:
-        attached = self._require(event.attachment)
+        attached = self._attachments.require(event.attachment)
         for report in event.reports:
             self.records.reported(attached.spec, report, now, attached.account)
         self._leases.renew(("engine", int(event.attachment)), event.lease_ids, now, self.lease_seconds)
@@ -525,13 +414,13 @@ class ShardState:
     # -- hand-offs ----
 
     def _open_handoff(self, event: ev.OpenHandoff, now: float) -> None:
-        self._require(event.attachment)
+        self._attachments.require(event.attachment)
         check_handoff_id(event.handoff)
         self._handoffs.open(event.handoff, event.attachment, event.call, now)
         self._actions.append(Reply(event.op, None))
 
     def _close_handoff(self, event: ev.CloseHandoff, now: float) -> None:
-        self._require(event.attachment)
+        self._attachments.require(event.attachment)
         check_handoff_id(event.handoff)
         self._handoffs.close(event.handoff, event.attachment, now)
         self._actions.append(Reply(event.op, None))
@@ -594,7 +483,6 @@ class ShardState:
             part.check_invariants()
         reserved = self.reserved_slots() - {slot.index for slot in self._writes.sealing_slots()}
         assert len(reserved) == self.slot_usage()[RESERVED][0], "reserved slots are miscounted"
-        pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned()
-        pins += self._tiers.pinned()
+        pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned() + self._tiers.pinned()
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"

@@ -12,20 +12,21 @@ from kvservice.core import events as ev
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.attached import EngineAttachment
 from kvservice.core.acquire.hinted import Hinted
-from kvservice.core.actions import Digest, Reply, WatchEngine
+from kvservice.core.actions import Digest, Refuse, Reply, WatchEngine
 from kvservice.core.block.keys import check_keys
 from kvservice.core.block.marks import BlockScopes
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.context import ShardContext
 from kvservice.core.explain.records import name_engine
-from kvservice.core.messages import EngineSpec, SealItem, SealStatus, Statement
+from kvservice.core.messages import SealItem, SealStatus, Statement
 from kvservice.core.reconcile import STATED_SLOTS_MAX, Grants
 from kvservice.core.segment.refs import BlockRef
-from kvservice.core.store.blocks import Block, Want
+from kvservice.core.slices import Work
+from kvservice.core.store.blocks import Want
 from kvservice.core.store.freshness import Freshness
-from kvservice.core.store.slots import Slot, SlotState
-from kvservice.errors import InvalidRequest
-from kvservice.units import BlockKey
+from kvservice.core.store.slots import Block, Slot, SlotState
+from kvservice.errors import InvalidRequest, NotAttached
+from kvservice.units import AttachmentId, BlockKey
 
 RESERVE_COUNT_MAX = 4096  # slots in one call; an engine that needs more calls again
 U32_COUNT = 1 << 32  # positions and routes have 32 bits in a slot header; larger ones are refused
@@ -40,8 +41,17 @@ class _SealBatch:
     op: int
     statuses: list[SealStatus | None]
     engine: EngineAttachment
-    open_count: int = 0  # digests that are not known yet
+    open_count: int = 1  # digests that are not known yet, and 1 while there are slices left
     pinned: list[tuple[Block, float]] = field(default_factory=list)  # sealed blocks, and how long hints pin them
+
+
+@dataclass(slots=True)
+class _Reserving:
+    """One Reserve call that is not answered: nobody knows of its slots yet."""
+
+    event: ev.Reserve
+    engine: EngineAttachment
+    slots: list[Slot] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -66,9 +76,14 @@ class Writes:
         self._counters = shard.counters
         self._freshness = shard.freshness
         self._acquisitions = acquisitions
+        self._slices = shard.slices
+        self._node_id = shard.node_id
+        self._reserving: dict[int, _Reserving] = {}  # by call
+        self._seals: dict[int, AttachmentId] = {}  # Seal calls that have slices left
         self._sealing: dict[int, _Sealing] = {}  # by slot
 
-    def reserve(self, event: ev.Reserve, spec: EngineSpec, account: str, grants: Grants, now: float) -> None:
+    def reserve(self, event: ev.Reserve, engine: EngineAttachment, now: float) -> None:
+        spec = engine.spec
         if not 0 < event.count <= RESERVE_COUNT_MAX:
             raise InvalidRequest(f"reserve 1 to {RESERVE_COUNT_MAX} slots, not {event.count}", count=event.count)
         layouts = (spec.layout, *(group.layout for group in spec.window_groups))
@@ -76,24 +91,59 @@ class Writes:
             raise InvalidRequest(
                 f"this engine has KV cache groups 0 to {len(layouts) - 1}, not {event.group}", group=event.group
             )
-        slots: tuple[Slot, ...] = ()
-        if not self._is_draining():
-            room_for = f"stores of {spec.model} by engine {name_engine(spec.engine_id)}"
-            want = Want(layouts[event.group].payload_bytes, now, account, room_for)
-            slots = self._store.reserve(event.count, spec.engine_id, want).slots
+        reserving = self._reserving[event.op] = _Reserving(event, engine)
+        self._slices.begin(event.op, self._reserve(reserving, layouts[event.group].payload_bytes, now))
+
+    def _reserve(self, reserving: _Reserving, payload_bytes: int, now: float) -> Work:
+        event, engine, slots = reserving.event, reserving.engine, reserving.slots
+        room_for = f"stores of {engine.spec.model} by engine {name_engine(engine.spec.engine_id)}"
+        while not self._is_draining():
+            count = min(event.count - len(slots), self._slices.sizes.slots)
+            want = Want(payload_bytes, now, engine.account, room_for)
+            found = self._store.reserve(count, engine.spec.engine_id, want).slots
+            slots += found
+            if len(found) < count or len(slots) == event.count:
+                break
+            now = yield
+        del self._reserving[event.op]
         refs = [BlockRef(slot.index, slot.generation) for slot in slots]
-        grants.add(event.call, refs)
+        engine.grants.add(event.call, refs)
         self._counters["reserve_shortfall"] += event.count - len(slots)
         self._emit(Reply(event.op, refs))
+
+    def cancel(self, op: int) -> None:
+        """Nobody waits for this call. Slots that nobody was told of go back at once; what is sealed is sealed."""
+        reserving = self._reserving.pop(op, None)
+        if reserving is not None:
+            self._slices.drop(op)
+            for slot in reserving.slots:
+                self._store.abort(slot)
+
+    def drop_attachment(self, attachment: AttachmentId, now: float) -> None:
+        """An engine is gone. Its Reserve calls end with nothing, and what it has sealed is sealed. Call this before its
+        slots are quarantined or given back."""
+        for op in [op for op, each in self._reserving.items() if each.engine.attachment == attachment]:
+            self.cancel(op)
+            self._emit(Refuse(op, NotAttached(f"attachment {attachment} ended at shard {self._node_id}: attach again")))
+        for op in [op for op, of in self._seals.items() if of == attachment]:
+            self._slices.finish(op, now)
 
     def seal(self, event: ev.Seal, engine: EngineAttachment) -> None:
         for item in event.items:
             check_keys((item.key,) if item.parent is None else (item.key, item.parent))
             if not (0 <= item.position < U32_COUNT and 0 <= item.route < U32_COUNT):
                 raise InvalidRequest(f"position {item.position} or route {item.route} is not a 32-bit number")
-        batch = _SealBatch(event.op, [None] * len(event.items), engine)
+        self._seals[event.op] = engine.attachment
+        self._slices.begin(event.op, self._seal(event, _SealBatch(event.op, [None] * len(event.items), engine)))
+
+    def _seal(self, event: ev.Seal, batch: _SealBatch) -> Work:
+        engine_id, size = batch.engine.spec.engine_id, self._slices.sizes.slots
         for position, item in enumerate(event.items):
-            batch.statuses[position] = self._begin_seal(engine.spec.engine_id, item, batch, position)
+            if position and position % size == 0:
+                yield
+            batch.statuses[position] = self._begin_seal(engine_id, item, batch, position)
+        del self._seals[event.op]
+        batch.open_count -= 1
         self._answer_batch(batch)
 
     def _begin_seal(self, engine_id: bytes, item: SealItem, batch: _SealBatch, position: int) -> SealStatus | None:
@@ -112,12 +162,16 @@ class Writes:
         return None
 
     def digested(self, event: ev.Digested, now: float) -> None:
-        sealing = self._sealing.pop(event.slot, None)
-        if sealing is None:
-            return
+        wall = self._freshness.wall(now)
+        for found in event.found:
+            sealing = self._sealing.pop(found.slot, None)
+            if sealing is not None:
+                self._digested(sealing, found.digest, now, wall)
+
+    def _digested(self, sealing: _Sealing, digest: int | None, now: float, wall: float) -> None:
         item = sealing.item
         status = SealStatus.SEALED
-        if event.digest is None:
+        if digest is None:
             self._store.abort(sealing.slot)
             status = SealStatus.FAILED
         elif item.key in self._store:  # a fetch of the same block was faster
@@ -134,12 +188,12 @@ class Writes:
                 item.parent,
                 item.position,
                 item.route,
-                event.digest,
+                digest,
                 now,
                 is_secondary=False,
                 model=sealing.batch.engine.spec.model,
                 fingerprint=sealing.batch.engine.digest,
-                stored_at=self._freshness.wall(now),
+                stored_at=wall,
             )
             self._counters["stored_bytes"] += sealing.slot.payload_bytes
             if item.hints.pin_seconds:
@@ -161,7 +215,12 @@ class Writes:
             self._emit(Reply(batch.op, list(batch.statuses)))
 
     def abort(self, event: ev.Abort, engine_id: bytes) -> None:
-        for ref in event.refs:
+        self._slices.begin(event.op, self._aborted(event, engine_id))
+
+    def _aborted(self, event: ev.Abort, engine_id: bytes) -> Work:
+        for position, ref in enumerate(event.refs):
+            if position and position % self._slices.sizes.slots == 0:
+                yield
             slot = self._store.written_by(ref, engine_id)
             if slot is None or slot.index in self._sealing:
                 self._counters["abort_ignored"] += 1
@@ -195,6 +254,10 @@ class Writes:
         for slot in self._store.slots_of(engine_id, SlotState.QUARANTINED):
             self._store.end_quarantine(slot)
 
+    @property
+    def is_digesting(self) -> bool:
+        return bool(self._sealing)
+
     def sealing(self) -> dict[BlockKey, bytes]:
         """For each block whose digest is being computed, the engine that stored it."""
         return {sealing.item.key: sealing.slot.owner for sealing in self._sealing.values()}
@@ -206,3 +269,9 @@ class Writes:
         for index, sealing in self._sealing.items():
             assert sealing.slot.index == index
             assert sealing.slot.state is SlotState.WRITING, "a slot is digested that is not written"
+        for op in (*self._reserving, *self._seals):
+            assert op in self._slices, "a call waits for a slice that nobody does"
+        for reserving in self._reserving.values():
+            owner = reserving.engine.spec.engine_id
+            for slot in reserving.slots:
+                assert (slot.state, slot.owner) == (SlotState.WRITING, owner), "a slot is promised that is not held"

@@ -32,6 +32,7 @@ from kvservice.core.directory.mirror import (
     mirror_bytes,
     mirror_rows,
 )
+from kvservice.core.messages import Holder
 from kvservice.errors import KVServiceError
 from kvservice.lookup.mirror_file import MirrorSegment
 from kvservice.lookup.mirror_reader import OwnMirror
@@ -78,6 +79,7 @@ class DirectoryMirror:
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
         self._counters: Counter[str] = Counter()
+        self._heard: Callable[[Holder, bool], None] = lambda node, is_here: None
         self._stopped = False
         self._unlinked = False
         self._own = MirrorReader(segment.buffer.toreadonly())
@@ -117,6 +119,10 @@ class DirectoryMirror:
     def relink(self) -> None:
         """Make the symbolic link again after its directory was removed. Raises OSError."""
         _link(self._link, self._segment.path)
+
+    def listen(self, heard: Callable[[Holder, bool], None]) -> None:
+        """`heard(node, whether it counts now)` is called for every event about a node, from `start` on."""
+        self._heard = heard
 
     def start(self) -> None:
         """Open the streams, on the loop that runs."""
@@ -242,6 +248,8 @@ class DirectoryMirror:
 
     async def _take(self, partition: int, event: lookup_pb2.WatchEvent) -> None:
         for piece in pieces_of(event):
+            if piece.node is not None:
+                self._heard(piece.node, not piece.hidden)
             self._make_room()
             self._writer.apply(partition, piece, self._clock())
             if self._writer.sweep() or len(piece.added) + len(piece.removed) >= PIECE_BYTES // 2:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 
+from kvservice.garbage import keep_tables
 from kvservice.lookup.server import LookupServer
 from kvservice.observe import tracing
 from kvservice.observe.endpoint import on_loop, serve_endpoint
@@ -37,6 +38,7 @@ async def serve(
 
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     address = await server.start()
+    keep_tables()
     try:
         if metrics_port:
             collector = LookupCollector(service, on_loop(loop, server.numbers))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvservice.aio import end_tasks
 from kvservice.auth.tls import TlsFiles
+from kvservice.core.actions import Announce, Retract
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.lookup.announce_pump import AnnouncePump
@@ -79,6 +80,11 @@ class ShardDirectory:
         if self._mirror is not None:
             self._mirror.relink()
 
+    def listen(self, heard: Callable[[Holder, bool], None]) -> None:
+        """Nobody is told of without a mirror: only its streams name all nodes."""
+        if self._mirror is not None:
+            self._mirror.listen(heard)
+
     def self_holder(self) -> Holder | None:
         return None if self._node is None else self._node()
 
@@ -90,13 +96,8 @@ class ShardDirectory:
         if self._pump is not None:
             self._pump.set_addresses(addresses)
 
-    def announce(self, key: BlockKey, route: SpanRoute) -> None:
-        self._announcer.add(key, route)
-
-    def retract(self, key: BlockKey, route: SpanRoute) -> None:
-        self._announcer.remove(key, route)
-
-    def kick(self) -> None:
+    def tell(self, changes: Sequence[Announce | Retract]) -> None:
+        self._announcer.change(changes)
         if self._pump is not None:
             self._pump.kick()
 

@@ -28,12 +28,16 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from kvservice.core.segment.geometry import CONTROL_BYTES, HEADER_BYTES, Geometry, slot_index
 from kvservice.core.segment.header import SLOT_VERSION, SlotHeader, has_length, is_whole, pack_header, unpack_header
 from kvservice.errors import KVServiceError, SegmentError, ServiceConflict, another_version
+from kvservice.memory.map_ahead import MapAhead
 from kvservice.private_files import user_name
 from kvservice.units import BootEpoch, GiB, SlotIndex, format_bytes
 
@@ -42,12 +46,15 @@ log = logging.getLogger("kvservice.memory")
 SEGMENT_MAGIC = b"KVSSEG01"
 PIECE_BYTES = GiB  # reserved at once: the kernel needs about a second, and then the log can say how far it is
 TELL_SECONDS = 5.0  # between two lines about it: a pool of 64 GiB is reserved in about a minute
+# That an engine maps ahead: more than it copies in its first minutes. Many engines share the memory of a large pool.
+ENGINE_AHEAD_BYTES = 16 * GiB
 SLAB_MAGIC = 0x4B565353_4C414230  # "KVSSLAB0": tells a slab's header from whatever else was in memory
 _CONTROL = struct.Struct("<8sQQQ24sI")
 _CRC = struct.Struct("<I")
 _SLAB = struct.Struct("<QQ")
 _SLAB_BYTES = _SLAB.size + _CRC.size
 _EMPTY_HEADER = bytes(HEADER_BYTES)
+_WORDS_OF_HEADER = np.arange(HEADER_BYTES // 8)  # words of 64 bits
 _OF_PROCESS = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 assert _CONTROL.size + _CRC.size == HEADER_BYTES <= CONTROL_BYTES
 
@@ -67,6 +74,7 @@ class Segment:
         self.address = ctypes.addressof(self._anchor)
         self.epoch = BootEpoch(0)
         self._closed = False
+        self._ahead: MapAhead | None = None
 
     # -- life ----
 
@@ -156,11 +164,23 @@ class Segment:
         if self._closed:
             return
         self._closed = True
+        if self._ahead is not None:
+            self._ahead.stop()
         del self._anchor
         with contextlib.suppress(BufferError):  # a view is still in use: the memory is unmapped when that is dropped
             self.buffer.release()
             self._map.close()
         os.close(self._descriptor)
+
+    def map_ahead(self, bytes_max: int | None = None) -> MapAhead:
+        """Map the pages, the first slots first, on a thread that `close` ends. Without it the first touch maps each.
+
+        With `bytes_max` only so many: tables of pages take 2 MiB for each GiB in every process.
+        """
+        if self._ahead is None:
+            size = self.geometry.segment_bytes
+            self._ahead = MapAhead(self.buffer, self.address, min(size, bytes_max or size))
+        return self._ahead
 
     @property
     def descriptor(self) -> int:
@@ -201,6 +221,13 @@ class Segment:
         """The 64 bytes of the slot's header at this moment, valid or not."""
         start = self.geometry.header_offset(slot)
         return self._map[start : start + HEADER_BYTES]
+
+    def header_rows(self, slots: Sequence[SlotIndex]) -> npt.NDArray[np.uint64]:
+        """The headers of these slots at this moment, `(n, 8)` little-endian words each. Raises IndexError for a slot
+        outside of the segment."""
+        words = np.frombuffer(self.buffer, "<u8")
+        rows: npt.NDArray[np.uint64] = words[(self.geometry.header_offsets(slots)[:, None] >> 3) + _WORDS_OF_HEADER]
+        return rows
 
     def write_header(self, slot: SlotIndex, header: SlotHeader) -> None:
         start = self.geometry.header_offset(slot)
@@ -414,6 +441,12 @@ def _reserve(descriptor: int, directory: Path, size: int) -> None:
 
 def _read_control(descriptor: int) -> tuple[Geometry, BootEpoch, bytes] | None:
     return _parse_control(os.pread(descriptor, HEADER_BYTES, 0))
+
+
+def epoch_of(descriptor: int) -> BootEpoch | None:
+    """The boot epoch that an open file shows as a segment; None if it is none. Reads the file, not a mapping of it."""
+    found = _read_control(descriptor)
+    return None if found is None else found[1]
 
 
 def _not_ours(descriptor: int, path: Path) -> KVServiceError:

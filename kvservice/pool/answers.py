@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.counter_windows import CounterWindow, CounterWindows
 from kvservice.core.drain.sender import DrainProgress
+from kvservice.core.explain.counter_windows import CounterWindow, CounterWindows
 from kvservice.core.explain.records import Explanation, HistoryEntry
 from kvservice.core.messages import CodecDrift, EngineStats, PoolStats, TierFigures
 from kvservice.core.segment.geometry import Geometry

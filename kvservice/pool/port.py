@@ -32,7 +32,7 @@ class PoolPort(Protocol):
     async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
         """Join the pool.
 
-        When the stream ends without `detach`, `on_lost(reason)` is called on the loop, at most once for each
+        When the connection ends without `detach`, `on_lost(reason)` is called on the loop, at most once for each
         attachment. The attachment, its leases and its reservations are then void, and the engine may attach again with
         the same engine id. Raises FingerprintMismatch, UnsupportedLayout, Exhausted or Unavailable.
         """

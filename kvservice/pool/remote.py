@@ -38,6 +38,9 @@ OFFER_SLACK_SECONDS = 1.0  # for the network, beyond what the taker may wait
 assert 2 * FIND_SECONDS < TAKERS_SECONDS, "the core must not give up before both answers can come"
 
 
+Heard = Callable[[Holder, bool], None]  # a node, and whether it counts now
+
+
 class LookupPort(Protocol):
     """Questions to the lookup service, each answered within `timeout` seconds. Raises KVServiceError."""
 
@@ -60,15 +63,17 @@ class DirectoryPort(Protocol):
     @property
     def lookup(self) -> LookupPort: ...
 
-    def announce(self, key: BlockKey, route: SpanRoute) -> None: ...
-
-    def retract(self, key: BlockKey, route: SpanRoute) -> None: ...
-
-    def kick(self) -> None: ...
+    def tell(self, changes: Sequence[act.Announce | act.Retract]) -> None:
+        """What this node holds has changed, in this order. It is sent soon, with what else has changed by then."""
+        ...
 
     async def leave(self) -> None: ...
 
     def self_holder(self) -> Holder | None: ...
+
+    def listen(self, heard: Heard) -> None:
+        """`heard` is told of every node that is named from now on, and of those that were. Call it once."""
+        ...
 
 
 class RemoteShards:
@@ -84,8 +89,11 @@ class RemoteShards:
         timings: Timings,
         *,
         accepts_spill: bool = False,
+        on_asked: Callable[[NodeId], None] = lambda node_id: None,
     ) -> None:
+        """`on_asked` is told of every peer that a request fetches from."""
         self._node_id = node_id
+        self._on_asked = on_asked
         self._accepts_spill = accepts_spill
         self._directory = directory
         self._peers = peers
@@ -143,6 +151,7 @@ class RemoteShards:
             began = sent_at
             with tracing.span("locate", node=action.holder.node_id, blocks=len(action.keys)) as span:
                 try:
+                    self._on_asked(action.holder.node_id)
                     await self._meet(self._peers, action.holder, action.timeout_seconds)
                     sent_at = self._clock()
                     result = await self._peers.locate(
@@ -174,6 +183,7 @@ class RemoteShards:
         result: FollowResult | None = None
         try:
             if self._peers is not None:
+                self._on_asked(holder.node_id)
                 await self._meet(self._peers, holder, FOLLOW_SLACK_SECONDS)
                 sent_at = self._clock()
                 result = await self._peers.follow(
@@ -249,9 +259,12 @@ class RemoteShards:
         if self._peers is not None:
             await self._peers.close()
 
-    async def _meet(self, peers: PeerPort, holder: Holder, timeout: float) -> None:
-        info = await peers.handshake(holder, timeout)
-        self._peer_infos.put(holder.node_id, info)
+    async def meet(self, holder: Holder, timeout: float) -> PeerInfo | None:
+        """Ask a peer about its segment before it is needed. None in an embedded pool. Raises KVServiceError."""
+        return None if self._peers is None else await self._meet(self._peers, holder, timeout)
+
+    async def _meet(self, peers: PeerPort, holder: Holder, timeout: float) -> PeerInfo:
+        return self._peer_infos.put(holder.node_id, await peers.handshake(holder, timeout))
 
     async def _find_writer(self, node_id: NodeId) -> Holder | None:
         found = None if self._directory is None else await self._directory.lookup.find_node(node_id, FIND_NODE_SECONDS)

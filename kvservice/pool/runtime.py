@@ -11,7 +11,7 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,12 @@ from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX, ClearResult
+from kvservice.core.attachments import AttachReply
 from kvservice.core.block.marks import MARK_SECONDS, Mark
 from kvservice.core.block.tenants import NOBODY, TenantLimits
-from kvservice.core.counter_windows import SAMPLE_SECONDS
+from kvservice.core.directory.meetings import Meetings
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
+from kvservice.core.explain.counter_windows import SAMPLE_SECONDS
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -44,7 +46,7 @@ from kvservice.core.messages import (
     WarmResult,
 )
 from kvservice.core.segment.refs import BlockRef
-from kvservice.core.shard import AttachReply, ShardState
+from kvservice.core.shard import ShardState
 from kvservice.errors import KVServiceError, TierError, Unavailable
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
@@ -54,6 +56,8 @@ from kvservice.observe.timings import Timings
 from kvservice.pool.answers import PoolAnswers
 from kvservice.pool.digests import Digests
 from kvservice.pool.mark_files import MarkFiles
+from kvservice.pool.meeting import PeerMeetings
+from kvservice.pool.open_calls import Later, OpenCalls, Waiter
 from kvservice.pool.opening import close_new, open_segment
 from kvservice.pool.remote import DirectoryPort, PeerReads, RemoteShards
 from kvservice.pool.runtime_ports import Claim, MemoryPort, PoolConfig, PullerPort
@@ -62,7 +66,6 @@ from kvservice.pool.tier_specs import rules_of
 from kvservice.pool.tiers import PoolTiers
 from kvservice.pool.vanished import VanishedEngines
 from kvservice.tier.base import Tier
-from kvservice.transfer.base import Transport
 from kvservice.transfer.puller import Puller
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 
@@ -70,6 +73,8 @@ log = logging.getLogger("kvservice.pool")
 
 # Between two checks of the core's invariants in production; a broken one fences the pool. Counters are sampled as well.
 CHECK_SECONDS = SAMPLE_SECONDS
+# The least step of the wall clock that the core hears of. Clocks of nodes may differ by five times as much.
+CLOCK_STEP_SECONDS = 1.0
 CLEAR_AGAIN_SECONDS = 3600.0  # longer than a request reads blocks
 MARKS_SECONDS = 3.0  # for a shared tier to open and say what was cleared; then the node starts without
 CHECK_SLOTS_MAX = 20_000  # a pool with more slots is not checked: a check would block the loop for too long
@@ -89,6 +94,7 @@ class PoolRuntime(PoolAnswers):
         claim: Claim,
         tiers: Mapping[str, Callable[[], Tier]] | None = None,
     ) -> None:
+        self._wall_offset = config.wall_clock() - clock()
         state = ShardState(
             config.node_id,
             BootEpoch(segment.epoch),
@@ -99,7 +105,8 @@ class PoolRuntime(PoolAnswers):
             policy=config.eviction(),
             tiers=[rules_of(spec) for spec in config.tiers],
             max_age_seconds=config.max_age_seconds,
-            wall_offset=config.wall_clock() - clock(),
+            slices=config.slices,
+            wall_offset=self._wall_offset,
             spills=config.spill and not config.accept_spill,  # one that takes what others evict passes nothing on
         )
         self.timings = Timings()
@@ -117,17 +124,22 @@ class PoolRuntime(PoolAnswers):
             state.counters,
             self.timings,
             accepts_spill=config.accept_spill,
+            on_asked=lambda node_id: self.meetings.asked(node_id),
         )
+        meetings = Meetings(config.node_id, config.meet_peers, state.counters)
+        self.meetings = PeerMeetings(meetings, self._remote, puller, clock, self._spawn)
         self._digests = Digests(segment, self.timings, state.counters)
         self._peer_reads = PeerReads(puller, self._remote, clock, self.timings, self._from_thread)
-        self._calls: dict[int, tuple[asyncio.Future[Any], AttachmentId | None]] = {}
+        self._calls = OpenCalls(clock, self.timings)
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         self._vanished = VanishedEngines(claim, lambda work: self._keep(self._loop.create_task(work)), self._dispatch)
         self._mark_files, self._keeping_marks = MarkFiles(config.mark_files, config.wall_clock), asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
-        self._next_op = 1
+        self._timer_due = 0.0
         self._closed = False
+        if directory is not None:
+            directory.listen(self.meetings.heard)
         self.drained = asyncio.Event()  # a drain with a timeout has ended: nothing here is read any more
         self.adopt_seconds = 0.0
 
@@ -136,7 +148,7 @@ class PoolRuntime(PoolAnswers):
         cls,
         config: PoolConfig,
         *,
-        transport: Callable[[Segment], Transport] | None = None,
+        reads: Callable[[Segment], Puller] | None = None,
         directory: DirectoryPort | None = None,
         peers: PeerPort | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -145,7 +157,7 @@ class PoolRuntime(PoolAnswers):
         """Open or create the segment, adopt the blocks that an earlier boot left in it, and start.
 
         Raises SegmentError when the memory cannot be reserved, ServiceConflict when another process owns the segment,
-        TransferError when the transport cannot start. `tiers` are in place of those that the config names.
+        TransferError when `reads`, the reader of peers, cannot start. `tiers` are in place of the config's.
         """
         segment = await open_segment(
             config.segment_path, config.directory, config.geometry, config.node_id, config.epoch_floor
@@ -153,9 +165,10 @@ class PoolRuntime(PoolAnswers):
         puller: Puller | None = None
         makers = tier_makers(config.tiers, config.coders) if tiers is None else tiers
         try:
-            if transport is not None:
-                puller = Puller(segment, lambda: transport(segment))
+            if reads is not None:
+                puller = reads(segment)
                 await asyncio.to_thread(puller.start)
+            segment.map_ahead()
             runtime = cls(config, segment, puller, directory, peers, clock, partial(claim, segment), makers)
             await runtime.begin()
         except BaseException:
@@ -178,6 +191,8 @@ class PoolRuntime(PoolAnswers):
         self._spawn(self._check_forever())
         rules = [rules_of(spec) for spec in self._config.tiers]
         shared = [each.name for each in rules if each.is_shared and each.name in self._tiers.names]
+        for name in shared:
+            self._spawn(self._tiers.follow_marks(name))
         may_serve_old = bool(self._state.blocks()) or len(shared) < len(rules)
         if may_serve_old and not await self._tiers.marks_known(shared, MARKS_SECONDS):
             log.warning("marks_not_asked", extra={"reason": f"a shared tier was not open within {MARKS_SECONDS:.0f} s"})
@@ -186,7 +201,7 @@ class PoolRuntime(PoolAnswers):
 
     async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None], account: str = NOBODY) -> Attachment:
         """`account` is the tenant that the engine's channel names."""
-        reply: AttachReply = await self._call(lambda op: ev.Attach(op, spec, account), None)
+        reply: AttachReply = await self.ask(lambda op: ev.Attach(op, spec, account), None)
         for attachment in reply.replaced:
             if (end := self._lost.pop(attachment, None)) is not None:
                 end("the engine attached again")
@@ -207,28 +222,22 @@ class PoolRuntime(PoolAnswers):
         self._dispatch(ev.Detach(attachment))
 
     async def acquire(self, attachment: AttachmentId, request: AcquireRequest) -> AcquireResult:
-        began = self._clock()
-        with logs.about(request.request_id):
-            result: AcquireResult = await self._call(lambda op: ev.Acquire(op, attachment, request), attachment)
-        source = result.farthest or ("local" if result.blocks else "none")
-        self.timings.add("acquire_seconds", self._clock() - began, source, request.request_id)
+        result: AcquireResult = await self.ask(lambda op: ev.Acquire(op, attachment, request), attachment)
         return result
 
     async def reserve(self, attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
-        refs: list[BlockRef] = await self._call(lambda op: ev.Reserve(op, attachment, count, group, call), attachment)
+        refs: list[BlockRef] = await self.ask(lambda op: ev.Reserve(op, attachment, count, group, call), attachment)
         return refs
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
-        began = self._clock()
-        statuses: list[SealStatus] = await self._call(lambda op: ev.Seal(op, attachment, tuple(items)), attachment)
-        self.timings.add("seal_seconds", self._clock() - began)
+        statuses: list[SealStatus] = await self.ask(lambda op: ev.Seal(op, attachment, tuple(items)), attachment)
         return statuses
 
     async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
-        await self._call(lambda op: ev.Abort(op, attachment, tuple(refs)), attachment)
+        await self.ask(lambda op: ev.Abort(op, attachment, tuple(refs)), attachment)
 
     async def release(self, attachment: AttachmentId, lease_ids: Sequence[LeaseId]) -> None:
-        await self._call(lambda op: ev.Release(op, attachment, tuple(lease_ids)), attachment)
+        await self.ask(lambda op: ev.Release(op, attachment, tuple(lease_ids)), attachment)
 
     async def renew(
         self,
@@ -238,14 +247,14 @@ class PoolRuntime(PoolAnswers):
         statement: Statement | None = None,
     ) -> Removed:
         leases, ended = tuple(lease_ids), tuple(reports)
-        removed: Removed = await self._call(lambda op: ev.Renew(op, attachment, leases, ended, statement), attachment)
+        removed: Removed = await self.ask(lambda op: ev.Renew(op, attachment, leases, ended, statement), attachment)
         return removed
 
     async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
-        await self._call(lambda op: ev.OpenHandoff(op, attachment, handoff, call), attachment)
+        await self.ask(lambda op: ev.OpenHandoff(op, attachment, handoff, call), attachment)
 
     async def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
-        await self._call(lambda op: ev.CloseHandoff(op, attachment, handoff), attachment)
+        await self.ask(lambda op: ev.CloseHandoff(op, attachment, handoff), attachment)
 
     async def close(self) -> None:
         """Stop. The segment file stays, so that the next boot adopts its blocks; see `unlink`."""
@@ -254,13 +263,11 @@ class PoolRuntime(PoolAnswers):
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        self.meetings.close()
         while self._tasks:  # a task that ends may start another
             await end_tasks(self._tasks)
             await asyncio.sleep(0)  # a task leaves the set one turn after its end
-        for future, _ in self._calls.values():
-            if not future.done():
-                future.set_exception(Unavailable("the pool is shutting down"))
-        self._calls.clear()
+        self._calls.refuse_all(Unavailable("the pool is shutting down"))
         if self._puller is not None:
             await in_thread(self._puller.close)
         await self._tiers.close()
@@ -269,14 +276,14 @@ class PoolRuntime(PoolAnswers):
         self._segment.close()
 
     async def warm(self, request: WarmRequest, account: str = NOBODY) -> WarmResult:
-        result: WarmResult = await self._call(lambda op: ev.Warm(op, account, request), None)
+        result: WarmResult = await self.ask(lambda op: ev.Warm(op, account, request), None)
         return result
 
     # -- what only the shard service uses ----
 
     async def unpin(self, name: str, account: str = NOBODY) -> Pin | None:
         """End a pin. Returns what it was; None if there is none of this name."""
-        ended: Pin | None = await self._call(lambda op: ev.Unpin(op, account, name), None)
+        ended: Pin | None = await self.ask(lambda op: ev.Unpin(op, account, name), None)
         return ended
 
     def attachment_lost(self, attachment: AttachmentId) -> None:
@@ -288,19 +295,19 @@ class PoolRuntime(PoolAnswers):
     async def locate(
         self, reader: NodeId, epoch: BootEpoch, keys: tuple[BlockKey, ...], wait_seconds: float = 0.0
     ) -> LocateResult:
-        result: LocateResult = await self._call(lambda op: ev.PeerLocate(op, reader, epoch, keys, wait_seconds), None)
+        result: LocateResult = await self.ask(lambda op: ev.PeerLocate(op, reader, epoch, keys, wait_seconds), None)
         return result
 
     async def follow(
         self, reader: NodeId, epoch: BootEpoch, handoff: HandoffId, keys: tuple[BlockKey, ...], wait_seconds: float
     ) -> FollowResult:
-        result: FollowResult = await self._call(
+        result: FollowResult = await self.ask(
             lambda op: ev.PeerFollow(op, reader, epoch, handoff, keys, wait_seconds), None
         )
         return result
 
     async def release_located(self, reader: NodeId, epoch: BootEpoch, lease_id: LeaseId) -> None:
-        await self._call(lambda op: ev.PeerRelease(op, reader, epoch, lease_id), None)
+        await self.ask(lambda op: ev.PeerRelease(op, reader, epoch, lease_id), None)
 
     async def take_over(
         self, epoch: BootEpoch, leaver: Holder, payload_bytes: int, items: tuple[TakeOverItem, ...], wait_seconds: float
@@ -308,7 +315,7 @@ class PoolRuntime(PoolAnswers):
         """Read blocks that another node offers, as many as there is room for. Raises Refused for a node that is not
         a member, Forbidden for one that does not leave, unless this shard accepts what others evict."""
         member = await self._remote.leaver(leaver)
-        result: TakeOverResult = await self._call(
+        result: TakeOverResult = await self.ask(
             lambda op: ev.PeerTakeOver(op, epoch, member, payload_bytes, items, wait_seconds), None
         )
         return result
@@ -324,7 +331,8 @@ class PoolRuntime(PoolAnswers):
         return result
 
     async def _clear_here(self, marks: Sequence[Mark]) -> ClearResult:
-        result: ClearResult = await self._call(lambda op: ev.Clear(op, tuple(marks)), None)
+        self._look_at_the_clock()
+        result: ClearResult = await self.ask(lambda op: ev.Clear(op, tuple(marks)), None)
         async with self._keeping_marks:
             await in_thread(partial(self._mark_files.keep, self._state.freshness.marks.all()))
         return result
@@ -369,22 +377,48 @@ class PoolRuntime(PoolAnswers):
 
     # -- events in, actions out ----
 
-    async def _call(self, make: Callable[[int], ev.Event], attachment: AttachmentId | None) -> Any:
-        if self._closed or self._fenced is not None:
-            raise Unavailable(f"the pool of node {self._config.node_id} is {self._fenced or 'shut down'}")
-        op = self._next_op
-        self._next_op += 1
+    async def ask(
+        self, make: Callable[[int], ev.Event], attachment: AttachmentId | None, later: Later | None = None
+    ) -> Any:
+        """`post`, and wait for the answer. Raises what the core refuses with."""
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._calls[op] = (future, attachment)
-        self._dispatch(make(op))
+        op = self.post(make, attachment, future, later)
         try:
             return await future
         except asyncio.CancelledError:
-            if self._calls.pop(op, None) is not None:
-                self._dispatch(ev.Cancel(op))
-            elif future.done() and not future.cancelled() and future.exception() is None:
+            if not self.cancel(op) and future.done() and not future.cancelled() and future.exception() is None:
                 self._take_back(future.result(), attachment)
             raise
+
+    def post(
+        self,
+        make: Callable[[int], ev.Event],
+        attachment: AttachmentId | None,
+        waiter: Waiter,
+        later: Later | None = None,
+    ) -> int:
+        """Ask the core, without a task. Returns the number of the call, for `cancel`.
+
+        `waiter` hears the answer once, perhaps before this returns, and must not raise. `make` gets the number and
+        returns the event. `later` takes what continues a long call and runs it when it is the caller's turn again; by
+        default that is the loop's next turn. Raises Unavailable when the pool is closed or fenced.
+        """
+        if self._closed or self._fenced is not None:
+            raise Unavailable(f"the pool of node {self._config.node_id} is {self._fenced or 'shut down'}")
+        op, event = self._calls.add(make, attachment, waiter, later)
+        if isinstance(event, ev.Acquire) and event.request.request_id:
+            with logs.about(event.request.request_id):
+                self._dispatch(event)
+        else:
+            self._dispatch(event)
+        return op
+
+    def cancel(self, op: int) -> bool:
+        """Give a call up: its waiter hears nothing more. Returns False if it was answered before."""
+        if self._calls.pop(op) is None:
+            return False
+        self._dispatch(ev.Cancel(op))
+        return True
 
     def _dispatch(self, event: ev.Event) -> None:
         """Pass one event to the core and perform its actions, and the events that these cause at once."""
@@ -396,14 +430,13 @@ class PoolRuntime(PoolAnswers):
         except Exception as error:  # noqa: BLE001  mailbox boundary: nothing may build on half-performed actions
             self._fence(f"fenced after an internal error: {type(error).__name__}: {error}")
             return
-        if self._directory is not None and any(isinstance(a, act.Announce | act.Retract) for a in performed):
-            self._directory.kick()
         if self._state.drain_phase is DrainPhase.GONE:
             self.drained.set()
         self._arm_timer()
 
     def _perform(self, performed: list[act.Action]) -> None:
         digests: list[act.Digest] = []
+        changes: list[act.Announce | act.Retract] = []
         for action in performed:
             match action:
                 case act.Digest():
@@ -417,8 +450,11 @@ class PoolRuntime(PoolAnswers):
                     self._segment.assign_slab(slab, payload_bytes)
                 case act.Reply() | act.Refuse():
                     self._answer(action)
+                case act.NextTurn(op):
+                    self._in_turn(op, partial(self._go_on, ev.GoOn(op)))
                 case act.Announce() | act.Retract():
-                    self._announce(action)
+                    failpoint("shard.announce")
+                    changes.append(action)
                 case act.Pull():
                     self._peer_reads.begin(action)
                 case act.WriteDown() | act.BringBack() | act.Erase() | act.Probe():
@@ -427,19 +463,29 @@ class PoolRuntime(PoolAnswers):
                     self._vanished.watch(engine_id)
                 case _:
                     self._spawn(self._report(action))
-        for work in self._digests.of(digests):
-            self._spawn(self._digested(work))
+        if changes and self._directory is not None:
+            self._directory.tell(changes)
+        self._digests.begin(digests, self._go_on)
+
+    def _in_turn(self, op: int, work: Callable[[], None]) -> None:
+        """Run this when it is the turn of the call's caller again."""
+        (self._calls.later(op) or self._loop.call_soon)(work)
+
+    def _go_on(self, event: ev.GoOn | ev.Digested) -> None:
+        if not self._closed:
+            self._dispatch(event)
 
     def _answer(self, action: act.Reply | act.Refuse) -> None:
         failpoint("shard.answer")
-        future, attachment = self._calls.pop(action.op, (None, None))  # None: the call was cancelled
-        if future is not None and not future.done():
-            if isinstance(action, act.Reply):
-                future.set_result(action.value)
-            else:
-                future.set_exception(action.error)
-            return
-        self._take_back(action.value if isinstance(action, act.Reply) else None, attachment)
+        call = self._calls.pop(action.op)  # None: the call was cancelled
+        if isinstance(action, act.Refuse):
+            if call is not None and not call.waiter.done():
+                call.waiter.set_exception(action.error)
+        elif call is None or call.waiter.done():
+            self._take_back(action.value, None if call is None else call.attachment)
+        else:
+            self._calls.time(call, action.value)
+            call.waiter.set_result(action.value)
 
     def _take_back(self, value: object, attachment: AttachmentId | None) -> None:
         """Give back what a call was promised after its caller gave up; it would stay leased while the engine lives."""
@@ -450,39 +496,30 @@ class PoolRuntime(PoolAnswers):
         elif isinstance(value, list) and value and isinstance(value[0], BlockRef) and attachment is not None:
             self._spawn(self.abort(attachment, value))
 
-    def _announce(self, action: act.Announce | act.Retract) -> None:
-        if self._directory is None:
-            return
-        failpoint("shard.announce")
-        if isinstance(action, act.Announce):
-            self._directory.announce(action.key, action.route)
-        else:
-            self._directory.retract(action.key, action.route)
-
     def _arm_timer(self) -> None:
+        due = self._state.next_deadline()
         if self._timer is not None:
+            if due is not None and self._timer_due <= due:
+                return  # it finds nothing due, and is set again then: cheaper than a new timer for every event
             self._timer.cancel()
             self._timer = None
-        due = self._state.next_deadline()
         if due is not None and not self._closed:
+            self._timer_due = due
             delay = max(due - self._clock(), 0.0) + 0.001
-            self._timer = self._loop.call_later(delay, self._dispatch, ev.Tick(), context=self._no_request)
+            self._timer = self._loop.call_later(delay, self._on_due, context=self._no_request)
+
+    def _on_due(self) -> None:
+        self._timer = None
+        self._dispatch(ev.Tick())
 
     def _fence(self, reason: str) -> None:
         """Stop serving: a state that contradicts itself could promise a wrong block."""
         log.critical("pool_fenced", extra={"reason": reason, "node": self._config.node_id}, exc_info=True)
         self._fenced = reason
-        for future, _ in self._calls.values():
-            if not future.done():
-                future.set_exception(Unavailable(reason))
-        self._calls.clear()
+        self._calls.refuse_all(Unavailable(reason))
         for on_lost in list(self._lost.values()):
             on_lost(reason)
         self._lost.clear()
-
-    async def _digested(self, work: Awaitable[list[ev.Digested]]) -> None:
-        for event in await work:
-            self._dispatch(event)
 
     async def _report(self, action: act.Outgoing) -> None:
         answer = await self._remote.perform(action)
@@ -513,6 +550,7 @@ class PoolRuntime(PoolAnswers):
     async def _check_forever(self) -> None:
         while True:
             await asyncio.sleep(CHECK_SECONDS)
+            self._look_at_the_clock()
             self._windows.sample(self._clock(), self._state.all_counters())
             if self._state.capacity <= CHECK_SLOTS_MAX:
                 try:
@@ -520,6 +558,15 @@ class PoolRuntime(PoolAnswers):
                 except AssertionError as error:
                     self._fence(f"fenced: {error}")
                     return
+
+    def _look_at_the_clock(self) -> None:
+        """Clears and ages go by the time of day, which may be set at any time, and goes on while a machine sleeps."""
+        offset = self._config.wall_clock() - self._clock()
+        step = offset - self._wall_offset
+        if abs(step) >= CLOCK_STEP_SECONDS:
+            log.warning("clock_set", extra={"node": self._config.node_id, "seconds": round(step, 3)})
+            self._wall_offset = offset
+            self._dispatch(ev.ClockSet(offset))
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         async def run() -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Protocol
 
 from kvservice.core.block.tenants import TenantLimits
+from kvservice.core.directory.meetings import MEET_PEERS
 from kvservice.core.events import Event
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.header import SlotHeader
+from kvservice.core.slices import DEFAULT_SLICES, SliceSizes
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
 from kvservice.pool.coders import Coders
 from kvservice.pool.tier_specs import TierSpec
@@ -61,6 +63,8 @@ class PullerPort(Protocol):
 
     def submit(self, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback) -> None: ...
 
+    def greet(self, peer: NodeId, epoch: BootEpoch, description: bytes, on_met: Callable[[bool], None]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -83,9 +87,11 @@ class PoolConfig:
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at the start; see PoolRuntime.set_tenants
     eviction: Callable[[], EvictionPolicy] = LeafFirstReuse  # makes the policy of this pool; see pool.eviction
     tiers: tuple[TierSpec, ...] = ()  # nearest first
+    slices: SliceSizes = DEFAULT_SLICES  # how much of a long call is done at a time
     accept_spill: bool = False
     spill: bool = True  # to nodes that accept it
     max_age_seconds: float = 0.0  # 0 = no limit
     coders: Coders = field(default_factory=Coders)
     mark_files: tuple[Path, ...] = ()  # where it keeps what was cleared
+    meet_peers: int = MEET_PEERS  # met before they are needed, at most; 0 = none
     wall_clock: Callable[[], float] = time.time

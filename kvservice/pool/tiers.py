@@ -36,6 +36,9 @@ log = logging.getLogger("kvservice.pool")
 # For a tier to end what runs. One that hangs keeps its threads, and the memory that they use stays mapped.
 CLOSE_SECONDS = 5.0
 FOUND_BLOCKS = 256  # of one event: the core takes some milliseconds for them, and a tier may have found a million
+# Between two questions what was cleared elsewhere: one listing of a folder that is nearly empty. Nodes that share only
+# the tier obey a clear that much later.
+MARKS_EVERY_SECONDS = 60.0
 PROBE_SLACK_SECONDS = 0.02  # for an answer that comes at the deadline to arrive
 
 
@@ -77,6 +80,7 @@ class PoolTiers:
         self._starting = {name: asyncio.Event() for name in makers}  # set when the marks that it keeps are known
         self._states = {name: TierStatus(name, TierPhase.OPENING) for name in makers}
         self._open: dict[str, Tier] = {}
+        self._heard: dict[str, frozenset[Mark]] = {}  # the marks that each tier had when it was last asked
         self._counters: Counter[str] = Counter()
         self._lock = threading.Lock()  # over _open and _is_closing, which the threads that start tiers use too
         self._is_closing = False
@@ -127,6 +131,7 @@ class PoolTiers:
             return
         try:
             kept = await in_thread(keeper.load_marks)
+            self._heard[name] = frozenset(kept)
             known = await self._take_marks(kept)
             if missing := [mark for mark in known if mark not in set(kept)]:
                 await in_thread(partial(keeper.keep_marks, missing))
@@ -135,6 +140,23 @@ class PoolTiers:
             if tier is not None:
                 await in_thread(tier.close, DaemonThreads(f"kvservice-close-{name}"))
             raise
+
+    async def follow_marks(self, name: str) -> None:
+        """Ask the tier now and then what was cleared elsewhere, for ever. Each mark is taken once."""
+        while True:
+            await asyncio.sleep(MARKS_EVERY_SECONDS)
+            keeper: object = self._open.get(name)
+            if self._take_marks is None or name not in self._heard or not isinstance(keeper, KeepsMarks):
+                continue
+            try:
+                kept = await in_thread(keeper.load_marks)
+            except Exception as error:  # noqa: BLE001  a tier is code of others too, and is asked again
+                self._count_error(name, "marks_failed", error)
+                continue
+            new, self._heard[name] = [mark for mark in kept if mark not in self._heard[name]], frozenset(kept)
+            if new:
+                log.info("marks_taken", extra={"tier": name, "count": len(new)})
+                await self._take_marks(new)
 
     async def marks_known(self, names: Iterable[str], seconds: float) -> bool:
         """Wait until these tiers have told what was cleared, or cannot be used, for so long. False: some have not."""

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from kvservice.aio import end_tasks, is_set_within, within
 from kvservice.errors import InvalidRequest, Unavailable
+from kvservice.garbage import keep_tables
 from kvservice.observe import logs, tracing
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.checks import ServerChecks
@@ -227,6 +228,7 @@ async def serve(settings: ProxySettings) -> None:
     proxy = Proxy(settings)
     tracing.start(settings.traces, "kvservice-proxy")
     await proxy.start()
+    keep_tables()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
     try:

@@ -88,7 +88,7 @@ class ReplayNode:
         for key in held.values():
             block = self._store.get(key)
             assert block is not None
-            self._store.unpin(block.slot)
+            self._store.unpin((block.slot,))
         self._keep(keys, end, now)
         self._announce(now)
         found = Hits(end - brought.total(), brought["peer"], brought["disk"], brought["objects"])
@@ -108,7 +108,7 @@ class ReplayNode:
                 break
             block = self._store.get(key)
             assert block is not None
-            self._store.pin(block)
+            self._store.pin((block.slot,))
             lent.append(key)
         self._admission.on_peer_read(len(lent))
         self._write("reused", [key for key in lent if key in self._places], now)
@@ -119,12 +119,12 @@ class ReplayNode:
         for key in keys:
             block = self._store.get(key)
             assert block is not None
-            self._store.unpin(block.slot)
+            self._store.unpin((block.slot,))
 
     def _pin(self, index: int, key: BlockKey, held: dict[int, BlockKey]) -> bool:
         block = self._store.get(key)
         if block is not None:
-            self._store.pin(block)
+            self._store.pin((block.slot,))
             held[index] = key
         return block is not None
 

@@ -6,7 +6,7 @@ They know no secondary copies, sizes or tenants: one node, one model. Pure.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstLru, LeafFirstReuse
@@ -44,11 +44,11 @@ class _Flat:
                 self._used_at[key] = now
                 self._on_hit(key)
 
-    def pin(self, key: BlockKey) -> None:
-        self._pinned.add(key)
+    def pin(self, keys: Collection[BlockKey]) -> None:
+        self._pinned.update(keys)
 
-    def unpin(self, key: BlockKey) -> None:
-        self._pinned.discard(key)
+    def unpin(self, keys: Collection[BlockKey]) -> None:
+        self._pinned.difference_update(keys)
 
     def last_touch(self, key: BlockKey) -> int:
         return int(self._used_at[key] * 1000)

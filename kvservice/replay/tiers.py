@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from kvservice.core.actions import Action
 from kvservice.core.segment.geometry import SLAB_BYTES_MIN, Geometry
-from kvservice.core.store.blocks import NO_KEY, Block, BlockStore, Want
+from kvservice.core.store.blocks import NO_KEY, BlockStore, Want
 from kvservice.core.store.eviction import EvictionPolicy
+from kvservice.core.store.slots import Block
 from kvservice.units import BlockKey, BootEpoch, SpanRoute, div_ceil
 
 PAYLOAD_BYTES = 4096  # Of a slot. Only the number of slots matters here, so it is the smallest that a slab takes.

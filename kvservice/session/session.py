@@ -34,7 +34,9 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Refused, Unavailable
 from kvservice.observe import logs, tracing
 from kvservice.pool.port import PoolPort
+from kvservice.session.outbox import Outbox, Parcel, giving_back
 from kvservice.session.removals import RemovalInbox
+from kvservice.session.stock import STOCK_MIN, Stock
 from kvservice.units import AttachmentId, BlockKey, HandoffId, LeaseId, format_bytes
 
 log = logging.getLogger("kvservice.session")
@@ -44,11 +46,7 @@ RETRY_SECONDS_FIRST = 0.2
 RETRY_SECONDS_MAX = 5.0  # The most between two attempts: a shard that comes back is used at most this much later.
 # After a refusal because of the fingerprint. The engine with the other fingerprint may leave.
 REFUSED_RETRY_SECONDS = 15.0
-STOCK_MIN = 8  # Slots held ready without requests, so that the first blocks find room at once.
-# An engine without requests for so long gives its stock back. A conversation's next turn comes sooner, as a rule; the
-# first request after it has slots some milliseconds after it came, which is before its prompt is computed.
-STOCK_IDLE_SECONDS = 60.0
-STOCK_MAX = 1024  # The most slots held ready. A step that fills more blocks stores the rest in the next step.
+GATHER_SECONDS = 0.002  # The loop looks so much later: a step's things go together, and it is not interrupted.
 TICK_SECONDS = 1.0  # Between two looks at the stock and the requests' reports.
 CLOSE_SECONDS = 5.0  # For detaching. Then the session ends without it, and the shard notices the closed stream.
 # However long leases are: heartbeats also repair what was lost on the way, and that should not take longer.
@@ -89,14 +87,10 @@ class Session:
         self._losses: list[str] = []  # why the current attachment ended
         self._may_reattach = may_reattach
         self._has_stock = stock_min is not None
-        self._stock_min = min(max(stock_min or 0, STOCK_MIN), STOCK_MAX)
+        self._stock = Stock(spec, stock_min or 0)
         self._on_end = on_end
         self._rng = rng or random.Random()
         self._lock = threading.Lock()
-        self._layouts = (spec.layout, *(group.layout for group in spec.window_groups))
-        self._stocks: list[deque[BlockRef]] = [deque() for _ in self._layouts]  # by KV cache group
-        self._expected = 0  # blocks that the requests in flight will want to store
-        self._is_used = True  # since the loop looked last
         self._answers: deque[AcquireAnswer] = deque()
         self._answered = threading.Condition(self._lock)
         self._pending: Counter[str] = Counter()  # acquires under way, by request
@@ -115,6 +109,8 @@ class Session:
         self._wake: asyncio.Event | None = None
         self._stopping = False
         self._background: set[asyncio.Task[None]] = set()
+        self._outbox = Outbox()
+        self._is_poked = False  # the loop was told to look and has not yet
         self._first_attempt = threading.Event()
         self._has_tried = asyncio.Event()  # the same, for the loop
         self.failure: KVServiceError | None = None  # why the last attempt to attach failed; None while attached
@@ -176,8 +172,7 @@ class Session:
     def expect(self, count: int) -> None:
         """`count` more blocks will want slots soon. A negative count takes that back."""
         with self._lock:
-            self._expected = max(0, self._expected + count)
-            self._is_used = True
+            self._stock.expect(count)
         if count > 0:
             self._poke()
 
@@ -187,20 +182,18 @@ class Session:
         with self._lock:
             if not self._is_current(attachment):
                 return []
-            self._is_used = True
-            stock = self._stocks[group]
-            taken = [stock.popleft() for _ in range(min(count, len(stock)))]
+            taken = self._stock.take(count, group)
         self._poke()
         return taken
 
     def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> None:
-        self._post(self._seal(attachment, list(items)))
+        self._send(Parcel.SEAL, attachment, items)
 
     def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
         with self._lock:
             if self._is_current(attachment):
                 self._ledger.give_back(refs)
-        self._post(self._with_pool(attachment, "abort", lambda pool: pool.abort(attachment, list(refs))))
+        self._send(Parcel.ABORT, attachment, refs)
 
     def open_handoff(self, handoff: HandoffId) -> AttachmentId | None:
         """Let other engines follow what is stored for this hand-off. Returns None if there is no pool."""
@@ -220,7 +213,7 @@ class Session:
         with self._lock:
             if self._is_current(attachment):
                 self._leases.discard(lease_id)
-        self._post(self._with_pool(attachment, "release", lambda pool: pool.release(attachment, [lease_id])))
+        self._send(Parcel.RELEASE, attachment, [lease_id])
 
     def report(self, report: RequestReport) -> None:
         """Report an ended request. It travels with the next renewal, within a second."""
@@ -334,15 +327,11 @@ class Session:
         period = min(attachment.lease_seconds / 3, HEARTBEAT_SECONDS_MAX)
         renew_at = self._loop.time() + period
         report_at = self._loop.time()
-        idle_from = self._loop.time() + STOCK_IDLE_SECONDS
         while not self._stopping and not lost:
             self._wake.clear()
             with self._lock:
-                if self._is_used or self._expected:
-                    idle_from = self._loop.time() + STOCK_IDLE_SECONDS
-                self._is_used = False
-            is_idle = self._loop.time() >= idle_from
-            for group in range(len(self._stocks) if self._has_stock else 0):
+                is_idle = self._stock.is_idle(self._loop.time())
+            for group in range(self._stock.group_count if self._has_stock else 0):
                 await self._restock(attachment, group, is_idle)
             has_news = self._reports or self._spec.hears_removals
             if self._loop.time() >= renew_at or (has_news and self._loop.time() >= report_at):
@@ -363,36 +352,21 @@ class Session:
     async def _restock(self, attachment: Attachment, group: int, is_idle: bool) -> None:
         """Fill the stock up with one call, or give back slots that the engine need not hold: all when it is idle."""
         assert self._pool is not None
-        geometry = attachment.geometry
-        payload_bytes = self._layouts[group].payload_bytes
-        slots = geometry.slab_count * geometry.slots_per_slab(payload_bytes)
-        if attachment.quota_bytes:  # slots held ready take the room of the tenant's own blocks
-            slots = min(slots, attachment.quota_bytes // payload_bytes)
-        slots //= len(self._stocks)
         with self._lock:
-            stock = self._stocks[group]
-            idle = min(self._stock_min, slots // 8)
-            soon = self._spec.slots_for(group, idle + self._expected)
-            wanted = 0 if is_idle else max(1, min(soon, STOCK_MAX, slots // 2))
-            have = len(stock)
-            surplus = [stock.pop() for _ in range(have - 2 * wanted)]
+            missing, surplus = self._stock.level(group, attachment, is_idle=is_idle)
             self._ledger.give_back(surplus)
         try:
             if surplus:
                 self.counters["stock_given_back"] += len(surplus) if is_idle else 0
                 await self._pool.abort(attachment.attachment_id, surplus)
-            elif have * 2 <= wanted and not is_idle:
-                await self._reserve(attachment, group, wanted - have)
+            elif missing:
+                refs = await self.reserve(attachment, missing, group)
+                with self._lock:
+                    if self._attachment is attachment:
+                        self._stock.add(refs, group)
         except KVServiceError as error:
             self.counters["reserve_failed"] += 1
             log.debug("reserve failed: %s", error.message)
-
-    async def _reserve(self, attachment: Attachment, group: int, count: int) -> None:
-        """Reserve this many slots for the stock."""
-        refs = await self.reserve(attachment, count, group)
-        with self._lock:
-            if self._attachment is attachment:
-                self._stocks[group].extend(refs)
 
     async def _acquire(self, attachment: Attachment, request_id: str, request: AcquireRequest) -> None:
         result: AcquireResult | None = None
@@ -408,8 +382,7 @@ class Session:
                     call = asyncio.ensure_future(pool.acquire(attachment.attachment_id, request))
                     self._acquires[request_id] = call
                     result = await call
-                    fetched = result.fetched_count
-                    span.set(hit_blocks=len(result.blocks), fetched_blocks=fetched, miss=result.miss.value)
+                    span.set(hit_blocks=len(result.blocks), fetched_blocks=result.fetched_count, miss=result.miss.value)
         except KVServiceError as error:
             self.counters["acquire_failed"] += 1
             log.debug("acquire failed: %s", error.message)
@@ -486,6 +459,12 @@ class Session:
             log.debug("%s failed: %s", what, error.message)
 
     @property
+    def has_slots(self) -> bool:
+        """Whether slots are ready for every group."""
+        with self._lock:
+            return self._stock.is_ready
+
+    @property
     def held(self) -> frozenset[BlockRef]:
         """The slots that this engine may write: in stock, in plans, at its workers or being sealed."""
         with self._lock:
@@ -544,12 +523,18 @@ class Session:
     # -- between the threads ----
 
     def _post(self, work: Coroutine[Any, Any, None]) -> bool:
-        if not self._stopping and self._call(self._spawn, work):
+        if not self._stopping and self._call(self._begin, work):
             return True
         work.close()
         return False
 
-    def _call(self, function: Callable[..., None], *arguments: Any) -> bool:
+    def _send(self, kind: Parcel, attachment: AttachmentId, values: Sequence[Any]) -> None:
+        """Send these with everything of their kind that is put before the loop looks."""
+        if not self._stopping:
+            self._outbox.put(kind, attachment, values)
+            self._poke()
+
+    def _call(self, function: Callable[..., object], *arguments: Any) -> bool:
         """Call a function on the loop soon. False if the loop has ended or not begun."""
         loop = self._loop
         if loop is None:
@@ -560,14 +545,31 @@ class Session:
             return False
         return True
 
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start this behind what was put into the outbox before it."""
+        self._look()
+        self._spawn(work)
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     def _poke(self) -> None:
-        if self._wake is not None:
-            self._call(self._wake.set)
+        """Let the loop look after its outbox and its stock: once, however often it is told before it looks."""
+        if self._loop is not None and not self._is_poked:
+            self._is_poked = True
+            self._call(self._loop.call_later, GATHER_SECONDS, self._look)
+
+    def _look(self) -> None:
+        assert self._wake is not None
+        self._is_poked = False  # before it looks, so that what comes from here on wakes it again
+        for kind, attachment, values in self._outbox.take():
+            if kind is Parcel.SEAL:
+                self._spawn(self._seal(attachment, values))
+            else:
+                self._spawn(self._with_pool(attachment, kind.value, giving_back(kind, attachment, values)))
+        self._wake.set()
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, but wake early if the session closes."""
@@ -581,9 +583,7 @@ class Session:
         """Forget the attachment. Returns the slots that no worker was told to write."""
         with self._lock:
             self._attachment = None
-            unused = [ref for stock in self._stocks for ref in stock]
-            for stock in self._stocks:
-                stock.clear()
+            unused = self._stock.clear()
             self._leases.clear()
             self._ledger.forget()
         self._removals.add_all()

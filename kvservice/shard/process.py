@@ -13,36 +13,45 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvservice.aio import end_tasks, is_set_within
+from kvservice.aio import end_tasks
+from kvservice.garbage import keep_tables
 from kvservice.observe import tracing
 from kvservice.observe.endpoint import on_loop, serve_endpoint
 from kvservice.observe.logs import say
 from kvservice.observe.metrics import ShardCollector
-from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 
 log = logging.getLogger("kvservice.shard")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-POLL_SECONDS = 0.1  # nothing reports the end of the last lease, so it is looked for this often
+POLL_SECONDS = 0.1  # for a stop that is given up to remove its files: they are few
 HURRY_SECONDS = 3.0  # for an orderly stop after a second signal: listeners give their calls a second each
 
 
 async def serve(
-    config: ShardServerConfig, *, keep_segment: bool = False, grace_seconds: float = 0.0, metrics_port: int = 0
+    config: ShardServerConfig,
+    *,
+    keep_segment: bool = False,
+    grace_seconds: float = 0.0,
+    metrics_port: int = 0,
+    wall_clock: Callable[[], float] = time.time,
 ) -> None:
     """Serve until a signal, and return after a clean stop. Raises what ShardServer.start raises.
 
     The stop leaves no file, or only the segment with `keep_segment`.
     """
     tracing.start(config.settings.traces, "kvservice-shard", node=config.node_id, service=config.settings.service)
-    server = ShardServer(config)
+    server = ShardServer(config, wall_clock)
     asked = EndSignals()
 
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     holder = await server.start()
+    keep_tables()
     try:
         if metrics_port:
             loop = asyncio.get_running_loop()
@@ -51,10 +60,8 @@ async def serve(
             end_metrics = serve_endpoint([collector], on_loop(loop, server.condition), metrics_port, host)
         say(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}")
         await first_of(asked.to_end.wait(), server.left.wait())
-        if keep_segment:
-            await wait_for_readers(server, asked, grace_seconds)
-        elif not server.left.is_set() and grace_seconds > 0:
-            await first_of(server.drain(grace_seconds), asked.to_hurry.wait())
+        if not server.left.is_set() and grace_seconds > 0:  # what is kept for the next start is handed to nobody
+            await first_of(server.drain(grace_seconds, handover=not keep_segment), asked.to_hurry.wait())
     finally:
         await end_process(server, asked, keep_segment=keep_segment)
         await asyncio.to_thread(end_metrics)
@@ -112,17 +119,3 @@ async def first_of(*works: Coroutine[Any, Any, object]) -> None:
             task.result()
     finally:
         await end_tasks(tasks)
-
-
-async def wait_for_readers(server: ShardServer, asked: EndSignals, grace_seconds: float) -> None:
-    """Take no new work and wait until no lease is open, another signal comes, or the time is over.
-
-    The blocks stay for the next start.
-    """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + grace_seconds
-    server.pool.drain()
-    log.info("shard_draining", extra={"leases": server.pool.state.lease_count, "grace_seconds": grace_seconds})
-    while server.pool.state.lease_count and loop.time() < deadline:  # nothing reports when the last one ends
-        if await is_set_within(POLL_SECONDS, asked.to_hurry):
-            return

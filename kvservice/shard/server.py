@@ -1,6 +1,6 @@
-"""Hosts one node's pool behind gRPC: a Unix socket for the node's engines, another listener for peers and operators.
+"""Hosts one node's pool: a Unix socket for its engines, another one with gRPC for commands, and a listener for peers.
 
-The second listener is a port with TLS, or a Unix socket when the whole service is on this machine.
+Peers call a port with TLS, or the socket of the commands when the whole service is on this machine.
 
 The Ray actor, `kvservice up --no-ray` and the tests all run this class, on one event loop. It owns the order of the
 start (memory, blocks, transport, listeners, registration, announcements) and of the stop. It leaves none of its files
@@ -16,7 +16,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,12 +29,12 @@ from kvservice.auth.authenticator import Authenticator, room_of
 from kvservice.auth.tenants import open_tenants
 from kvservice.auth.tls import TlsFiles, check_listener, is_bound, is_loopback, listen, local_or_tcp, open_tls
 from kvservice.client.peer import PeerClient
-from kvservice.config import LEASE_SECONDS_MIN, POOL_BYTES_MIN, ServiceConfig
+from kvservice.config import LEASE_SECONDS_MIN, POOL_BYTES_MIN
 from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS
+from kvservice.core.attachments import BOOT_ATTACHMENTS_BITS
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import Holder, PoolStats
 from kvservice.core.segment.geometry import CONTROL_BYTES, SCRATCH_BYTES, SLAB_BYTES_MIN, plan_geometry
-from kvservice.core.shard import BOOT_ATTACHMENTS_BITS
 from kvservice.discovery import EPOCH_MAX
 from kvservice.errors import ConfigError, KVServiceError, ServiceConflict, Unavailable, plaintext_refused
 from kvservice.lookup.announce_pump import FAREWELL_SECONDS
@@ -51,15 +50,18 @@ from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_factory import open_coders
 from kvservice.pool.tier_specs import DISK, disk_bytes, disk_folder, find_tiers
 from kvservice.private_files import is_listening, make_directory
+from kvservice.shard.engine_socket import EngineSocket
 from kvservice.shard.missed_marks import marks_of_others
 from kvservice.shard.operator import OperatorServicer
 from kvservice.shard.readiness import LIVE, ReadinessServicer
-from kvservice.shard.service import AdminServicer, EngineServicer, PeerServicer
+from kvservice.shard.server_config import ShardServerConfig
+from kvservice.shard.service import AdminServicer, PeerServicer
 from kvservice.tier.block_files import remove_blocks
-from kvservice.transfer.base import Transport
+from kvservice.transfer import mapped
 from kvservice.transfer.nixl import NixlTransport, nixl_available
-from kvservice.transfer.shm import SharedMemoryTransport
-from kvservice.units import BlockKey, NodeId, SpanRoute
+from kvservice.transfer.puller import Puller
+from kvservice.transfer.ways import joined
+from kvservice.units import BlockKey, SpanRoute
 from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, Gate, server_options, service_handler
 from kvservice.wire.v1 import shard_pb2
 
@@ -76,19 +78,6 @@ assert EPOCH_MAX << BOOT_ATTACHMENTS_BITS < 1 << 63, "an attachment id must fit 
 assert FAREWELL_SECONDS < DIRECTORY_END_SECONDS
 assert LEASE_SECONDS_MIN > LEASE_MARGIN_SECONDS, "a pull would have no time before its lease ends"
 assert POOL_BYTES_MIN >= CONTROL_BYTES + SCRATCH_BYTES + SLAB_BYTES_MIN, "the smallest pool must hold a slab"
-DEV_SHM = Path("/dev/shm")
-
-
-@dataclass(frozen=True, slots=True)
-class ShardServerConfig:
-    """The settings of the service, and those of this node only."""
-
-    settings: ServiceConfig
-    node_id: NodeId
-    lookup_addresses: tuple[str, ...] = ()  # host:port or unix:/path of each, in partition order; () = no other nodes
-    segment_dir: Path = DEV_SHM  # must have room for the pool
-    peer_host: str = "127.0.0.1"  # bound and advertised; loopback without TLS = a Unix socket instead
-    peer_port: int = 0  # 0 = any free port
 
 
 class ShardServer:
@@ -102,6 +91,7 @@ class ShardServer:
         self._pool: PoolRuntime | None = None
         self._directory: ShardDirectory | None = None
         self._servers: list[grpc.aio.Server] = []
+        self._engines: EngineSocket | None = None
         self._record: Path | None = None
         self._health = ReadinessServicer(lambda: self.condition() == Condition())
         self._peer_address = ""
@@ -145,7 +135,7 @@ class ShardServer:
         )
         tenants = open_tenants(config.settings.tenants_file)
         geometry = plan_geometry(config.settings.pool_bytes, config.settings.slab_bytes or None)
-        kind, make_transport = _choose_transport(config)
+        ways, reads = _choose_reader(config)
         coders = await asyncio.to_thread(partial(open_coders, config.settings, has_tenants=tenants is not None))
         coders.keys.set_tenants({} if tenants is None else tenants.current.secrets())
         eviction = await asyncio.to_thread(find_policy, config.settings.eviction)
@@ -188,10 +178,11 @@ class ShardServer:
                 max_age_seconds=config.settings.max_age_seconds,
                 coders=coders,
                 mark_files=(directory / discovery.MARKS_NAME, *disks),
+                wall_clock=self._wall_clock,
             ),
-            transport=make_transport,
+            reads=reads,
             directory=self._directory,
-            peers=PeerClient(kind, config.node_id, tls=self._tls, secret=secret),
+            peers=PeerClient(ways, config.node_id, tls=self._tls, secret=secret),
         )
         discovery.keep_epoch(directory, self._pool.epoch)
         await self._pool.take_marks(await marks_of_others(config.node_id, config.lookup_addresses, self._tls))
@@ -228,7 +219,7 @@ class ShardServer:
                 "seconds": round(progress.seconds, 3),
                 "handed": progress.blocks_handed,
                 "elsewhere": progress.blocks_elsewhere,
-                "lost": progress.blocks_lost,
+                "lost": progress.blocks_lost if handover else 0,
                 "note": progress.note,
             },
         )
@@ -267,6 +258,10 @@ class ShardServer:
                 all_ended &= await _end("directory", directory.stop(leaving), DIRECTORY_END_SECONDS)
             if self._authenticator is not None:
                 all_ended &= await _end("authenticator", self._authenticator.stop(), PART_END_SECONDS)
+            engines, self._engines = self._engines, None
+            if engines is not None:
+                ending = engines.stop(STOP_GRACE_SECONDS)
+                all_ended &= await _end("engines", ending, STOP_GRACE_SECONDS + PART_END_SECONDS)
             servers, self._servers = self._servers, []
             for server in servers:
                 ending = server.stop(STOP_GRACE_SECONDS)
@@ -371,9 +366,14 @@ class ShardServer:
         self._record = discovery.write_record(record, config.settings.runtime_root)
 
     async def _listen(self, socket_path: str) -> None:
-        """Open both listeners. Both serve what operators need; only the Unix socket serves engines."""
-        await self._serve(f"unix:{socket_path}", with_engines=True)
-        self._peer_address = await self._serve(self._peers_at(), with_engines=False)
+        """Open the listeners. Peers and commands of this machine may share one."""
+        assert self._authenticator is not None
+        self._engines = EngineSocket(self.pool, self._authenticator)
+        await self._engines.listen(socket_path)
+        peers_at = self._peers_at()
+        if peers_at != self._commands_at():
+            await self._serve(self._commands_at())
+        self._peer_address = await self._serve(peers_at)
         if not self._peer_address.startswith("unix:"):
             self._peer_port = int(self._peer_address.rpartition(":")[2])
 
@@ -383,31 +383,37 @@ class ShardServer:
         return local_or_tcp(
             config.peer_host,
             self._peer_port,
-            discovery.peer_socket(config.settings.service, config.node_id, config.settings.runtime_root),
+            self._commands_at().removeprefix("unix:"),
             tls=self._tls is not None,
             allow_plaintext=config.settings.allow_plaintext,
         )
 
-    async def _serve(self, address: str, *, with_engines: bool) -> str:
-        """Start a listener. Returns the address to call."""
-        server = await self._server(with_engines=with_engines)
+    def _commands_at(self) -> str:
+        config = self._config
+        path = discovery.rpc_socket(config.settings.service, config.node_id, config.settings.runtime_root)
+        return f"unix:{path}"
+
+    async def _serve(self, address: str) -> str:
+        """Start a gRPC listener. Returns the address to call."""
+        server = await self._server()
         called = listen(server, address, self._tls, allow_plaintext=self._config.settings.allow_plaintext)
         await server.start()
         return called
 
-    async def _server(self, *, with_engines: bool) -> grpc.aio.Server:
+    async def _server(self) -> grpc.aio.Server:
         server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX), maximum_concurrent_rpcs=CALLS_MAX)
         self._servers.append(server)
         gate = Gate()
-        assert self._authenticator is not None
+        assert self._authenticator is not None and self._engines is not None
         services = shard_pb2.DESCRIPTOR.services_by_name
         parts: list[tuple[str, object]] = [
             ("PeerService", PeerServicer(self.pool, self.holder)),
-            ("AdminService", AdminServicer(self.pool, self.holder, self.leave, self._authenticator, self.stats)),
+            (
+                "AdminService",
+                AdminServicer(self.pool, self.holder, self.leave, self._authenticator, self.stats, self._engines.pids),
+            ),
             ("OperatorService", OperatorServicer(self.pool, self._authenticator)),
         ]
-        if with_engines:
-            parts.append(("EngineService", EngineServicer(self.pool, self._authenticator)))
         handlers = [service_handler(services[name], servicer, gate=gate) for name, servicer in parts]
         server.add_generic_rpc_handlers(tuple(handlers))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -454,17 +460,19 @@ class ShardServer:
         make_directory(directory)
         discovery.keep_secret(directory, self._secret)
         discovery.keep_epoch(directory, self.pool.epoch)
-        for address in self._addresses():
+        if not is_bound(f"unix:{self._socket_path}") and self._engines is not None:
+            await self._engines.listen(self._socket_path)
+        for address in {self._commands_at(), self._peer_address}:
             if not is_bound(address):
-                await self._serve(address, with_engines=address == f"unix:{self._socket_path}")
+                await self._serve(address)
         if self._directory is not None:
             self._directory.relink_mirror()
         self._register(self._lookup_addresses)
         self._counters["runtime_files_remade"] += 1
         log.warning("runtime_files_remade", extra={"directory": str(directory)})
 
-    def _addresses(self) -> tuple[str, str]:
-        return f"unix:{self._socket_path}", self._peer_address
+    def _addresses(self) -> tuple[str, ...]:
+        return f"unix:{self._socket_path}", self._commands_at(), self._peer_address
 
     async def _replace_segment(self) -> None:
         """Start a new boot with new memory. Engines lose their attachments, unmap the old memory and attach again.
@@ -519,18 +527,23 @@ def check_lookups(addresses: Sequence[str], *, tls: bool, allow_plaintext: bool)
             raise plaintext_refused(f"the lookup partition at {address} would be called without TLS")
 
 
-def _choose_transport(config: ShardServerConfig) -> tuple[str, Callable[[Segment], Transport]]:
-    """The transport's name and factory. Raises ConfigError for an unknown name, and for NIXL if it is not installed."""
+def _choose_reader(config: ShardServerConfig) -> tuple[str, Callable[[Segment], Puller]]:
+    """The names of the ways in which peers are read, and what makes the reader. Raises ConfigError for an unknown
+    transport, and for NIXL if it is not installed."""
     kind = config.settings.transport
-    if kind == "auto":  # on loopback all peers are on this machine, and UCX over TCP checks no keys
-        beyond = not is_loopback(f"{config.peer_host}:0")
-        kind = "nixl" if beyond and nixl_available() else "shm"
-    if kind == "nixl":
-        if not nixl_available():
-            raise ConfigError(
-                "transport 'nixl' needs NIXL, which comes with the extra 'nixl' (pip install nixl-cu12); or take shm"
-            )
-        return kind, lambda segment: NixlTransport(segment, config.node_id, config.peer_host)
-    if kind == "shm":
-        return kind, SharedMemoryTransport
-    raise ConfigError(f"unknown transport {kind!r}: choose auto, nixl or shm")
+    if kind not in ("auto", "nixl", "shm"):
+        raise ConfigError(f"unknown transport {kind!r}: choose auto, nixl or shm")
+    if kind == "nixl" and not nixl_available():
+        raise ConfigError(
+            "transport 'nixl' needs NIXL, which comes with the extra 'nixl' (pip install nixl-cu12); or take shm"
+        )
+    beyond = not is_loopback(f"{config.peer_host}:0")  # on loopback all peers are on this machine
+    maps_peers = kind != "nixl"
+    if kind == "nixl" or (kind == "auto" and beyond and nixl_available()):
+        return (
+            joined((*((mapped.NAME,) * maps_peers), "nixl")),
+            lambda segment: Puller(
+                segment, lambda: NixlTransport(segment, config.node_id, config.peer_host), maps_peers=maps_peers
+            ),
+        )
+    return mapped.NAME, lambda segment: Puller(segment, None)

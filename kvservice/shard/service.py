@@ -1,34 +1,28 @@
-"""The RPCs of a shard, mapped onto the pool. Decides nothing; wire.codec validates every value.
+"""The RPCs of a shard for peers and commands, mapped onto the pool. Decides nothing; wire.codec validates every value.
 
 Runs on the shard's event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
-from kvservice.auth.authenticator import Authenticator, account_of, is_private
+from kvservice.auth.authenticator import Authenticator, is_private
 from kvservice.auth.identity import caller_of, proof_in
-from kvservice.client.shard import STREAM_SILENCE_SECONDS
-from kvservice.core.acquire.handoff import FOLLOWS_MAX, HANDOFF_ID_BYTES, check_handoff_id
+from kvservice.core.acquire.handoff import FOLLOWS_MAX, check_handoff_id
 from kvservice.core.block.keys import unpack_keys
 from kvservice.core.drain.receiver import TAKES_MAX
 from kvservice.core.drain.sender import DrainProgress
 from kvservice.core.explain.records import KEEP_SECONDS, check_request_id
 from kvservice.core.messages import Holder, PoolStats
-from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
-from kvservice.core.shard import ATTACHMENTS_MAX
-from kvservice.core.writes import RESERVE_COUNT_MAX
-from kvservice.errors import Forbidden, InvalidRequest, KVServiceError, StaleEpoch, Unauthenticated, Unavailable
+from kvservice.errors import Forbidden, InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
 from kvservice.version import __version__
 from kvservice.wire import codec
-from kvservice.wire.explain import decode_reports, encode_explanation, encode_history
+from kvservice.wire.explain import encode_explanation, encode_history
 from kvservice.wire.figures import (
     SLOWEST_MAX,
     decode_filter,
@@ -43,127 +37,14 @@ from kvservice.wire.figures import (
     encode_windows,
 )
 from kvservice.wire.leaving import decode_items, encode_progress
-from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, LONG_CALLS_MAX, SHORT_CALLS_MAX, Context
+from kvservice.wire.serving import LONG_CALLS_MAX, Context
 from kvservice.wire.v1 import shard_pb2
 from kvservice.wire.versions import check_version
 
-HEARTBEAT_SECONDS = 2.0  # of an attach stream. An engine that hears nothing for several of them gives the shard up.
 READER_CHARS_MAX = 512  # of a peer's node id, as everywhere on the wire; a longer one is cut
 DRAIN_SECONDS_MAX = 3600.0  # an hour: a hand-over of any pool ends sooner; a longer drain is refused
-assert 3 * HEARTBEAT_SECONDS < STREAM_SILENCE_SECONDS, "an engine must miss several heartbeats before it gives up"
 assert READER_CHARS_MAX <= codec.NAME_CHARS_MAX
-assert RESERVE_COUNT_MAX <= codec.BLOCKS_PER_MESSAGE_MAX, "an answer has all reserved slots"
-# The largest requests on the wire, in bytes: a seal item takes at most 75, a lease id or a slot at most 5.
-assert 75 * codec.BLOCKS_PER_MESSAGE_MAX < LISTS_BYTES_MAX, "a Seal must fit into a request"
-assert (
-    5 * (codec.LEASES_PER_MESSAGE_MAX + STATED_SLOTS_MAX) + 10 * OPEN_CALLS_MAX + HANDOFF_ID_BYTES * STATED_HANDOFFS_MAX
-    < LISTS_BYTES_MAX
-), "a heartbeat must fit into a request"
 assert LONG_CALLS_MAX >= FOLLOWS_MAX + TAKES_MAX, "the shard's own limits must be reached first"
-assert CALLS_MAX - LONG_CALLS_MAX - SHORT_CALLS_MAX > ATTACHMENTS_MAX, "each attached engine has a stream"
-
-
-class _OfEngine(Protocol):
-    """The fields that every message of an attached engine has."""
-
-    @property
-    def attachment_id(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-
-
-class EngineServicer:
-    """EngineService: one stream per attached engine, everything else unary."""
-
-    def __init__(self, pool: PoolRuntime, authenticator: Authenticator) -> None:
-        self._pool = pool
-        self._authenticator = authenticator
-
-    async def attach(self, request: shard_pb2.AttachRequest, context: Context) -> AsyncIterator[shard_pb2.AttachEvent]:
-        check_version(request.protocol_version, "the engine")
-        caller = self._authenticator.caller(context)
-        lost: asyncio.Future[KVServiceError] = asyncio.get_running_loop().create_future()
-
-        def end(error: KVServiceError) -> None:
-            if not lost.done():
-                lost.set_result(error)
-
-        attachment = await self._pool.attach(
-            codec.decode_spec(request), lambda reason: end(Unavailable(reason)), account_of(caller)
-        )
-        try:
-            attachment = self._authenticator.bind(caller, attachment, lambda reason: end(Unauthenticated(reason)))
-            yield shard_pb2.AttachEvent(attached=codec.encode_attachment(attachment))
-            while not lost.done():
-                await asyncio.wait([lost], timeout=HEARTBEAT_SECONDS)
-                if not lost.done():
-                    yield shard_pb2.AttachEvent(heartbeat=shard_pb2.Heartbeat())
-            raise lost.result()
-        finally:
-            self._authenticator.unbind(attachment.attachment_id)
-            self._pool.attachment_lost(attachment.attachment_id)
-
-    async def detach(self, request: shard_pb2.DetachRequest, context: Context) -> shard_pb2.DetachReply:
-        if request.epoch == self._pool.epoch:
-            self._authenticator.check(context, AttachmentId(request.attachment_id))
-            await self._pool.detach(AttachmentId(request.attachment_id))
-        return shard_pb2.DetachReply()
-
-    async def acquire(self, request: shard_pb2.AcquireRequest, context: Context) -> shard_pb2.AcquireReply:
-        attachment = self._attachment(request, context)
-        return codec.encode_acquired(await self._pool.acquire(attachment, codec.decode_acquire(request)))
-
-    async def reserve(self, request: shard_pb2.ReserveRequest, context: Context) -> shard_pb2.ReserveReply:
-        attachment = self._attachment(request, context)
-        refs = await self._pool.reserve(attachment, request.count, request.group, request.call)
-        return shard_pb2.ReserveReply(blocks=codec.encode_refs(refs))
-
-    async def seal(self, request: shard_pb2.SealRequest, context: Context) -> shard_pb2.SealReply:
-        attachment = self._attachment(request, context)
-        statuses = await self._pool.seal(attachment, codec.decode_seal_items(request.items))
-        return shard_pb2.SealReply(statuses=[status.value for status in statuses])
-
-    async def abort(self, request: shard_pb2.AbortRequest, context: Context) -> shard_pb2.AbortReply:
-        attachment = self._attachment(request, context)
-        await self._pool.abort(attachment, codec.decode_refs(request.blocks))
-        return shard_pb2.AbortReply()
-
-    async def release(self, request: shard_pb2.ReleaseRequest, context: Context) -> shard_pb2.ReleaseReply:
-        attachment = self._attachment(request, context)
-        await self._pool.release(attachment, codec.decode_lease_ids(request.lease_ids))
-        return shard_pb2.ReleaseReply()
-
-    async def open_handoff(self, request: shard_pb2.OpenHandoffRequest, context: Context) -> shard_pb2.OpenHandoffReply:
-        attachment = self._attachment(request, context)
-        await self._pool.open_handoff(attachment, check_handoff_id(request.handoff), request.call)
-        return shard_pb2.OpenHandoffReply()
-
-    async def close_handoff(
-        self, request: shard_pb2.CloseHandoffRequest, context: Context
-    ) -> shard_pb2.CloseHandoffReply:
-        attachment = self._attachment(request, context)
-        await self._pool.close_handoff(attachment, check_handoff_id(request.handoff))
-        return shard_pb2.CloseHandoffReply()
-
-    async def renew(self, request: shard_pb2.RenewRequest, context: Context) -> shard_pb2.RenewReply:
-        attachment = self._attachment(request, context)
-        leases = codec.decode_lease_ids(request.lease_ids)
-        statement = codec.decode_statement(request.statement) if request.HasField("statement") else None
-        removed = await self._pool.renew(attachment, leases, decode_reports(request.reports), statement)
-        return codec.encode_removed(removed)
-
-    def _attachment(self, request: _OfEngine, context: Context) -> AttachmentId:
-        """The attachment of the call. Raises StaleEpoch, Unauthenticated, or NotAttached for another tenant's."""
-        if request.epoch != self._pool.epoch:
-            raise StaleEpoch(
-                f"the shard restarted: it is in epoch {self._pool.epoch}, the attachment is of {request.epoch}; attach "
-                "again",
-                epoch=self._pool.epoch,
-                asked_epoch=request.epoch,
-            )
-        attachment = AttachmentId(request.attachment_id)
-        self._authenticator.check(context, attachment)
-        return attachment
 
 
 class PeerServicer:
@@ -237,8 +118,11 @@ class AdminServicer:
         leave: Callable[[float, bool, bool], DrainProgress],
         authenticator: Authenticator,
         stats: Callable[[], PoolStats],
+        pids: Callable[[], Mapping[AttachmentId, int]],
     ) -> None:
-        """`leave(timeout_seconds, handover, exit)` begins a drain or continues it. `stats` covers pool and server."""
+        """`leave(timeout_seconds, handover, exit)` begins a drain or continues it. `stats` covers pool and server.
+        `pids` are the processes of the engines."""
+        self._pids = pids
         self._pool = pool
         self._stats = stats
         self._authenticator = authenticator
@@ -266,7 +150,7 @@ class AdminServicer:
             slab_bytes=self._pool.geometry.slab_bytes,
             host=socket.gethostname(),
             version=__version__,
-            engines=encode_engines(state.attached_engines(now)),
+            engines=encode_engines(state.attached_engines(now), self._pids()),
             hits=encode_hits(stats.usage),
             windows=encode_windows(self._pool.windows()),
             pulls=[codec.encode_peer_speed(peer) for peer in state.peer_speeds()],

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.acquire.clearing import ClearResult
+from kvservice.core.attachments import AttachReply
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import block_keys, chain_hashes, span_route
 from kvservice.core.block.marks import Mark, MarkKind
@@ -36,7 +37,8 @@ from kvservice.core.segment.geometry import Geometry, slab_of
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import BlockHandle, BlockRef
-from kvservice.core.shard import AttachReply, ShardState
+from kvservice.core.shard import ShardState
+from kvservice.core.slices import DEFAULT_SLICES, SliceSizes
 from kvservice.core.tier.rules import TierRules
 from kvservice.units import (
     AttachmentId,
@@ -129,8 +131,12 @@ class CoreHarness:
         tiers: Sequence[TierRules] = (),
         spills: bool = False,
         max_age: float = 0.0,
+        slices: SliceSizes = DEFAULT_SLICES,
+        waits: bool = False,  # long calls go on only when the test says so, with `go_on`
     ) -> None:
         self.max_age = max_age
+        self.slices = slices
+        self.waits = waits
         self.marks: tuple[Mark, ...] = ()  # that a restart finds
         self.geometry = Geometry(slab_bytes=slab_bytes, slab_count=slab_count)
         self.lease_seconds = lease_seconds
@@ -161,12 +167,14 @@ class CoreHarness:
             spills=self.spills,
             max_age_seconds=self.max_age,
             wall_offset=WALL,
+            slices=self.slices,
         )
         self.state.freshness.marks.add(self.marks)
         self.answers: dict[int, act.Reply | act.Refuse] = {}
         self.announced: Counter[BlockKey] = Counter()
         self.retracted: list[BlockKey] = []  # in this boot, the first one first
         self.digests: deque[act.Digest] = deque()
+        self.turns: deque[int] = deque()  # long calls that have slices left
         self.resolves: list[act.Resolve] = []
         self.locates: list[act.Locate] = []
         self.follows: list[act.Follow] = []
@@ -196,13 +204,21 @@ class CoreHarness:
         for action in actions:
             self._perform(action)
         self.state.check_invariants()
+        while self.turns and not self.waits:
+            actions += self.go_on()
         return actions
+
+    def go_on(self) -> list[act.Action]:
+        """The next slice of the long call that has waited longest."""
+        return self.send(ev.GoOn(self.turns.popleft()))
 
     def _perform(self, action: act.Action) -> None:
         match action:
             case act.Reply() | act.Refuse():
                 assert action.op not in self.answers, f"call {action.op} was answered twice"
                 self.answers[action.op] = action
+            case act.NextTurn(op):
+                self.turns.append(op)
             case act.WriteHeader(slot, header):
                 self.headers[slot] = header
             case act.ClearHeader(slot):
@@ -329,7 +345,7 @@ class CoreHarness:
         while self.digests:
             wanted = self.digests.popleft()
             digest = self.digest_now(wanted.slot, wanted.key) if readable else None
-            self.send(ev.Digested(wanted.slot, wanted.key, digest))
+            self.send(ev.Digested((ev.SlotDigest(wanted.slot, wanted.key, digest),)))
 
     def acquire(
         self,

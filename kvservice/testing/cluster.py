@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -62,12 +62,17 @@ class LocalCluster:
         slab_bytes: int | None = None,
         mirror_bytes: int | None = None,
         drain_seconds: float = 0.0,
-        keep_segment: bool = False,
+        keep_segment: bool | Collection[str] = False,
         environment: Mapping[str, str] | None = None,
         tls_dir: str = "",
         memory_nodes: int = 0,
+        shard_module: str = "kvservice",
     ) -> None:
-        """The last `memory_nodes` of the nodes accept what others evict, and have four times the memory."""
+        """The last `memory_nodes` of the nodes accept what others evict, and have four times the memory.
+
+        `keep_segment`: whether nodes keep their memory over a restart, or which of them do. `shard_module`: what runs
+        `shard` in place of the command.
+        """
         self.service = f"t{uuid.uuid4().hex[:8]}"
         self.nodes = [f"n{i}" for i in range(nodes)]
         self.root = Path(tempfile.mkdtemp(prefix="kvs-"))
@@ -81,7 +86,9 @@ class LocalCluster:
         self._slab_bytes = slab_bytes
         self._mirror_bytes = mirror_bytes
         self._drain_seconds = drain_seconds
-        self._keep_segment = keep_segment
+        keeps = self.nodes if keep_segment is True else keep_segment or ()
+        self.keeping = frozenset(keeps)
+        self._shard_module = shard_module
         own = {"KVSERVICE_TLS_DIR": tls_dir, "KVSERVICE_SERVICE": self.service, "KVSERVICE_RUNTIME_DIR": str(self.root)}
         self._environment = {**os.environ, **own, **(environment or {})}
         self._tls = open_tls(tls_dir)
@@ -144,9 +151,9 @@ class LocalCluster:
         arguments += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not None]
         if node in self._memory_nodes:
             arguments += ["--accept-spill"]
-        if self._keep_segment:
+        if node in self.keeping:
             arguments += ["--keep-blocks"]
-        self._start(node, ["kvservice", *arguments])
+        self._start(node, [self._shard_module, *arguments])
         if wait:
             self.wait_for_shard(node)
 

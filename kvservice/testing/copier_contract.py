@@ -120,6 +120,22 @@ class CopierContract:
         assert bench.copied(Direction.LOAD, CopyEntry(0, ref, KEYS[2], part=0))
         assert bench.block(0) == wanted[0] and bench.block(5) == wanted[1]
 
+    def test_a_digest_that_a_copy_brings_is_of_its_slot(self, bench: CopierBench) -> None:
+        """A copier need not bring any, and never does for a slot of which it read a part."""
+        for block in range(3):
+            bench.fill(block)
+        refs = [bench.reserve(slot) for slot in SLOTS[:2]]
+        stored = [CopyEntry(part, refs[0], KEYS[0], part=part) for part in range(2)]
+        assert bench.copied(Direction.STORE, *stored, CopyEntry(2, refs[1], KEYS[1], part=1))
+        refs = [bench.seal(slot, key) for slot, key in zip(SLOTS[:2], KEYS[:2], strict=True)]
+        loaded = [CopyEntry(5 - part, refs[0], KEYS[0], part=part) for part in range(2)]
+        ticket = bench.run(Direction.LOAD, *loaded, CopyEntry(3, refs[1], KEYS[1], part=1))
+        ticket.synchronize()
+        assert ticket.succeeded() and ticket.digests.keys() <= {SLOTS[0]}
+        digest = digest_payload(bench.slot(SLOTS[0]), KEYS[0])
+        assert ticket.digests.get(SLOTS[0], digest) == digest
+        assert [bench.block(block) for block in (5, 4, 3)] == [bench.block(block) for block in range(3)]
+
     def test_a_copy_changes_nothing_beside_its_target(self, bench: CopierBench) -> None:
         before = [bench.fill(block) for block in range(BLOCKS)]
         for slot in SLOTS:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvservice.core.actions import Announce, Retract
 from kvservice.core.block.keys import span_route
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.lookup.client import LookupAnswer
@@ -33,15 +34,12 @@ class DirectoryNode:
 
     def announce(self, chain: Sequence[BlockKey], *positions: int) -> None:
         """The blocks of the chain at these positions, or all of them, are now here."""
-        for position in positions or range(len(chain)):
-            route = self.held[chain[position]] = span_route(chain, position)
-            self.directory.announce(chain[position], route)
-        self.directory.kick()
+        added = {chain[position]: span_route(chain, position) for position in positions or range(len(chain))}
+        self.held.update(added)
+        self.directory.tell([Announce(key, route) for key, route in added.items()])
 
     def retract(self, *keys: BlockKey) -> None:
-        for key in keys:
-            self.directory.retract(key, self.held.pop(key))
-        self.directory.kick()
+        self.directory.tell([Retract(key, self.held.pop(key)) for key in keys])
 
     async def resolve(self, chain: Sequence[BlockKey], start: int = 0, exclude: NodeId | None = None) -> LookupAnswer:
         return await self.directory.lookup.resolve(chain, start, TIMEOUT_SECONDS, exclude)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvservice.core.actions import Announce, Retract
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.lookup.client import LookupAnswer, merge_runs
+from kvservice.pool.remote import Heard
 from kvservice.units import BlockKey, NodeId, SpanRoute
 
 
@@ -19,6 +21,7 @@ class FakeLookup:
         self.is_down = False
         self._nodes: dict[NodeId, Holder] = {}
         self._blocks: dict[BlockKey, set[NodeId]] = {}
+        self._listeners: list[Heard] = []
 
     async def resolve(
         self, chain: Sequence[BlockKey], start: int, timeout: float, exclude: NodeId | None = None
@@ -43,10 +46,20 @@ class FakeLookup:
         """Sorted by name, so that runs of the same holders are equal."""
         return tuple(self._nodes[node] for node in sorted(self._blocks.get(key, ())))
 
+    def listen(self, heard: Heard) -> None:
+        self._listeners.append(heard)
+        for node in self._nodes.values():
+            heard(node, True)
+
+    def _tell(self, node: Holder, is_here: bool) -> None:
+        for heard in self._listeners:
+            heard(node, is_here)
+
     # -- called by its nodes ----
 
     def join(self, node: Holder) -> None:
         self._nodes[node.node_id] = node
+        self._tell(node, True)
 
     def add(self, key: BlockKey, node: Holder) -> None:
         """Ignored for a node that left."""
@@ -57,7 +70,8 @@ class FakeLookup:
         self._blocks.get(key, set()).discard(node.node_id)
 
     def forget(self, node: Holder) -> None:
-        self._nodes.pop(node.node_id, None)
+        if self._nodes.pop(node.node_id, None) is not None:
+            self._tell(node, False)
         for nodes in self._blocks.values():
             nodes.discard(node.node_id)
 
@@ -67,21 +81,18 @@ class FakeDirectory:
 
     def __init__(self, lookup: FakeLookup, node: Holder) -> None:
         self.lookup = lookup
-        self.kicks = 0
         self._node = node
         lookup.join(node)
 
-    def announce(self, key: BlockKey, route: SpanRoute) -> None:
-        self.lookup.add(key, self._node)
-
-    def retract(self, key: BlockKey, route: SpanRoute) -> None:
-        self.lookup.remove(key, self._node)
-
-    def kick(self) -> None:
-        self.kicks += 1
+    def tell(self, changes: Sequence[Announce | Retract]) -> None:
+        for change in changes:
+            (self.lookup.add if isinstance(change, Announce) else self.lookup.remove)(change.key, self._node)
 
     async def leave(self) -> None:
         self.lookup.forget(self._node)
 
     def self_holder(self) -> Holder | None:
         return self._node
+
+    def listen(self, heard: Heard) -> None:
+        self.lookup.listen(heard)

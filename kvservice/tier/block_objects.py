@@ -47,6 +47,7 @@ class BlockObjects:
         self._folder = folder
         self._marks_folder = marks_folder
         self._library: Any = None  # obstore, an extra that is imported when a store is opened
+        self._mark_objects: MarkObjects | None = None
         self._store: Any = None
         self._failures: tuple[type[Exception], ...] = ()
         self._breaker = Breaker()
@@ -85,7 +86,9 @@ class BlockObjects:
             raise why_unusable(self._url, error) from error
 
     def _marks(self) -> MarkObjects:
-        return MarkObjects(self._library, self._store, self._marks_folder)
+        if self._mark_objects is None:
+            self._mark_objects = MarkObjects(self._library, self._store, self._marks_folder)
+        return self._mark_objects
 
     async def _write_and_read(self) -> bool:
         name, content = f"{self._folder}/proof-{os.urandom(8).hex()}", os.urandom(FILE_HEADER_BYTES)

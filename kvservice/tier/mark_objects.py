@@ -36,6 +36,7 @@ class MarkObjects:
         self._store = store
         self._folder = folder
         self._wall_clock = wall_clock
+        self._read_before: dict[str, tuple[Mark, ...]] = {}  # objects never change, so each is read once
 
     async def load(self) -> tuple[Mark, ...]:
         """All marks that still count. In doubt everything was cleared: until the time of an object that is damaged, and
@@ -49,7 +50,10 @@ class MarkObjects:
         many, some = kept[:-MARKS_MAX], kept[-MARKS_MAX:]
         found = [Mark(MarkKind.EVERYTHING, _time_of(many[-1]))] if many else []
         permits = asyncio.Semaphore(READS_AT_ONCE_MAX)
-        for marks in await asyncio.gather(*[self._read(name, permits) for name in some]):
+        new = [name for name in some if not self._read_before.get(name)]
+        read = dict(zip(new, await asyncio.gather(*[self._read(name, permits) for name in new]), strict=True))
+        self._read_before = {name: self._read_before.get(name) or read[name] for name in some}
+        for marks in self._read_before.values():
             found += marks
         return tuple(found)
 

@@ -1,7 +1,9 @@
-"""Verified reads of a peer's blocks. Owns a Transport on one thread, and says of each block whether it can be trusted.
+"""Verified reads of a peer's blocks, on one thread, which says of each block whether it can be trusted.
 
-The payloads of a job are read in batches, a few of them in flight. A helper thread computes the digests of what has
-landed; at the end both threads do. Then the source headers are read again. A block is OK only if epoch, generation,
+A peer of this machine is mapped, and its blocks are copied and digested in one pass, by this thread and a helper (see
+transfer.mapped). Every other peer is read through a Transport, which the thread owns: the payloads of a job are read in
+batches, a few of them in flight. The helper computes the digests of what has landed; at the end both threads do. In the
+end, either way, the source headers are read again. A block is OK only if epoch, generation,
 key, length and digest are those of the handle, the local bytes have that digest, and the lease has not expired. The
 order matters: a header that is unchanged after the payload was read proves that the slot was not rewritten meanwhile.
 """
@@ -14,8 +16,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -23,12 +26,17 @@ from kvservice.core.acquire.pulls import PULL_BLOCKS_MAX
 from kvservice.core.events import PullResult
 from kvservice.core.segment.copy_runs import Offsets, merge_runs
 from kvservice.core.segment.digest import digest_payload
-from kvservice.core.segment.geometry import HEADER_BYTES, SCRATCH_BYTES, Geometry
-from kvservice.core.segment.header_checks import is_as_located
+from kvservice.core.segment.geometry import HEADER_BYTES, PAGE_BYTES, SCRATCH_BYTES, Geometry
+from kvservice.core.segment.header_checks import are_as_located, is_as_located
 from kvservice.core.segment.refs import BlockHandle
+from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint
+from kvservice.transfer import mapped
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome, Transport
+from kvservice.transfer.connections import AnyPeer, Connections
+from kvservice.transfer.mapped import MappedPeer
+from kvservice.transfer.ways import joined, pack_ways
 from kvservice.units import BootEpoch, MiB, NodeId, SlotIndex
 
 log = logging.getLogger("kvservice.transfer")
@@ -41,14 +49,20 @@ BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 * MiB, 8 * MiB
 # which nothing is copied.
 IN_FLIGHT_BYTES_MAX = 24 * MiB
 PIECE_BYTES = 2 * MiB  # that one thread verifies before it looks for other work: a tenth of a millisecond
+# Of a mapped peer, copied before other jobs have their turn: ten milliseconds. At its end both threads wait.
+SLICE_BYTES = 64 * MiB
+SHARED_BYTES = 4 * MiB  # a smaller slice is not worth waking the helper
 DIGEST_THREADS = 1  # with two, they and the polling thread wait for each other at the interpreter lock
 IDLE_SECONDS = 0.2  # an idle thread waits this long for a job before it looks whether it must stop
+GREETING_SECONDS = 0.001  # while it only greets peers, it waits this long for a job between two polls
+QUICK_SECONDS = 1.0  # then it polls as if idle: a peer that stopped may keep its answer for minutes
 POLL_SECONDS = 0.0001  # between two polls when nothing has moved: shorter than one block takes on a fast link
 BROKEN_SECONDS = 0.05  # between two polls of a transport that raises, so that its errors do not use a core
 SCRATCH_HEADERS = SCRATCH_BYTES // HEADER_BYTES
-PEERS_MAX = 1024  # connections kept; for one more the peer connected longest ago is disconnected
 assert PULL_BLOCKS_MAX <= SCRATCH_HEADERS, "the headers of one pull must fit into the scratch area"
 assert PIECE_BYTES <= BATCH_BYTES_MIN <= BATCH_BYTES_MAX <= IN_FLIGHT_BYTES_MAX
+
+GREETING_HEADERS = PAGE_BYTES // HEADER_BYTES  # of scratch: what is read of a peer to greet it
 
 DoneCallback = Callable[[int, tuple[PullResult, ...]], None]
 WritesEndedCallback = Callable[[int], None]
@@ -69,7 +83,7 @@ class PullJob:
     job_id: int
     peer: NodeId
     peer_epoch: BootEpoch
-    description: bytes  # what the peer's Transport.describe() returned
+    description: bytes  # what the peer's Puller.describe() returned
     geometry: Geometry  # of the peer's segment
     payload_bytes: int  # of every item
     items: tuple[PullItem, ...]
@@ -77,10 +91,21 @@ class PullJob:
 
 
 @dataclass(frozen=True, slots=True)
-class _ConnectedPeer:
-    epoch: BootEpoch
-    description: bytes
+class _Greeting:
+    """The read that opens a new connection: transports finish their own wiring at the first one."""
+
+    peer: NodeId
     handle: PeerHandle
+    scratch: int  # index of its first scratch header
+    on_met: Callable[[bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Errand:
+    """Something to do for the thread."""
+
+    begin: Callable[[Transport | None], None]
+    refuse: Callable[[], None]  # the thread has ended
 
 
 @dataclass(slots=True)
@@ -88,7 +113,8 @@ class _Active:
     job: PullJob
     on_done: DoneCallback
     on_writes_ended: WritesEndedCallback
-    peer: PeerHandle
+    peer: AnyPeer
+    way: str  # in which the peer is read
     good: bytearray  # by item: 1 when the bytes that landed have the digest of their handle
     next_item: int = 0  # first item whose payload is not posted yet
     in_flight: dict[TransferId, range] = field(default_factory=dict)  # payload batches
@@ -109,17 +135,25 @@ class Puller:
     """Call `start`, then `submit` from any thread. Callbacks run on the puller's thread and must not block."""
 
     def __init__(
-        self, segment: Segment, make_transport: Callable[[], Transport], clock: Callable[[], float] = time.monotonic
+        self,
+        segment: Segment,
+        make_transport: Callable[[], Transport] | None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        maps_peers: bool = True,
     ) -> None:
+        """With `make_transport` None and `maps_peers` it reads peers of this machine only."""
         self._segment = segment
+        self._maps_peers = maps_peers
         self._make_transport = make_transport
         self._clock = clock
-        self._inbox: queue.SimpleQueue[tuple[PullJob, DoneCallback, WritesEndedCallback] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Errand | None] = queue.SimpleQueue()
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="kvservice-puller", daemon=True)
         self._digesting = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kvservice-verify")
         self._active: list[_Active] = []
-        self._peers: dict[NodeId, _ConnectedPeer] = {}
+        self._greetings: dict[TransferId, _Greeting] = {}
+        self._greeted_at = 0.0
         self._scratch_free = [True] * SCRATCH_HEADERS
         self._name = ""
         self._description = b""
@@ -129,15 +163,17 @@ class Puller:
         self._counting = threading.Lock()
 
     def start(self) -> None:
-        """Make the transport on its thread. Blocks until that is done, and raises what it raised."""
+        """Make the transport, if there is one, on its thread. Blocks until that is done, and raises what it raised."""
         self._thread.start()
         self._started.result()
 
     @property
     def name(self) -> str:
+        """The ways that it reads peers in, for people: 'shm', 'nixl', 'shm+nixl'."""
         return self._name
 
     def describe(self) -> bytes:
+        """How peers can read this segment, for their pullers: see transfer.ways."""
         return self._description
 
     def counters(self) -> dict[str, int]:
@@ -152,7 +188,23 @@ class Puller:
         id)` is called exactly once, when nothing can write the destinations any more.
         """
         assert 0 < len(job.items) <= SCRATCH_HEADERS, f"{len(job.items)} blocks in one pull"
-        self._inbox.put((job, on_done, on_writes_ended))
+        failed = (PullResult.FAILED,) * len(job.items)
+        self._put(
+            partial(self._begin, job=job, on_done=on_done, on_writes_ended=on_writes_ended),
+            partial(self._call, on_done, job.job_id, failed),
+        )
+
+    def greet(self, peer: NodeId, epoch: BootEpoch, description: bytes, on_met: Callable[[bool], None]) -> None:
+        """Connect to a peer and read one page, so that its first pull finds a way that is open. Never blocks. May be
+        called from any thread.
+
+        `on_met(whether)` is called when the read has ended, which may be never if the peer stopped.
+        """
+        begin = partial(self._greet, peer=peer, epoch=epoch, description=description, on_met=on_met)
+        self._put(begin, partial(self._call, on_met, False))
+
+    def _put(self, begin: Callable[[Transport | None], None], refuse: Callable[[], None]) -> None:
+        self._inbox.put(_Errand(begin, refuse))
         if self._ended:
             self._refuse_inbox()
 
@@ -168,32 +220,41 @@ class Puller:
 
     def _run(self) -> None:
         try:
-            transport = self._make_transport()
-            self._name = transport.name
-            self._description = transport.describe()
+            transport = None if self._make_transport is None else self._make_transport()
+            ways = {mapped.NAME: mapped.describe(self._segment)} if self._maps_peers else {}
+            if transport is not None:
+                ways[transport.name] = transport.describe()
+            self._name, self._description = joined(ways), pack_ways(ways)
         except BaseException as error:  # noqa: BLE001  thread boundary: handed to start()
             self._started.set_exception(error)
             return
+        self._connections = Connections(transport, self._maps_peers, self._count, self._count_error)
         self._started.set_result(None)
         try:
             while not self._stopping:
                 self._take_jobs(transport)
-                if self._active and not self._step(transport):
+                if (self._active or self._greetings) and not self._step(transport) and self._active:
                     time.sleep(POLL_SECONDS)
+                self._connections.let_go_of_the_gone([active.peer for active in self._active])
         finally:
             self._end(transport)
 
-    def _end(self, transport: Transport) -> None:
+    def _end(self, transport: Transport | None) -> None:
         """Answer everything as FAILED. After the transport is closed, nothing writes any more."""
         try:
-            transport.close()
+            if transport is not None:
+                transport.close()
         except Exception as error:  # noqa: BLE001  thread boundary: callers still wait for their answers
             self._count_error("transport_close_failed", error)
+        self._connections.close()
         for active in self._active:
             self._answer(active, dict.fromkeys(range(len(active.job.items)), PullResult.FAILED))
             if PullResult.STUCK in active.results.values():
                 self._call(active.on_writes_ended, active.job.job_id)
         self._active.clear()
+        for greeting in self._greetings.values():
+            self._call(greeting.on_met, False)
+        self._greetings.clear()
         self._ended = True
         self._refuse_inbox()
 
@@ -205,8 +266,7 @@ class Puller:
             except queue.Empty:
                 return
             if entry is not None:
-                job, on_done, _ = entry
-                self._call(on_done, job.job_id, (PullResult.FAILED,) * len(job.items))
+                entry.refuse()
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
@@ -222,55 +282,66 @@ class Puller:
         self._count(name)
         log.warning(name, extra={"error": f"{type(error).__name__}: {error}"})
 
-    def _take_jobs(self, transport: Transport) -> None:
+    def _take_jobs(self, transport: Transport | None) -> None:
         """Take all jobs that have arrived. Waits a little when there is nothing else to do."""
         try:
-            entry = self._inbox.get(timeout=IDLE_SECONDS) if not self._active else self._inbox.get_nowait()
+            is_greeting = bool(self._greetings) and self._clock() < self._greeted_at + QUICK_SECONDS
+            wait = GREETING_SECONDS if is_greeting else IDLE_SECONDS
+            entry = self._inbox.get(timeout=wait) if not self._active else self._inbox.get_nowait()
             while True:
                 if entry is not None:
-                    self._begin(transport, *entry)
+                    entry.begin(transport)
                 entry = self._inbox.get_nowait()
         except queue.Empty:
             return
 
     def _begin(
-        self, transport: Transport, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback
+        self, transport: Transport | None, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback
     ) -> None:
         try:
-            peer = self._connect(transport, job)
+            peer = self._connections.connect(job.peer, job.peer_epoch, job.description)
         except Exception as error:  # noqa: BLE001  thread boundary: one peer's failure must not end the thread
             log.info("pull_connect_failed", extra={"peer": job.peer, "error": str(error)})
             self._count("connect_failed")
             self._call(on_done, job.job_id, (PullResult.FAILED,) * len(job.items))
             return
-        self._active.append(_Active(job, on_done, on_writes_ended, peer, bytearray(len(job.items))))
+        way = mapped.NAME if transport is None or isinstance(peer, MappedPeer) else transport.name
+        self._active.append(_Active(job, on_done, on_writes_ended, peer, way, bytearray(len(job.items))))
 
-    def _connect(self, transport: Transport, job: PullJob) -> PeerHandle:
-        known = self._peers.get(job.peer)
-        if known is not None and (known.epoch, known.description) == (job.peer_epoch, job.description):
-            return known.handle
-        if known is not None or len(self._peers) >= PEERS_MAX:
-            self._drop_peer(transport, job.peer if known is not None else next(iter(self._peers)))
-        handle = transport.connect(job.description)
-        self._peers[job.peer] = _ConnectedPeer(job.peer_epoch, job.description, handle)
-        self._count("connects")
-        return handle
+    def _greet(
+        self,
+        transport: Transport | None,
+        peer: NodeId,
+        epoch: BootEpoch,
+        description: bytes,
+        on_met: Callable[[bool], None],
+    ) -> None:
+        is_open = any(greeting.peer == peer for greeting in self._greetings.values())
+        scratch = None if is_open else self._take_scratch(GREETING_HEADERS)
+        if scratch is None:  # it has not answered the last one, or pulls take all the space
+            self._call(on_met, False)
+            return
+        try:
+            handle = self._connections.connect(peer, epoch, description)
+            if transport is not None and not isinstance(handle, MappedPeer):
+                local = self._segment.geometry.scratch_offset + scratch * HEADER_BYTES
+                transfer = transport.post_read(handle, [Copy(0, local, PAGE_BYTES)])
+                self._greetings[transfer] = _Greeting(peer, handle, scratch, on_met)
+                self._greeted_at = self._clock()
+                return
+        except Exception as error:  # noqa: BLE001  thread boundary: one peer's failure must not end the thread
+            log.info("greeting_failed", extra={"peer": peer, "error": str(error)})
+            self._give_scratch(scratch, GREETING_HEADERS)
+            self._call(on_met, False)
+            return
+        self._give_scratch(scratch, GREETING_HEADERS)
+        self._call(on_met, True)  # mapped: there is nothing to wire up
 
-    def _drop_peer(self, transport: Transport, peer: NodeId, handle: PeerHandle | None = None) -> None:
-        """Disconnect the peer; with a handle, only if that is the peer's present connection."""
-        known = self._peers.get(peer)
-        if known is not None and handle in (None, known.handle):
-            del self._peers[peer]
-            try:
-                transport.disconnect(known.handle)
-            except Exception as error:  # noqa: BLE001  thread boundary: the peer is forgotten anyway
-                self._count_error("disconnect_failed", error)
-
-    def _step(self, transport: Transport) -> bool:
+    def _step(self, transport: Transport | None) -> bool:
         """One round over all jobs. False when nothing changed."""
         moved = False
         try:
-            completions = transport.poll()
+            completions = [] if transport is None else transport.poll()
         except Exception as error:  # noqa: BLE001  thread boundary: open jobs have failed, later ones may succeed
             self._count_error("poll_errors", error)
             for active in self._active:
@@ -279,18 +350,25 @@ class Puller:
             completions = []
         for completion in completions:
             moved = True
-            self._complete(transport, completion)
+            self._complete(completion)
         for active in list(self._active):
             try:
                 moved |= self._advance(transport, active)
             except Exception as error:  # noqa: BLE001  thread boundary: this job fails, the others continue
                 self._count_error("job_errors", error)
                 self._fail_rest(active)
-                self._drop_peer(transport, active.job.peer, active.peer)
+                self._connections.drop(active.job.peer, active.peer)
         return moved
 
-    def _complete(self, transport: Transport, completion: Completion) -> None:
+    def _complete(self, completion: Completion) -> None:
         done = completion.outcome is TransferOutcome.DONE
+        greeting = self._greetings.pop(completion.transfer, None)
+        if greeting is not None:
+            self._give_scratch(greeting.scratch, GREETING_HEADERS)
+            if not done:
+                self._connections.drop(greeting.peer, greeting.handle)
+            self._call(greeting.on_met, done)
+            return
         for active in self._active:
             if completion.transfer == active.headers:
                 active.headers = None
@@ -307,10 +385,10 @@ class Puller:
                 log.info("read_failed", extra={"peer": active.job.peer, "detail": completion.detail})
                 self._count("reads_failed")
                 self._fail_rest(active)
-                self._drop_peer(transport, active.job.peer, active.peer)  # the next job starts with a new connection
+                self._connections.drop(active.job.peer, active.peer)  # the next job starts with a new connection
             return
 
-    def _advance(self, transport: Transport, active: _Active) -> bool:
+    def _advance(self, transport: Transport | None, active: _Active) -> bool:
         """Advance one job as far as it goes now. True when something changed."""
         job = active.job
         if active.answered:
@@ -318,6 +396,9 @@ class Puller:
         if self._clock() > job.deadline:
             self._count("deadlines")
             self._fail_rest(active)
+        if isinstance(active.peer, MappedPeer):
+            return self._copy_slice(active, active.peer)
+        assert transport is not None, "the peer was connected through it"
         moved = False
         if active.next_item < len(job.items):
             moved |= self._post_batch(transport, active)  # one per round: the previous one may have landed in its call
@@ -348,6 +429,7 @@ class Puller:
             self._segment.geometry.payload_offsets([item.destination for item in items], job.payload_bytes),
             job.payload_bytes,
         )
+        assert not isinstance(active.peer, MappedPeer)
         active.in_flight[transport.post_read(active.peer, copies)] = batch
         active.next_item = batch.stop
         failpoint("shard.read")
@@ -361,8 +443,53 @@ class Puller:
         start = self._segment.geometry.scratch_offset + active.scratch * HEADER_BYTES
         remote = active.job.geometry.header_offsets([item.handle.slot for item in items])
         local = start + HEADER_BYTES * np.arange(len(items))
+        assert not isinstance(active.peer, MappedPeer)
         active.headers = transport.post_read(active.peer, _merged(remote, local, HEADER_BYTES))
         return True
+
+    def _copy_slice(self, active: _Active, peer: MappedPeer) -> bool:
+        """Copy the next slice of a job from a mapped peer; behind the last one, judge the job. It always moves."""
+        job = active.job
+        try:
+            if active.next_item < len(job.items):
+                count = max(1, SLICE_BYTES // job.payload_bytes)
+                self._copy_both(active, peer, range(active.next_item, min(active.next_item + count, len(job.items))))
+                failpoint("shard.read")
+            if active.payloads_done and not active.results:
+                headers = peer.read_headers(job.geometry.header_offsets([item.handle.slot for item in job.items]))
+                self._answer(active, self._judged(active, headers))
+        except TransferError as error:
+            log.info("read_failed", extra={"peer": job.peer, "detail": error.message})
+            self._count("reads_failed")
+            self._fail_rest(active)
+            self._connections.drop(job.peer, peer)
+        if active.results:
+            self._answer(active, active.results)
+        return True
+
+    def _copy_both(self, active: _Active, peer: MappedPeer, batch: range) -> None:
+        """Copy a batch on this thread and the helper. Both have ended when this returns or raises."""
+        if len(batch) * active.job.payload_bytes < SHARED_BYTES or len(batch) < 2:
+            self._copy_part(active, peer, batch)
+        else:
+            middle = batch[len(batch) // 2]
+            helped = self._digesting.submit(self._copy_part, active, peer, range(middle, batch.stop))
+            try:
+                self._copy_part(active, peer, range(batch.start, middle))
+            finally:
+                wait([helped])
+            helped.result()
+        active.next_item = batch.stop
+
+    def _copy_part(self, active: _Active, peer: MappedPeer, part: range) -> None:
+        """Copy these items, and note which have the digest of their handle."""
+        job, own = active.job, self._segment
+        items = job.items[part.start : part.stop]
+        remote = job.geometry.payload_offsets([item.handle.slot for item in items], job.payload_bytes)
+        local = own.geometry.payload_offsets([item.destination for item in items], job.payload_bytes)
+        found = peer.read_blocks(remote, own, local, job.payload_bytes, [item.handle.key for item in items])
+        wanted = np.array([item.handle.digest for item in items], np.uint64)
+        active.good[part.start : part.stop] = (found == wanted).tobytes()
 
     def _is_decided(self, active: _Active) -> bool:
         if active.results:
@@ -374,14 +501,21 @@ class Puller:
         job = active.job
         if active.results:
             return active.results
-        if self._clock() > job.deadline:
-            return dict.fromkeys(range(len(job.items)), PullResult.FAILED)
-        results: dict[int, PullResult] = {}
         assert active.scratch is not None
         start = self._segment.geometry.scratch_offset + active.scratch * HEADER_BYTES
         headers = bytes(self._segment.buffer[start : start + len(job.items) * HEADER_BYTES])
         for future in active.verifying:
             future.result()  # raises what verifying raised
+        return self._judged(active, headers)
+
+    def _judged(self, active: _Active, headers: bytes) -> dict[int, PullResult]:
+        """One result per item, of bytes that have all landed before `headers` were read."""
+        job, results = active.job, dict[int, PullResult]()
+        if self._clock() > job.deadline:
+            return dict.fromkeys(range(len(job.items)), PullResult.FAILED)
+        rows = np.frombuffer(headers, "<u8").reshape(len(job.items), -1)
+        if all(active.good) and are_as_located(rows, [item.handle for item in job.items], job.peer_epoch):
+            return dict.fromkeys(range(len(job.items)), PullResult.OK)
         for index, (item, good) in enumerate(zip(job.items, active.good, strict=True)):
             header = headers[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
             if not is_as_located(header, item.handle, job.peer_epoch):
@@ -409,7 +543,7 @@ class Puller:
             self._count("blocks", good)
             for result, count in Counter(ordered).items():
                 self._count(f"blocks_{result.value}", count)
-            self._count(f"{self._name}_bytes", good * active.job.payload_bytes)
+            self._count(f"{active.way}_bytes", good * active.job.payload_bytes)
             active.results = results
             self._call(active.on_done, active.job.job_id, ordered)
 
@@ -418,7 +552,7 @@ class Puller:
         if active.in_flight or active.headers is not None:
             return False
         self._active.remove(active)
-        self._give_scratch(active)
+        self._give_scratch(active.scratch, len(active.job.items))
         if PullResult.STUCK in active.results.values():
             self._call(active.on_writes_ended, active.job.job_id)
         return True
@@ -452,10 +586,9 @@ class Puller:
                 return first
         return None
 
-    def _give_scratch(self, active: _Active) -> None:
-        if active.scratch is not None:
-            count = len(active.job.items)
-            self._scratch_free[active.scratch : active.scratch + count] = [True] * count
+    def _give_scratch(self, scratch: int | None, count: int) -> None:
+        if scratch is not None:
+            self._scratch_free[scratch : scratch + count] = [True] * count
 
 
 def _merged(remote: Offsets, local: Offsets, length: int) -> list[Copy]:

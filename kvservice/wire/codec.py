@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES, check_handoff_id
 from kvservice.core.block.fingerprint import FIELDS_MAX, Fingerprint
@@ -37,7 +37,7 @@ from kvservice.core.messages import (
 from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.layout import SlotLayout
-from kvservice.core.segment.refs import BlockHandle, BlockRef
+from kvservice.core.segment.refs import REF_BYTES, BlockHandle, BlockRef, PackedRefs
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 from kvservice.units import (
     AttachmentId,
@@ -52,7 +52,6 @@ from kvservice.units import (
     printable,
 )
 from kvservice.wire.v1 import common_pb2, shard_pb2
-from kvservice.wire.versions import PROTOCOL_VERSION
 
 NAME_CHARS_MAX = 512  # of a model, a namespace, a node id or an address; longer ones are refused
 BLOCKS_PER_MESSAGE_MAX = 8192  # as many as keys in a request; a Seal of more is refused, and the engine sends several
@@ -101,7 +100,6 @@ def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
             for group in spec.window_groups
         ],
         attempt=spec.attempt,
-        protocol_version=PROTOCOL_VERSION,
         hears_removals=spec.hears_removals,
     )
 
@@ -205,15 +203,16 @@ def _decode_secret(secret: bytes) -> bytes:
     return secret
 
 
-def encode_refs(refs: Iterable[BlockRef]) -> list[shard_pb2.BlockRef]:
-    return [shard_pb2.BlockRef(slot=ref.slot, generation=ref.generation) for ref in refs]
+def encode_refs(refs: Iterable[BlockRef]) -> bytes:
+    """See PackedRefs."""
+    return refs.data if isinstance(refs, PackedRefs) else PackedRefs.of(tuple(chain.from_iterable(refs))).data
 
 
-def decode_refs(messages: Collection[shard_pb2.BlockRef], most: int = BLOCKS_PER_MESSAGE_MAX) -> tuple[BlockRef, ...]:
-    """At most `most` blocks. Raises InvalidRequest for more."""
-    if len(messages) > most:
-        raise InvalidRequest(f"{len(messages)} blocks in one message, at most {most}")
-    return tuple(decode_ref(message) for message in messages)
+def decode_refs(data: bytes, most: int = BLOCKS_PER_MESSAGE_MAX) -> PackedRefs:
+    """At most `most` blocks. Raises InvalidRequest for more, and for bytes that are no whole number of them."""
+    if len(data) > most * REF_BYTES or len(data) % REF_BYTES:
+        raise InvalidRequest(f"{len(data)} bytes of blocks in one message, at most {most} of {REF_BYTES} bytes each")
+    return PackedRefs(data)
 
 
 def decode_lease_ids(lease_ids: Collection[int]) -> list[LeaseId]:
@@ -242,8 +241,18 @@ def decode_statement(message: shard_pb2.Statement) -> Statement:
     return Statement(message.calls, tuple(message.open_calls), slots, handoffs)
 
 
-def decode_ref(message: shard_pb2.BlockRef) -> BlockRef:
-    return BlockRef(SlotIndex(message.slot), Generation(message.generation))
+def encode_acquire(request: AcquireRequest) -> shard_pb2.AcquireRequest:
+    return shard_pb2.AcquireRequest(
+        keys=pack_keys(request.keys),
+        skip=request.skip,
+        timeout_seconds=request.timeout_seconds,
+        recompute_seconds_per_block=request.recompute_seconds_per_block,
+        handoff=b"" if request.handoff is None else request.handoff.handoff_id,
+        handoff_node="" if request.handoff is None else request.handoff.node_id,
+        request_id=check_request_id(request.request_id),
+        tail_at=0 if request.tail_at is None else request.tail_at + 1,
+        hints=encode_hints(request.hints),
+    )
 
 
 def decode_acquire(message: shard_pb2.AcquireRequest) -> AcquireRequest:
@@ -354,7 +363,8 @@ def decode_removed(message: shard_pb2.RenewReply) -> Removed:
 
 def encode_seal_item(item: SealItem) -> shard_pb2.SealItem:
     return shard_pb2.SealItem(
-        block=shard_pb2.BlockRef(slot=item.ref.slot, generation=item.ref.generation),
+        slot=item.ref.slot,
+        generation=item.ref.generation,
         key=item.key,
         parent=item.parent or b"",
         position=item.position,
@@ -372,7 +382,7 @@ def decode_seal_items(messages: Collection[shard_pb2.SealItem]) -> tuple[SealIte
             raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {len(message.key)}", length=len(message.key))
         parent = BlockKey(message.parent) if message.parent else None
         hints = decode_hints(message.hints) if message.HasField("hints") else NO_HINTS
-        ref, route = decode_ref(message.block), SpanRoute(message.route)
+        ref, route = BlockRef(SlotIndex(message.slot), Generation(message.generation)), SpanRoute(message.route)
         items.append(SealItem(ref, BlockKey(message.key), parent, message.position, route, hints))
     return tuple(items)
 

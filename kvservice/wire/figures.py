@@ -5,17 +5,17 @@ Times travel as ages, because clocks differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvservice.core.block.keys import KEY_BYTES
 from kvservice.core.block.tenants import TenantUsage
-from kvservice.core.counter_windows import CounterWindow
+from kvservice.core.explain.counter_windows import CounterWindow
 from kvservice.core.explain.records import LOCAL, RefusedAttach, RequestRecord, took_seconds
 from kvservice.core.messages import AttachedEngine, CodecDrift, ListedSlot, TierFigures, UsageRow
 from kvservice.core.store.listing import SlotFilter, SlotPage
 from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import InvalidRequest
-from kvservice.units import SlotIndex, printable
+from kvservice.units import AttachmentId, SlotIndex, printable
 from kvservice.wire.v1 import shard_pb2
 
 SLOWEST_MAX = 16  # requests in one answer; more do not help a reader
@@ -35,7 +35,9 @@ def encode_tenant(usage: TenantUsage) -> shard_pb2.TenantNumbers:
     )
 
 
-def encode_engines(engines: Iterable[AttachedEngine]) -> list[shard_pb2.AttachedEngine]:
+def encode_engines(
+    engines: Iterable[AttachedEngine], pids: Mapping[AttachmentId, int]
+) -> list[shard_pb2.AttachedEngine]:
     return [
         shard_pb2.AttachedEngine(
             engine=one.engine,
@@ -46,6 +48,7 @@ def encode_engines(engines: Iterable[AttachedEngine]) -> list[shard_pb2.Attached
             block_tokens=one.block_tokens,
             attached_seconds=one.attached_seconds,
             seconds_per_block=one.seconds_per_block,
+            pid=pids.get(one.attachment, 0),
         )
         for one in engines
     ]

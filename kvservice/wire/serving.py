@@ -29,11 +29,9 @@ log = logging.getLogger("kvservice.wire")
 
 MESSAGE_BYTES_MAX = 4 << 20  # of a request: gRPC's own default. A longer one is refused before it is read.
 # The same for services whose requests have lists of messages: an empty message takes 2 bytes on the wire and a hundred
-# once parsed. The largest request that is meant is a Seal of 8,192 blocks, which has 600 KiB.
+# once parsed. The largest request that is meant offers 512 blocks, with a message of 60 bytes for each.
 LISTS_BYTES_MAX = 1 << 20
-REPLY_BYTES_MAX = (
-    16 << 20
-)  # five times the largest reply that is meant: slots of 17 KV cache groups. A larger one fails
+REPLY_BYTES_MAX = 16 << 20  # ten times the largest reply that is meant: the state of 8,192 blocks. A larger one fails
 _SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", REPLY_BYTES_MAX),
     ("grpc.so_reuseport", 0),  # two servers on one port must be an error, not a coin toss
@@ -59,8 +57,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 assert LISTS_BYTES_MAX <= MESSAGE_BYTES_MAX <= REPLY_BYTES_MAX
 
 # Calls that are answered when something has happened, or after seconds.
-LONG_CALLS = frozenset({"Acquire", "Follow", "TakeOver", "Warm", "Pin"})
-# Calls under way at one server. Short ones take milliseconds; of the long ones an engine has one per waiting request.
+LONG_CALLS = frozenset({"Follow", "TakeOver", "Warm", "Pin"})
+# Calls under way at one server. Short ones take milliseconds; of the long ones a peer has one per hand-off it follows.
 # Further calls are refused with Exhausted.
 SHORT_CALLS_MAX, LONG_CALLS_MAX = 1024, 8192
 CALLS_MAX = SHORT_CALLS_MAX + LONG_CALLS_MAX + 1024  # the 1024 are for streams, health and reflection

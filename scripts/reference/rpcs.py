@@ -1,4 +1,4 @@
-"""docs/reference/rpcs.md, and a page of messages a service, from the protos' comments."""
+"""docs/reference/rpcs.md, and a page of messages for each service and for engines, from the protos' comments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from google.protobuf.message import Message
+
+from kvservice.wire.frames import ANSWERS, QUESTIONS, FrameKind
 from scripts.reference.markdown import cell
 
 ROOT = Path(__file__).parent.parent.parent
@@ -17,13 +20,18 @@ HEAD = """# RPCs
 
 <!-- Made from protos/kvservice/wire/v1 by `make docs-reference`. Do not edit. -->
 
-The services that shards and lookup partitions serve, as the protos in `protos/kvservice/wire/v1` describe them. They
+The services that shards and lookup partitions serve by gRPC, and the frames in which engines ask their shard, as the
+protos in `protos/kvservice/wire/v1` describe them. They
 are for the parts of kvservice and may change until the first release; for programs of yours there are the commands with
-JSON output. Every call needs a deadline. A list is counted before it is decoded, and refused above its limit. Who may
+JSON output. Every RPC needs a deadline. A list is counted before it is decoded, and refused above its limit. Who may
 call is in [roles and names](../howto/certificates.md#roles-and-names), and answers other than OK carry a
 [reason](errors.md).
-
 """
+ENGINES = "Engines"
+ENGINES_SAID = (
+    "Not by gRPC: frames on `shard.sock`, the Unix socket of a node's engines. "
+    "[Formats](formats.md#frames-of-engines) has their heads."
+)
 
 MESSAGES = """# Messages of {service}
 
@@ -91,9 +99,25 @@ def parsed(text: str) -> Iterator[tuple[str, Entry]]:
 
 
 def entries(kind: str) -> list[Entry]:
-    return [
-        entry for path in sorted(PROTOS.glob("*.proto")) for found, entry in parsed(path.read_text()) if found == kind
+    found = [
+        entry for path in sorted(PROTOS.glob("*.proto")) for what, entry in parsed(path.read_text()) if what == kind
     ]
+    return [frames(), *found] if kind == "service" else found
+
+
+def frames() -> Entry:
+    """The kinds of frames, as the calls of a service."""
+    told = {
+        FrameKind.CANCEL: ("empty", "–", "Gives up the call with its number."),
+        FrameKind.HEARTBEAT: ("empty", "–", "From the shard every 2 seconds; the engine sends it back."),
+        FrameKind.GOODBYE: ("–", "Failure", "From the shard: why it ends the connection."),
+    }
+    rows = [(kind.name, *told.get(kind, (_name(kind, QUESTIONS), _name(kind, ANSWERS), ""))) for kind in FrameKind]
+    return Entry(ENGINES, ENGINES_SAID, list(rows))
+
+
+def _name(kind: FrameKind, messages: dict[FrameKind, type[Message]]) -> str:
+    return messages[kind].DESCRIPTOR.name if kind in messages else "empty"
 
 
 def owners() -> dict[str, str]:
@@ -117,6 +141,8 @@ def file_of(service: str) -> str:
 def link(name: str, of: dict[str, str]) -> str:
     """A name as it is, or with `stream ` before it, that leads to its fields."""
     bare = name.removeprefix("stream ")
+    if bare not in of:  # a frame without a message
+        return bare
     return f"{name.removesuffix(bare)}[`{bare}`]({file_of(of[bare])}#{bare.lower()})"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from kvservice.connector.layerwise import loads
 from kvservice.connector.scheduler import request
 from kvservice.core.acquire import acquisition, handoff, pulls, windowed
-from kvservice.core.directory import membership
+from kvservice.core.directory import meetings, membership
 from kvservice.core.drain import receiver, sender
 from kvservice.core.store import slots
 from kvservice.engine import schedule
@@ -89,6 +89,13 @@ MACHINES = (
         membership,
         membership.MemberState.DEAD,
         membership.TRANSITIONS,
+    ),
+    Machine(
+        "Meeting",
+        "A peer that a shard connects to before it needs it.",
+        meetings,
+        meetings.MeetingState.WAITING,
+        meetings.TRANSITIONS,
     ),
     Machine(
         "Request in the connector",

@@ -71,6 +71,13 @@ PLANTS = (
         "end = min(begin + tail_now.tokens + 1, total_tokens)",
     ),
     Plant(
+        f"{OFFLOAD}::three_and_seven_tokens",
+        "a tail is stored with what others left in its block",
+        "kvservice/connector/worker/half.py",
+        "self._to_write(store) if entry.tokens]",
+        "self._to_write(store) if False]",
+    ),
+    Plant(
         f"{OFFLOAD}::three_and_seven_tokens_as_whole_blocks",
         "a hit is one block longer than what is there",
         f"{SCHEDULER}/half.py",
@@ -137,8 +144,8 @@ PLANTS = (
         f"{CHUNKS}::failed_blocks",
         "a loaded block is not compared with its digest",
         "kvservice/connector/worker/half.py",
-        "if sampled or self._verify is Verify.FULL:",
-        "if sampled:",
+        "if found != digest:",
+        "if False:",
     ),
     Plant(
         f"{CHUNKS}::prefetch_two",
@@ -221,8 +228,8 @@ PLANTS = (
         f"{HOST}::a_slot_that_changes_meanwhile_is_not_loaded",
         "a slot's header is not read again after the copy",
         "kvservice/connector/worker/half.py",
-        "if segment.header_bytes(entry.ref.slot) != before:",
-        "if segment.header_bytes(entry.ref.slot) is before:",
+        "changed = (segment.header_rows(slots) != before).any(axis=1)",
+        "changed = (before != before).any(axis=1)",
     ),
     Plant(
         f"{LOOP}::a_step_is_done_in_its_order",

@@ -69,7 +69,7 @@ class Walk:
         self.worker = WorkerHalf(BlockCopier(self.tensors, range(HEADS)), Verify.FULL, defer_stores=defer_stores)
         self.prompts: dict[str, list[BlockHash]] = {}
         assert self.session.start(10.0) is not None
-        eventually(lambda: self.session._stocks[0], "slots in stock")
+        eventually(lambda: self.session.has_slots, "slots in stock")
 
     async def _open(self) -> PoolPort:
         self.runtime = await PoolRuntime.open(PoolConfig(NodeId("walk"), None, self.geometry))

@@ -20,6 +20,7 @@ from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.copying.device import HostDevice
 from kvservice.copying.message import Direction
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
+from kvservice.core.segment.digest import digest_payload
 from kvservice.discovery import node_directory
 from kvservice.memory.segment import Segment
 from kvservice.testing.copier_contract import (
@@ -70,6 +71,11 @@ class TestHost(CopierContract):
         with benched(kv_layers(torch.zeros(CACHE_BYTES, dtype=torch.int8)), HostCopier) as made:
             assert isinstance(made.copier, HostCopier) and made.copier.region_of(0) is not None, "as runs, not as views"
             yield made
+
+    def test_a_slot_that_is_read_whole_brings_its_digest(self, bench: CopierBench) -> None:
+        ref = bench.seal(SLOTS[3], KEYS[3])
+        ticket = bench.run(Direction.LOAD, *(CopyEntry(2 * part, ref, KEYS[3], part=part) for part in range(2)))
+        assert ticket.digests == {SLOTS[3]: digest_payload(bench.slot(SLOTS[3]), KEYS[3])}
 
 
 class TestCopyWorker(CopierContract):

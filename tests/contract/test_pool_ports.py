@@ -14,7 +14,8 @@ from kvservice.config import ServiceConfig
 from kvservice.core.segment.geometry import Geometry
 from kvservice.pool import vanished
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
-from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.fake_pool import FakePool
 from kvservice.testing.pool_port_contract import PoolPortContract
 from kvservice.units import MiB, NodeId

@@ -40,7 +40,8 @@ from kvservice.discovery import (
 from kvservice.errors import InvalidRequest, KVServiceError, VersionMismatch
 from kvservice.lookup.server import LookupServer
 from kvservice.memory.segment import Segment
-from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.builders import make_spec
 from kvservice.testing.eventually import eventually
 from kvservice.units import BootEpoch, MiB, NodeId
@@ -90,7 +91,7 @@ async def test_a_shard_refuses_an_engine(
     shard: ShardServer, root: Path, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await shard.start()
-    monkeypatch.setattr("kvservice.wire.codec.PROTOCOL_VERSION", version)
+    monkeypatch.setattr("kvservice.client.shard.PROTOCOL_VERSION", version)
     client = ShardClient(str(next(root.glob("*/*/shard.sock"))))
     with pytest.raises(VersionMismatch, match=both(version)):
         await client.attach(make_spec(), lambda reason: None)

@@ -22,7 +22,8 @@ from kvservice.core.events import PullResult
 from kvservice.core.segment.digest import digest_payload
 from kvservice.errors import TierError
 from kvservice.pool.tiers import TierPhase
-from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.eventually import eventually_async
 from kvservice.testing.tier_contract import OK, StartedTier, some
 from kvservice.tier.base import WriteResult

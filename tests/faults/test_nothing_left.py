@@ -32,9 +32,9 @@ from kvservice.memory.segment import Segment
 from kvservice.private_files import make_directory
 from kvservice.session.session import Session
 from kvservice.shard import server as module
-from kvservice.shard.server import DEV_SHM, ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import DEV_SHM, ShardServerConfig
 from kvservice.testing.eventually import eventually_async
-from kvservice.transfer.base import Transport
 from kvservice.units import BootEpoch, GiB, MiB, NodeId
 from tests.faults.rounds import rounds
 from tests.integration.engine import Engine, chain, spec
@@ -164,7 +164,7 @@ async def test_a_wrong_start_is_refused_before_memory_is_reserved(
     assert everything(config) == before
 
 
-def _breaks(*arguments: object, **options: object) -> Transport:
+def _breaks(*arguments: object, **options: object) -> None:
     raise TransferError("no such device")
 
 
@@ -175,7 +175,7 @@ async def test_a_start_that_fails_later_leaves_nothing(
     if what == "memory":
         config = changed(config, pool_bytes=TOO_MUCH)
     elif what == "transport":
-        monkeypatch.setattr(module, "SharedMemoryTransport", _breaks)
+        monkeypatch.setattr(module, "Puller", _breaks)
     else:
         monkeypatch.setattr(module, "listen", _breaks)
     with pytest.raises(SegmentError if what == "memory" else TransferError):

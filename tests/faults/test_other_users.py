@@ -21,7 +21,8 @@ from kvservice.errors import ConfigError, SegmentError, Unavailable
 from kvservice.memory.segment import open_private
 from kvservice.private_files import check_directory, check_socket_path, is_listening, make_directory
 from kvservice.session.pool_choice import choose_pool
-from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
 from kvservice.transfer.nixl import nixl_available
@@ -177,7 +178,7 @@ def test_a_socket_path_that_is_too_long_is_said_with_what_to_do(tmp_path: Path) 
             probe.connect(fits)
         with pytest.raises(OSError, match="too long"):
             probe.connect(fits + "x")
-    for call in (discovery.shard_socket, discovery.peer_socket):
+    for call in (discovery.shard_socket, discovery.rpc_socket):
         with pytest.raises(ConfigError, match=r"at most 107.*KVSERVICE_RUNTIME_DIR to a short path"):
             call("default", NodeId("n"), tmp_path / ("x" * 100))
 

@@ -20,7 +20,8 @@ from kvservice.errors import KVServiceError
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.lookup.server import LookupServer
 from kvservice.shard.process import HURRY_SECONDS
-from kvservice.shard.server import DEV_SHM, ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import DEV_SHM, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BootEpoch, MiB, NodeId

@@ -36,8 +36,9 @@ from kvservice.memory.segment import Segment
 from kvservice.observe.logs import EngineHandler, JsonFormatter, TextFormatter
 from kvservice.private_files import check_directory, make_directory, write_private
 from kvservice.proxy import bodies
-from kvservice.transfer.shm import SharedMemoryTransport
-from kvservice.units import BlockKey, MiB
+from kvservice.transfer import mapped
+from kvservice.transfer.mapped import MappedPeer
+from kvservice.units import BlockKey, BootEpoch, MiB
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_report, encode_report
 from kvservice.wire.leaving import decode_progress
@@ -241,27 +242,30 @@ def test_no_core_dump_holds_blocks(tmp_path: Path) -> None:
 def test_a_peer_names_a_segment_of_this_user_and_no_other_file(tmp_path: Path) -> None:
     geometry = Geometry(MiB, 2)
     mine, theirs = Segment.create(tmp_path / "a", geometry, "a"), Segment.create(tmp_path / "b", geometry, "b")
-    transport, peer = SharedMemoryTransport(mine), SharedMemoryTransport(theirs)
-    honest = peer.describe()
+    honest = mapped.describe(theirs)
 
     def naming(path: Path) -> bytes:
-        return honest[:8] + path.stat().st_ino.to_bytes(8, "little") + honest[16:24] + os.fsencode(path)
+        status = path.stat()
+        numbers = status.st_dev.to_bytes(8, "little") + status.st_ino.to_bytes(8, "little")
+        return honest[:44] + numbers + honest[60:68] + os.fsencode(path)
 
-    secret, pipe = tmp_path / "secret", tmp_path / "pipe"
+    secret, pipe, link = tmp_path / "secret", tmp_path / "pipe", tmp_path / "link"
     secret.write_bytes(bytes(geometry.segment_bytes))
     os.mkfifo(pipe)
+    link.symlink_to(theirs.path)
     try:
-        transport.connect(honest)
-        for path in (secret, pipe, Path("/dev/zero")):
+        MappedPeer(honest, theirs.epoch).close()
+        MappedPeer(naming(theirs.path), theirs.epoch).close()
+        for path in (secret, pipe, link, Path("/dev/zero"), mine.path):
             with pytest.raises(TransferError):
-                transport.connect(naming(path))
+                MappedPeer(naming(path), BootEpoch(theirs.epoch + (path == mine.path)))
+        with pytest.raises(TransferError, match="another machine"):
+            MappedPeer(honest[:8] + b"0" * 36 + honest[44:], theirs.epoch)
         if os.geteuid() == 0:
             os.chown(theirs.path, 65534, -1)
             with pytest.raises(TransferError, match="of this user"):
-                transport.connect(honest)
+                MappedPeer(honest, theirs.epoch)
     finally:
-        transport.close()
-        peer.close()
         theirs.close()
         mine.close()
 

@@ -37,7 +37,8 @@ from kvservice.memory.segment import Segment
 from kvservice.pool import vanished
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
-from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, BootEpoch, MiB, NodeId

@@ -101,10 +101,10 @@ class Fuzzer:
         self._random = random.Random(seed)
         self._menu = menu
 
-    def request(self, method: MethodDescriptor) -> bytes:
-        """Bytes for this RPC: a message of its type, or one whose bytes were damaged on the way."""
-        data = self.message(method.input_type).SerializeToString()
-        return self.damaged(data, method) if self._random.random() < 0.3 else data
+    def request(self, asked: Descriptor) -> bytes:
+        """A message of this type, or one whose bytes were damaged on the way."""
+        data = self.message(asked).SerializeToString()
+        return self.damaged(data, asked) if self._random.random() < 0.3 else data
 
     def message(self, descriptor: Descriptor, depth: int = 0) -> Message:
         known = self._menu.messages.get(descriptor.full_name)
@@ -125,7 +125,7 @@ class Fuzzer:
                 setattr(made, one.name, self._value(one, depth))
         return made
 
-    def damaged(self, data: bytes, method: MethodDescriptor) -> bytes:
+    def damaged(self, data: bytes, asked: Descriptor) -> bytes:
         """Flipped, cut, repeated, or spliced with a message of another type."""
         draw, found = self._random, bytearray(data)
         for _ in range(draw.choice((1, 1, 2, 5))):
@@ -140,9 +140,9 @@ class Fuzzer:
             elif kind == 3:
                 found[at:at] = found[at : at + draw.choice((1, 5, 40))] * draw.choice((1, 3, 200))
             else:
-                other = draw.choice(methods())
-                if other is not method:
-                    found[at:] = self.message(other.input_type).SerializeToString()
+                other = draw.choice(methods()).input_type
+                if other is not asked:
+                    found[at:] = self.message(other).SerializeToString()
         return bytes(found[: 5 << 20])
 
     # -- inside ----

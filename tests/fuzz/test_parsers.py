@@ -20,7 +20,7 @@ from kvservice.config import ServiceConfig, load_config
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_transfer_params
 from kvservice.copying import message
 from kvservice.copying.message import CopyJob, CopyOutcome, CopyRow, Direction, Ended, Kind, PackedJob, PoolSource
-from kvservice.core.messages import Handoff
+from kvservice.core.messages import AcquireRequest, Handoff
 from kvservice.core.segment.blockfile import BlockFileHeader, pack_file_header, unpack_file_header
 from kvservice.core.segment.copy_runs import CopyTemplate, RegionLayout
 from kvservice.core.segment.geometry import Geometry, slot_index
@@ -35,10 +35,15 @@ from kvservice.discovery import (
     write_copy_worker,
     write_record,
 )
-from kvservice.errors import ConfigError, InvalidRequest, KVServiceError, SegmentError, UnsupportedLayout
+from kvservice.errors import ConfigError, InvalidRequest, KVServiceError, SegmentError, TransferError, UnsupportedLayout
 from kvservice.memory.segment import Segment
+from kvservice.shard.engine_calls import OF_ATTACHED, question
 from kvservice.tier.index import pack_erased, pack_head, pack_row, parse_index
-from kvservice.units import BlockKey, BootEpoch, Generation, HandoffId, MiB, NodeId, SlotIndex, SpanRoute
+from kvservice.transfer.mapped import is_here, pack_description
+from kvservice.transfer.ways import pack_ways, unpack_ways
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, Generation, HandoffId, MiB, NodeId, SlotIndex, SpanRoute
+from kvservice.wire import frames
+from kvservice.wire.codec import encode_acquire
 from tests.fuzz.damage import damaged
 
 COUNT = 1200
@@ -120,6 +125,21 @@ def parse_hello(data: bytes) -> CopyTemplate:
     return CopyTemplate(RegionLayout.of(layout), SLOT)
 
 
+def parse_frames(data: bytes) -> list[object]:
+    """As a shard does with what an engine sends, in two pieces: the event of each frame."""
+    reader, found = frames.FrameReader(frames.REQUEST_BYTES_MAX), list[object]()
+    for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
+        for frame in reader.feed(piece):
+            frames.decode_failure(frame.body)
+            if frame.kind in OF_ATTACHED:
+                found.append(question(frames.FrameKind(frame.kind), frame.body, AttachmentId(1))(1))
+    return found
+
+
+FRAMES = frames.pack_frame(
+    frames.FrameKind.ACQUIRE, 7, encode_acquire(AcquireRequest((HEADER.key,), 0, 1.0)).SerializeToString()
+) + frames.pack_frame(frames.FrameKind.RELEASE, 8, trace=b"00-0-1-01")
+WAYS = pack_ways({"shm": pack_description(b"-" * 36, 1, 2, MiB, Path("/dev/shm/x")), "nixl": b"an agent"})
 BYTES_PARSERS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "header": (pack_header(HEADER), unpack_header),
     "block_file": (pack_file_header(BLOCK_FILE), unpack_file_header),
@@ -127,6 +147,9 @@ BYTES_PARSERS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "kind": (COPIES, message.kind_of),
     "copies": (COPIES, message.parse_copies),
     "done": (DONE, lambda data: list(message.parse_done(data))),
+    "ways": (WAYS, unpack_ways),
+    "mapped": (unpack_ways(WAYS)["shm"], lambda data: [is_here(data)]),
+    "frames": (FRAMES, parse_frames),
     "lent": (message.pack_lent(Kind.RECALL, 3, 4), message.parse_lent),
 }
 JSON_PARSERS: dict[str, tuple[dict[str, Any], Callable[[bytes], object]]] = {
@@ -162,7 +185,7 @@ def test_damaged_bytes_give_a_value_or_the_parsers_error(name: str) -> None:
     draw = random.Random(name)
     for index in range(COUNT):
         data = damaged(draw, whole) if index % 4 else draw.randbytes(draw.randrange(200))
-        found = bounded(parse, data, InvalidRequest)
+        found = bounded(parse, data, InvalidRequest, TransferError)
         if name == "copies" and found is not None:
             jobs, _ = found  # type: ignore[misc]
             assert all(isinstance(job, CopyJob) for job in jobs) and sum(job.rows.nbytes for job in jobs) <= len(data)

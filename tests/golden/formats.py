@@ -21,10 +21,15 @@ from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.header import SlotFlags, SlotHeader, pack_header
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.tier.tier_block import TierBlock
+from kvservice.errors import Exhausted
 from kvservice.memory.segment import Segment
 from kvservice.testing.builders import make_chain, make_holder
 from kvservice.tier.index import pack_erased, pack_head, pack_row
+from kvservice.transfer.mapped import pack_description
+from kvservice.transfer.ways import pack_ways
 from kvservice.units import BlockKey, BootEpoch, Generation, HandoffId, MiB, NodeId, SlotIndex, SpanRoute
+from kvservice.wire.frames import NO_CALL, REFUSED, encode_failure, pack_frame
+from kvservice.wire.frames import FrameKind as FrameKind
 
 KEY = BlockKey(bytes(range(16)))
 GEOMETRY = Geometry(slab_bytes=MiB, slab_count=2)
@@ -137,8 +142,26 @@ def tenants_file() -> bytes:
     return dump_tenants(parse_tenants({"version": 1, "public_secret": "33" * 32, "tenants": [row]})).encode()
 
 
+def frames() -> bytes:
+    """A question with its trace, a refusal, and what has no body."""
+    trace = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    asked = pack_frame(FrameKind.ACQUIRE, 7, b"body", trace=trace)
+    refused = pack_frame(FrameKind.RESERVE, 8, encode_failure(Exhausted("full", free="0")), REFUSED)
+    return asked + refused + pack_frame(FrameKind.HEARTBEAT, NO_CALL)
+
+
+def frame_kinds() -> bytes:
+    return "\n".join(f"{kind.value} {kind.name}" for kind in FrameKind).encode()
+
+
 def handoff_params() -> bytes:
     return json.dumps(decode_params(Handoff(HandoffId(KEY), NodeId("n0"))), sort_keys=True).encode()
+
+
+def peer_ways() -> bytes:
+    """What a shard that peers can map, or read by NIXL, says of itself in a handshake."""
+    machine, path = b"01234567-89ab-cdef-0123-456789abcdef", Path("/dev/shm/kvservice-kvservice-n0")
+    return pack_ways({"shm": pack_description(machine, 26, 7, GEOMETRY.segment_bytes, path), "nixl": b"an agent"})
 
 
 def link_messages() -> dict[str, bytes]:
@@ -173,6 +196,9 @@ FORMATS: dict[str, Callable[[], bytes]] = {
             copy_worker_record,
             tenants_file,
             handoff_params,
+            peer_ways,
+            frames,
+            frame_kinds,
         )
     },
     **{name: (lambda data=data: data) for name, data in link_messages().items()},  # type: ignore[misc]

@@ -497,8 +497,9 @@ def test_worker_with_a_hanging_thread_ends_itself(bench: Bench, root: Path) -> N
     worker = Worker(root, "--wedge-seconds", "0.5")
     before = threads_of(worker.process)
     bench.follow()
-    lanes_and_reader = sorted(threads_of(worker.process) - before)
-    assert len(lanes_and_reader) == len(Direction) + 1
+    made = lambda: sorted(threads_of(worker.process) - before)  # noqa: E731
+    eventually(lambda: len(made()) == len(Direction) + 1, "the thread that maps the pool ahead has ended")
+    lanes_and_reader = made()
     stop_thread(lanes_and_reader[Direction.STORE])
     bench.header(slot_index(0, 0), 1)
     store = bench.copy(Direction.STORE, row(3, slot_index(0, 0), 1))

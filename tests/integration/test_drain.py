@@ -73,7 +73,7 @@ def at(cluster: LocalCluster, node: str, work: Callable[[Engine], Awaitable[T]])
 
 
 def health(cluster: LocalCluster, name: str) -> int:
-    with grpc.insecure_channel(f"unix:{cluster.socket('n0')}") as channel:
+    with grpc.insecure_channel(cluster.record("n0").rpc_address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         return int(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status)
 
@@ -160,7 +160,7 @@ def test_a_leaving_node_serves_its_engine_until_the_end(cluster: LocalCluster) -
             asyncio.to_thread(drain.run, cluster.service, None, "n0", False, 4.0, True, False)
         )
         await asyncio.sleep(0.5)
-        assert (health(cluster, "kvservice.wire.v1.EngineService"), health(cluster, "")) == (NOT_SERVING, SERVING)
+        assert (health(cluster, "kvservice.wire.v1.PeerService"), health(cluster, "")) == (NOT_SERVING, SERVING)
         assert all(engine.read(ref, key) for ref, key in zip(held.blocks, prompt, strict=True))
         refused = await engine.store(late)
         result = await engine.acquire(late, timeout=1.0)

@@ -15,7 +15,8 @@ from kvservice.errors import Exhausted
 from kvservice.lookup import watch
 from kvservice.lookup.server import LookupServer
 from kvservice.shard import server as shard_server
-from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.units import HandoffId, MiB, NodeId
 from kvservice.wire.serving import Gate
 from kvservice.wire.status import error_from_rpc
@@ -79,7 +80,7 @@ def test_a_gate_counts_each_kind_apart() -> None:
     """It forgets calls that failed."""
     gate = Gate(short=1, long=1)
     for _ in range(3):
-        with pytest.raises(KeyError), gate.passing("Stats"), gate.passing("Acquire"):
+        with pytest.raises(KeyError), gate.passing("Stats"), gate.passing("Follow"):
             raise KeyError
     with gate.passing("Stats"), pytest.raises(Exhausted), gate.passing("Locate"):
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,8 +28,8 @@ LAYOUT = ObjectLayout.of([(2, 3, 64, 8)], [torch.bfloat16], "KV_2LTD")
 class Server:
     """The objects of one LMCache server."""
 
-    def __init__(self, cluster: LocalCluster, node: str) -> None:
-        options = AdapterOptions.parse({"weights_version": "v1", "socket": cluster.socket(node)})
+    def __init__(self, cluster: LocalCluster, node: str, **others: object) -> None:
+        options = AdapterOptions.parse({"weights_version": "v1", "socket": cluster.socket(node), **others})
         self.thread = PoolThread(options)
         self.objects = PooledObjects(options, self.thread, "x86")
 
@@ -53,8 +54,8 @@ class Server:
 
 
 @contextmanager
-def servers(cluster: LocalCluster) -> Iterator[list[Server]]:
-    made = [Server(cluster, node) for node in cluster.nodes]
+def servers(cluster: LocalCluster, **options: object) -> Iterator[list[Server]]:
+    made = [Server(cluster, node, **options) for node in cluster.nodes]
     try:
         yield made
     finally:
@@ -104,3 +105,23 @@ def test_a_shard_that_comes_back_is_used_again() -> None:
         assert all(server.store(more, others)) and server.lock(more) == 3
         assert all(map(np.array_equal, server.load(more), others))
         server.unlock(more)
+
+
+def test_a_shard_that_hangs_delays_one_lookup_and_not_all() -> None:
+    with LocalCluster(nodes=1) as cluster, servers(cluster, fetch_timeout_seconds=2.0) as (server,):
+        keys, arrays = chunks(3)
+        server.store(keys, arrays)
+        assert server.lock(keys) == 3
+        server.unlock(keys)
+        cluster.kill("n0", signal.SIGSTOP)
+        began = time.monotonic()
+        assert server.lock(keys) == 0
+        waited = time.monotonic() - began
+        assert waited >= 2.0
+        began = time.monotonic()
+        assert [server.lock(keys) for _ in range(10)] == [0] * 10
+        assert time.monotonic() - began < waited / 2
+        assert server.objects.counters["lookups_spared"] == 10
+        cluster.kill("n0", signal.SIGCONT)
+        eventually(lambda: server.lock(keys) == 3, "the shard is asked again", 30)
+        server.unlock(keys)

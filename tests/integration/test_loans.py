@@ -117,8 +117,11 @@ def idle_link() -> WorkerLink:
 
 def runs(pid: int) -> bool:
     """Whether any thread of the process is neither stopped nor dead."""
-    states = [path.read_text().rsplit(")", 1)[1].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return any(state not in "TZX" for state in states)
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # this thread has ended since it was listed
+            if path.read_text().rsplit(")", 1)[1].split()[0] not in "TZX":
+                return True
+    return False
 
 
 @contextlib.contextmanager

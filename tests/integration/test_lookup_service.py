@@ -17,6 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvservice.core.actions import Retract
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, span_route
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
@@ -93,7 +94,7 @@ class Node:
         self.task = asyncio.create_task(self.pump.run())
 
     def evict(self, key: BlockKey) -> None:
-        self.announcer.remove(key, self.held.pop(key))
+        self.announcer.change([Retract(key, self.held.pop(key))])
         self.pump.kick()
 
     async def end(self, leaving: bool = True) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.client.shard import ShardClient
+from kvservice.core.actions import Announce
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.directory.directory import longest_prefix
 from kvservice.core.directory.mirror import STALE_SECONDS
@@ -142,7 +143,7 @@ async def test_mirror_ends_at_once_while_events_arrive(tmp_path: Path) -> None:
         running = asyncio.create_task(pump.run())
         await asyncio.sleep(0.03)
         for key in chain(seed=attempt, count=200):
-            announcer.add(key, SpanRoute(0))
+            announcer.change([Announce(key, SpanRoute(0))])
         pump.kick()
         await asyncio.sleep(0.002 * (attempt % 5))
         await asyncio.wait_for(mirror.stop(), 2.0)

@@ -29,6 +29,7 @@ from kvservice.testing.eventually import NotInTime, eventually
 from kvservice.transfer.base import Copy, PeerHandle, TransferOutcome
 from kvservice.transfer.nixl import NixlTransport, nixl_available
 from kvservice.transfer.puller import Puller, PullItem, PullJob
+from kvservice.transfer.ways import pack_ways
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
 
 pytestmark = [pytest.mark.nixl, pytest.mark.skipif(not nixl_available(), reason="NIXL is not installed")]
@@ -170,7 +171,9 @@ class Pull:
         epoch = BootEpoch(1)
         items = tuple(PullItem(handle, slot) for handle, slot in zip(handles, SLOTS, strict=False))
         deadline = time.monotonic() + seconds
-        job = PullJob(1, NodeId("peer"), epoch, peer.description, GEOMETRY, PAYLOAD, items, deadline)
+        job = PullJob(
+            1, NodeId("peer"), epoch, pack_ways({"nixl": peer.description}), GEOMETRY, PAYLOAD, items, deadline
+        )
         self.puller.submit(job, lambda _, results: self.done.put(results), self.writes_ended.put)
 
 

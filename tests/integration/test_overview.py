@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator
@@ -85,6 +86,11 @@ async def test_the_overview_shows_what_engines_did(cluster: LocalCluster) -> Non
 
 
 async def test_parts_that_do_not_answer_are_problems_of_the_overview(cluster: LocalCluster) -> None:
+    async def are_known() -> bool:
+        return [lookup.nodes_alive for lookup in (await overview_of(cluster)).lookups] == [2, 2]
+
+    while not await are_known():  # a shard answers before it has announced itself
+        await asyncio.sleep(0.05)
     with cluster.channel(cluster.record("n0").peer_address) as channel:
         shard_pb2_grpc.AdminServiceStub(channel).Drain(shard_pb2.DrainRequest(), timeout=5)
     cluster.kill("n1", signal.SIGSTOP)

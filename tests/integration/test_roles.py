@@ -20,7 +20,8 @@ from kvservice.core.messages import Holder, SealStatus, TakeOverItem
 from kvservice.discovery import SECRET_NAME, node_directory, node_secret
 from kvservice.errors import ConfigError, Forbidden, KVServiceError, Unavailable
 from kvservice.lookup.server import LookupServer
-from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BootEpoch, LeaseId, MiB, NodeId, SpanRoute
@@ -230,8 +231,6 @@ async def test_a_role_may_do_what_is_listed_and_nothing_else(name: str, may: fro
         allowed: set[str] = set()
         for method in methods():
             service_name = method.containing_service.name
-            if service_name == "EngineService":  # on the Unix socket only
-                continue
             address = lookup if service_name == "LookupService" else holder.peer_address
             async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
                 if not await refused(channel, path_of(method), streams=method.server_streaming):

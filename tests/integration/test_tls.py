@@ -30,7 +30,8 @@ from kvservice.core.messages import Holder, MissReason, SealStatus
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.client import LookupClient
 from kvservice.lookup.server import LookupServer
-from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.cluster import LocalCluster, free_port
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BootEpoch, MiB, NodeId

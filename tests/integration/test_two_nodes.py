@@ -104,14 +104,9 @@ async def test_bad_requests_are_typed_errors_and_the_shard_lives(cluster: LocalC
         await a.pool.reserve(a.attachment.attachment_id, 0)
     await b.pool.detach(b.attachment.attachment_id)
     with pytest.raises(NotAttached):
-        await cluster_reserve_after_detach(b)
+        await b.pool.reserve(b.attachment.attachment_id, 1)
     assert cluster.accounting("n0").balanced
     await leave(a, b)
-
-
-async def cluster_reserve_after_detach(engine: Engine) -> None:
-    engine.pool._epochs[engine.attachment.attachment_id] = engine.attachment.epoch  # type: ignore[attr-defined]
-    await engine.pool.reserve(engine.attachment.attachment_id, 1)
 
 
 async def test_writes_of_a_lost_engine_are_quarantined(cluster: LocalCluster) -> None:
@@ -120,9 +115,7 @@ async def test_writes_of_a_lost_engine_are_quarantined(cluster: LocalCluster) ->
     await engine.pool.reserve(engine.attachment.attachment_id, 5)
     client = engine.pool
     assert isinstance(client, ShardClient)
-    channel, client._channel = client._channel, None
-    assert channel is not None
-    await channel.close(None)  # the stream breaks, but the process (this one) still holds its lock
+    client._links.pop(engine.attachment.attachment_id).close()  # this process still holds its lock
     await eventually_async(lambda: cluster.accounting("n0").slots["quarantined"] == 5, "five slots in quarantine")
     await asyncio.sleep(0.8)
     assert cluster.accounting("n0").slots["quarantined"] == 5, "freed while a writer may be alive"

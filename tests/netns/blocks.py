@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ import grpc
 
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import SealStatus
+from kvservice.discovery import RPC_SOCKET_NAME
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 from tests.integration.engine import Engine, chain
 from tests.netns.hosts import Host
@@ -36,7 +38,8 @@ async def work(engine: Engine, verb: str, seed: int, count: int, timeout: float 
 
 
 async def books(socket: str) -> dict[str, Any]:
-    async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
+    address = f"unix:{Path(socket).with_name(RPC_SOCKET_NAME)}"
+    async with grpc.aio.insecure_channel(address) as channel:
         request = shard_pb2.AccountingRequest()
         reply: shard_pb2.AccountingReply = await shard_pb2_grpc.AdminServiceStub(channel).Accounting(request, timeout=5)
     return {"balanced": reply.balanced, "leases": reply.leases, "slots": dict(reply.slots)}

@@ -164,7 +164,7 @@ def test_service_outlives_the_loss_of_a_host_and_ends_clean(
     state = other.status()
     assert hosts_of(state["nodes"], "address") == addresses
     assert hosts_of(state["lookups"], "address") == addresses
-    assert {row["transport"] for row in state["nodes"]} == {"nixl"}
+    assert {row["transport"] for row in state["nodes"]} == {"shm+nixl"}
     assert state["problems"] == []
 
     assert head.blocks("store", 1, token) == {"sealed": COUNT}

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvservice.core.actions import Announce, Retract
 from kvservice.core.directory import announce
 from kvservice.core.directory.announce import Announcer, Update
 from kvservice.core.directory.directory import AnnounceOutcome, Directory
@@ -70,10 +71,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         boot = self.boots[name]
         if key in boot.held:
             boot.held.discard(key)
-            boot.announcer.remove(key, ROUTE)
+            boot.announcer.change([Retract(key, ROUTE)])
         else:
             boot.held.add(key)
-            boot.announcer.add(key, ROUTE)
+            boot.announcer.change([Announce(key, ROUTE)])
 
     @rule(name=names, kept=st.integers(0, len(KEYS)))
     def restart_shard(self, name: str, kept: int) -> None:

@@ -16,6 +16,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.attachments import AttachReply
 from kvservice.core.block.marks import MarkKind
 from kvservice.core.drain.sender import DrainPhase
 from kvservice.core.events import PullResult
@@ -34,7 +35,7 @@ from kvservice.core.messages import (
 )
 from kvservice.core.segment.geometry import slab_of
 from kvservice.core.segment.refs import BlockHandle, BlockRef
-from kvservice.core.shard import AttachReply
+from kvservice.core.slices import SliceSizes
 from kvservice.errors import KVServiceError, NotAttached, StaleEpoch, Unavailable
 from kvservice.testing.builders import CoreHarness, content_of, make_handle, run_of
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, NodeId, SpanRoute
@@ -66,7 +67,7 @@ class ShardMachine(TailRules):
     def __init__(self) -> None:
         super().__init__()
         self.engines = [Engine(spec) for spec in SPECS]
-        self.harness = CoreHarness(slab_count=SLABS, lease_seconds=LEASE)
+        self.harness = CoreHarness(slab_count=SLABS, lease_seconds=LEASE, slices=SliceSizes(2, 1))
         self._forget_boot()
 
     def _forget_boot(self) -> None:
@@ -233,7 +234,7 @@ class ShardMachine(TailRules):
         self.harness.digests.rotate(which)
         wanted = self.harness.digests.popleft()
         digest = self.harness.digest_now(wanted.slot, wanted.key) if readable else None
-        self.harness.send(ev.Digested(wanted.slot, wanted.key, digest))
+        self.harness.send(ev.Digested((ev.SlotDigest(wanted.slot, wanted.key, digest),)))
 
     @rule(
         one=engines,
@@ -242,16 +243,20 @@ class ShardMachine(TailRules):
         timeout=st.sampled_from([0.0, 0.5, 3.0, 20.0]),
         recompute=st.sampled_from([0.0, 0.01, 1.0]),
         hints=st.sampled_from([NO_HINTS, NO_HINTS, Hints(pin_seconds=2.0), Hints(prefetch=True, last_turn=True)]),
+        waits=st.booleans(),
     )
-    def acquire(self, one: int, which: int, skip: int, timeout: float, recompute: float, hints: Hints) -> None:
+    def acquire(
+        self, one: int, which: int, skip: int, timeout: float, recompute: float, hints: Hints, waits: bool = False
+    ) -> None:
         engine = self.engines[one]
         attachment = AttachmentId(999) if engine.attachment is None else engine.attachment
         chain = engine.chains[which % len(engine.chains)]
         keys = chain[: 1 + which // 7 % len(chain)]
-        skip = min(skip, len(keys))
-        now, op = self.harness.now, self.harness.next_op()
+        skip, now, op = min(skip, len(keys)), self.harness.now, self.harness.next_op()
         asked = Asked(now, ("engine", int(attachment)), keys[skip:], now + timeout)
+        self.harness.waits = waits  # then the next event comes between its first slice and the others
         self._ask(ev.Acquire(op, attachment, AcquireRequest(keys, skip, timeout, recompute, hints=hints)), asked)
+        self.harness.waits = False
         if engine.attachment is None:
             answer = self.harness.answers[op]
             assert isinstance(answer, act.Refuse) and isinstance(answer.error, NotAttached)
@@ -463,7 +468,7 @@ class ShardMachine(TailRules):
     @rule(rot=st.integers(0, 30))
     def restart(self, rot: int) -> None:
         """The process ends in the middle of everything; its transfers and digests end with it, the engines do not."""
-        sealed = sorted(block.slot for block in self.harness.state.blocks())
+        sealed = sorted(block.slot.index for block in self.harness.state.blocks())
         if rot < len(sealed):
             self.harness.contents[sealed[rot]] = GARBAGE
         for engine in self.engines:
@@ -472,7 +477,7 @@ class ShardMachine(TailRules):
         self._forget_boot()
         self.harness.watched += sorted(self.harness.state.watch_list())
         if rot < len(sealed):
-            assert sealed[rot] not in {block.slot for block in self.harness.state.blocks()}
+            assert sealed[rot] not in {block.slot.index for block in self.harness.state.blocks()}
 
     # -- what must hold ----
 
@@ -525,9 +530,9 @@ class ShardMachine(TailRules):
     @invariant()
     def every_block_has_its_bytes(self) -> None:
         for block in self.harness.state.blocks():
-            header = self.harness.headers[block.slot]
+            header, content = (held.get(block.slot.index) for held in (self.harness.headers, self.harness.contents))
             assert header.is_stable and header.key == block.key and header.epoch == self.harness.state.epoch
-            assert self.harness.contents.get(block.slot) == content_of(block.key), "a sealed block has wrong bytes"
+            assert content == content_of(block.key), "a sealed block has wrong bytes"
 
     @invariant()
     def what_may_be_written_belongs_to_its_writer(self) -> None:

@@ -148,11 +148,11 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_have_their_bytes(self) -> None:
         for block in self.harness.state.blocks():
-            assert self.harness.contents[block.slot] == content_of(block.key)
+            assert self.harness.contents[block.slot.index] == content_of(block.key)
 
     @invariant()
     def what_is_written_down_stays(self) -> None:
-        slots = {block.key: block.slot for block in self.harness.state.blocks()}
+        slots = {block.key: block.slot.index for block in self.harness.state.blocks()}
         for write in self.work(act.WriteDown):
             assert isinstance(write, act.WriteDown)
             assert all(slots[block.key] == slot for block, slot in write.items), "a slot went while it was written down"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from examples.demo.network import why_not
 from examples.demo.sglang_engine import SITE
+from tests.demo_runs import run_demo
 
 pytestmark = [
     pytest.mark.ray,
@@ -22,23 +19,13 @@ pytestmark = [
     pytest.mark.skipif(not (SITE / "sglang").is_dir(), reason="no SGLang: make .venv-sglang/.installed"),
 ]
 
-ROOT = Path(__file__).parents[2]
 SECONDS_MAX = 1100  # of a busy machine; a quiet one takes three minutes
 
 
 def test_an_engine_hits_what_one_on_another_node_stored(tmp_path: Path, model_path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="kvd-") as runtime:
-        done = subprocess.run(
-            [sys.executable, "-m", "examples.demo", "sglang", "--questions", "1", "--out", str(tmp_path)],
-            cwd=ROOT,
-            env={**os.environ, "KVSERVICE_RUNTIME_DIR": runtime, "COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS_MAX,
-        )
-        left = [str(path) for path in Path(runtime).rglob("*") if not path.is_dir()]
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not left
+    done = run_demo("sglang", "--questions", "1", "--out", str(tmp_path), seconds=SECONDS_MAX)
+    assert done.code == 0, done.said
+    assert not done.left
     shown = json.loads((tmp_path / "sglang.json").read_text())
     first, remote, local, plain = shown["rows"]
     assert first["computed_tokens"] == first["prompt_tokens"] == plain["computed_tokens"]

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from examples.demo.tiers_report import Answers, shortfalls
+from tests.demo_runs import run_demo
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
-SHARED_MEMORY = Path("/dev/shm")
 SECONDS_MAX = 600  # of a busy machine
 
 
 def test_each_tier_gives_back_prompts_with_equal_tokens(tmp_path: Path, model_path: Path) -> None:
-    before = {path.name for path in SHARED_MEMORY.glob("kvservice-demo-*")}
-    with tempfile.TemporaryDirectory(prefix="kvd-") as runtime:
-        done = subprocess.run(
-            [sys.executable, "-m", "examples.demo", "tiers", "--model", str(model_path), "--out", str(tmp_path)],
-            cwd=ROOT,
-            env={**os.environ, "KVSERVICE_RUNTIME_DIR": runtime, "COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS_MAX,
-        )
-        left = [str(path) for path in Path(runtime).rglob("*.sock")]
-    assert done.returncode == 0, done.stdout + done.stderr
-    left += [path.name for path in SHARED_MEMORY.glob("kvservice-demo-*") if path.name not in before]
-    assert not left
+    done = run_demo(
+        "tiers", "--model", str(model_path), "--out", str(tmp_path), seconds=SECONDS_MAX, runtime_files="*.sock"
+    )
+    assert done.code == 0, done.said
+    assert not done.left
     computed, disk, objects = json.loads((tmp_path / "tiers.json").read_text())
     assert computed["token_ids"] == disk["token_ids"] == objects["token_ids"]
     assert disk["tier_blocks"]["disk"] > 0 and objects["tier_blocks"]["objects"] > 0

@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from tests.ray_nodes import ray_nodes
 pytestmark = pytest.mark.ray
 
 BLOCKS = 8
+MAPPED_SECONDS = 5.0  # until the thread that maps the pool ahead has ended
 LAYER_BYTES = LAYOUT.layer_bytes * BLOCKS
 REGION = RegionLayout(
     LAYER_BYTES * LAYOUT.layer_count,
@@ -130,15 +131,24 @@ def threads_of(pid: int) -> set[int]:
     return {int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()}
 
 
+def lanes_and_reader(pid: int, before: set[int]) -> list[int] | None:
+    """The threads that a link made, in order; None while there are others."""
+    made = sorted(threads_of(pid) - before)
+    return made if len(made) == len(Direction) + 1 else None
+
+
 def link_with_known_threads(offer: KVOffer, directory: Path, pool: PoolSource, pid: int) -> tuple[WorkerLink, int]:
-    """(a link that is ready, the thread of the worker that does its stores). Again when Ray made threads meanwhile."""
+    """(a link that is ready, the thread of the worker that does its stores).
+
+    A thread that maps the pool's pages ends soon. Again when Ray made threads meanwhile.
+    """
     for _ in range(10):
         before = threads_of(pid)
         link = WorkerLink(offer, wedge_seconds=120)
         link.follow(directory, pool)
         eventually(lambda: link.is_ready, "the link")  # noqa: B023  asked at once
-        made = sorted(threads_of(pid) - before)
-        if len(made) == len(Direction) + 1:
+        with suppress(AssertionError):
+            made = eventually(lambda: lanes_and_reader(pid, before), "the worker's threads", MAPPED_SECONDS)  # noqa: B023
             return link, made[Direction.STORE]
         link.close()
     raise AssertionError("the worker's threads could not be told from Ray's")

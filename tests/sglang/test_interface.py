@@ -33,6 +33,21 @@ print(json.dumps({
     },
 }))
 """
+METRICS = """
+import json, os, sys
+os.environ["PROMETHEUS_MULTIPROC_DIR"] = sys.argv[1]  # as SGLang's server does before it starts its processes
+from types import SimpleNamespace
+from kvservice.connector.sglang import HiCacheKVService
+counts = iter([{}, {"stored_pages": 3}, {"stored_pages": 2, "dropped_full": 1}])
+backend = HiCacheKVService.__new__(HiCacheKVService)
+backend._storage, backend._events = SimpleNamespace(take_counts=lambda: next(counts)), None
+for _ in range(3):
+    assert backend.get_stats() is None
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(json.dumps([line for line in generate_latest(registry).decode().splitlines() if line[0] != "#"]))
+"""
 FIELDS = """
 import json, sys
 from sglang.srt import runtime_context
@@ -60,12 +75,19 @@ def test_it_takes_every_call_that_sglang_declares() -> None:
     found = said(SIGNATURES)
     assert isinstance(found, dict)
     assert not found["abstract"]
-    assert set(found["missing"]) <= {"get_stats", "on_host_pools_registered"}
+    assert set(found["missing"]) <= {"on_host_pools_registered"}
     for name, (declared, ours) in found["calls"].items():
         assert declared == ours, name
     assert {"batch_exists", "batch_get_v1", "batch_set_v1", "batch_exists_v2", "batch_get_v2", "batch_set_v2"} <= set(
         found["calls"]
     )
+
+
+def test_counters_are_in_the_metrics_of_sglang(tmp_path: Path) -> None:
+    found = said(METRICS, str(tmp_path))
+    assert isinstance(found, list)
+    name = "sglang:kvservice_pages_total"
+    assert sorted(found) == [f'{name}{{event="dropped_full"}} 1.0', f'{name}{{event="stored_pages"}} 5.0']
 
 
 def test_what_changes_a_page_changes_its_name_and_no_more(model_path: Path) -> None:

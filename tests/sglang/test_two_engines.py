@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from itertools import product
 from pathlib import Path
 
@@ -14,6 +10,7 @@ import pytest
 
 from examples.demo.sglang_engine import SITE
 from examples.demo.two_engines_report import ENGINES, Asked, shortfalls
+from tests.demo_runs import run_demo
 
 pytestmark = [
     pytest.mark.sglang,
@@ -22,26 +19,15 @@ pytestmark = [
     pytest.mark.skipif(not (SITE / "sglang").is_dir(), reason="no SGLang: make .venv-sglang/.installed"),
 ]
 
-ROOT = Path(__file__).parents[2]
-SHARED_MEMORY = Path("/dev/shm")
 SECONDS_MAX = 800  # of a busy machine
 
 
 def test_each_kind_of_engine_hits_what_another_one_computed(tmp_path: Path, model_path: Path) -> None:
-    before = {path.name for path in SHARED_MEMORY.glob("kvservice-demo-*")}
-    with tempfile.TemporaryDirectory(prefix="kvd-") as runtime:
-        done = subprocess.run(
-            [sys.executable, "-m", "examples.demo", "two-engines", "--model", str(model_path), "--out", str(tmp_path)],
-            cwd=ROOT,
-            env={**os.environ, "KVSERVICE_RUNTIME_DIR": runtime, "COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS_MAX,
-        )
-        left = [str(path) for path in Path(runtime).rglob("*.sock")]
-    assert done.returncode == 0, done.stdout + done.stderr
-    left += [path.name for path in SHARED_MEMORY.glob("kvservice-demo-*") if path.name not in before]
-    assert not left
+    done = run_demo(
+        "two-engines", "--model", str(model_path), "--out", str(tmp_path), seconds=SECONDS_MAX, runtime_files="*.sock"
+    )
+    assert done.code == 0, done.said
+    assert not done.left
     found = {(one["writer"], one["engine"]): one for one in json.loads((tmp_path / "two_engines.json").read_text())}
     for writer, engine in product(ENGINES, ENGINES):
         one = found[writer, engine]

@@ -10,6 +10,7 @@ from tests.sim.mutation import Mutant
 FETCH = "kvservice.core.acquire.acquisitions"
 PULLS = "kvservice.core.acquire.pulls"
 SHARD = "kvservice.core.shard"
+ATTACHMENTS = "kvservice.core.attachments"
 WRITES = "kvservice.core.writes"
 BLOCKS = "kvservice.core.store.blocks"
 LEASES = "kvservice.core.store.leases"
@@ -22,6 +23,8 @@ ANNOUNCE = "kvservice.core.directory.announce"
 SCHEDULER = "kvservice.connector.scheduler.half"
 SESSION = "kvservice.session.session"
 RECONCILE = "kvservice.core.reconcile"
+MEETINGS = "kvservice.core.directory.meetings"
+MEETING = "kvservice.pool.meeting"
 HANDOFF = "kvservice.core.acquire.handoff"
 RUNTIME = "kvservice.pool.runtime"
 VANISHED = "kvservice.pool.vanished"
@@ -58,15 +61,15 @@ MUTANTS = (
     Mutant(
         "the fingerprint is in the key",
         KEYS,
-        "    base = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)\n    keys",
-        "    base = hashlib.blake2b(b'', key=tenant_key, digest_size=KEY_BYTES)\n    keys",
+        "    base = _hasher(fingerprint_digest, tenant_key)\n    keys",
+        "    base = _hasher(b'', tenant_key)\n    keys",
         seed=9,
     ),
     Mutant(
         "the tenant is in the key",
         KEYS,
-        "    base = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)\n    keys",
-        "    base = hashlib.blake2b(fingerprint_digest, digest_size=KEY_BYTES)\n    keys",
+        "    base = _hasher(fingerprint_digest, tenant_key)\n    keys",
+        "    base = _hasher(fingerprint_digest, DEFAULT_TENANT_KEY)\n    keys",
         seed=13,
     ),
     Mutant(
@@ -79,7 +82,7 @@ MUTANTS = (
     Mutant(
         "a tenant at its quota gives its own blocks",
         BLOCKS,
-        "            victim = self.policy.victim(None, lambda other: other == want.account)\n",
+        "            victim = self._victim(None, lambda other: other == want.account)\n",
         "            return True\n",
         seed=6,
     ),
@@ -107,25 +110,24 @@ MUTANTS = (
     Mutant(
         "a gap ends the prefix",
         FETCH,
-        "        while end < acquisition.break_at and end in acquisition.held:\n            end += 1\n"
-        "        promised = [acquisition.held.pop(index) for index in range(skip, end)]",
-        "        end = max(acquisition.held, default=skip - 1) + 1\n"
-        "        promised = [acquisition.held.pop(i) for i in sorted(acquisition.held)]",
-        seed=42,
+        "        acquisition.grow_run()\n        end = min(acquisition.run_end, acquisition.break_at)\n",
+        "        acquisition.run += [acquisition.held.pop(i) for i in sorted(acquisition.held)]\n"
+        "        end = acquisition.run_end\n",
+        seed=39,
     ),
     Mutant(
         "what an acquisition held beyond its promise is let go",
         FETCH,
-        "        for index in acquisition.held.values():\n            self._store.unpin(index)\n        fetched",
-        "        fetched",
-        seed=5,
+        "        self._store.unpin((*beyond, *acquisition.held.values()))\n",
+        "        self._store.unpin(beyond)\n",
+        seed=39,
     ),
     Mutant(
         "a cancelled call lets its blocks go",
         FETCH,
-        "        for slot in acquisition.held.values():\n            self._store.unpin(slot)\n        self._shard",
-        "        acquisition.held.clear()\n        self._shard",
-        seed=47,
+        "        self._store.unpin((*acquisition.run, *acquisition.held.values()))\n",
+        "",
+        seed=31,
     ),
     Mutant(
         "slots of an engine that vanished rest until its last process is gone",
@@ -136,10 +138,32 @@ MUTANTS = (
     ),
     Mutant(
         "slots of an engine that is gone come back",
-        SHARD,
+        ATTACHMENTS,
         "            self._writes.free(event.engine_id)",
         "            pass",
         seed=0,
+    ),
+    Mutant(
+        "a reserve ends with its attachment",
+        WRITES,
+        "            self.cancel(op)\n            self._emit(Refuse(",
+        "            (lambda *_: None)(Refuse(",
+        seed=143,
+    ),
+    Mutant(
+        "a seal is answered after its last slice",
+        WRITES,
+        "                yield\n            batch.statuses[position] =",
+        "                batch.open_count -= 1\n                self._answer_batch(batch)\n"
+        "                yield\n                batch.open_count += 1\n            batch.statuses[position] =",
+        seed=7,
+    ),
+    Mutant(
+        "a turn that comes too late does nothing",
+        FETCH,
+        "            del self._open[acquisition.op]\n            self._shard.slices.drop(acquisition.op)\n",
+        "            del self._open[acquisition.op]\n",
+        seed=47,
     ),
     Mutant(
         "a lease ends once",
@@ -158,14 +182,14 @@ MUTANTS = (
     Mutant(
         "an evicted block is taken out of the directory",
         BLOCKS,
-        "        self._emit(Retract(key, block.route))\n",
+        "        self._change(Retract(key, block.route))\n",
         "",
         seed=1,
     ),
     Mutant(
         "a sealed block is announced",
         BLOCKS,
-        '        self._emit(Announce(key, route))\n        self.counters["blocks_sealed"] += 1',
+        '        self._change(Announce(key, route))\n        self.counters["blocks_sealed"] += 1',
         '        self.counters["blocks_sealed"] += 1',
         seed=0,
     ),
@@ -202,10 +226,10 @@ MUTANTS = (
     Mutant(
         "what is stored is stored under its own key",
         STORE_PLAN,
-        "        ref, key = slots[group].pop(), chains[group][position]\n        planned.items"
-        ".append(_seal_item(ref, chains[group], group, position))",
-        "        ref, key = slots[group].pop(), chains[group][position - 1]\n        planned.items"
-        ".append(_seal_item(ref, chains[group], group, position - 1))",
+        "        planned.items.append(_seal_item(ref, keys, group, position, request.hints))\n"
+        "        planned.entries += entries_of(places, ref, keys[position])\n",
+        "        planned.items.append(_seal_item(ref, keys, group, position - 1, request.hints))\n"
+        "        planned.entries += entries_of(places, ref, keys[position - 1])\n",
         seed=0,
     ),
     Mutant(
@@ -249,7 +273,7 @@ MUTANTS = (
         SCHEDULER,
         "if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:",
         "if False:",
-        seed=747,
+        seed=1040,
     ),
     Mutant(
         "an answer that comes too late is given back",
@@ -275,8 +299,8 @@ MUTANTS = (
     Mutant(
         "a block that is leased is not evicted",
         BLOCKS,
-        "        if slot.pins == 1:\n            self.policy.pin(block.key)",
-        "        if slot.pins == 9:\n            self.policy.pin(block.key)",
+        " is not None and self._slots[key].pins:\n            self._hold_back([key])",
+        " is not None and self._slots[key].pins == 9:\n            self._hold_back([key])",
         seed=1,
     ),
     Mutant("a slot whose abort was lost comes back", RECONCILE, "                found.append(ref)\n", "", seed=24),
@@ -299,7 +323,7 @@ MUTANTS = (
         RECONCILE,
         "        self._open.discard(call)\n",
         "",
-        seed=300,
+        seed=119,
     ),
     Mutant(
         "a close that overtakes its open wins",
@@ -313,9 +337,8 @@ MUTANTS = (
     Mutant(
         "a slot that a worker writes is stated",
         SESSION,
-        "            taken = [stock.popleft() for _ in range(min(count, len(stock)))]\n",
-        "            taken = [stock.popleft() for _ in range(min(count, len(stock)))]\n"
-        "            self._ledger.give_back(taken)\n",
+        "            taken = self._stock.take(count, group)\n",
+        "            taken = self._stock.take(count, group)\n            self._ledger.give_back(taken)\n",
         seed=11,
     ),
     Mutant(
@@ -327,14 +350,14 @@ MUTANTS = (
     ),
     Mutant(
         "a detach says nothing about who still writes",
-        SHARD,
+        ATTACHMENTS,
         "            self._writes.quarantine(attached.spec.engine_id)\n\n    def _attachment_lost",
         "            self._writes.free(attached.spec.engine_id)\n\n    def _attachment_lost",
         seed=52,
     ),
     Mutant(
         "an attach that was overtaken is refused",
-        SHARD,
+        ATTACHMENTS,
         "        if 0 < spec.attempt <= (self._attempts.get(spec.engine_id) or 0):",
         "        if False:",
         seed=100,
@@ -351,22 +374,22 @@ MUTANTS = (
     Mutant(
         "tier: a block is pinned while it is written down",
         TIERS,
-        "        self._store.pin(block)\n        return written, block.slot",
-        "        return written, block.slot",
+        "        self._store.pin((block.slot,))\n        return written, block.slot.index",
+        "        return written, block.slot.index",
         seed=2,
     ),
     Mutant(
         "tier: the pins of a write end with its answer",
         TIERS,
-        "                self._store.unpin(slot)\n",
+        "                self._store.unpin((self._store.table[slot],))\n",
         "",
         seed=2,
     ),
     Mutant(
         "tier: what the disk has stays announced",
         TIERS,
-        "        return not (isinstance(action, Announce | Retract) and self._own and self.holds(action.key))",
-        "        return True",
+        "        return bool(self._own) and self.holds(key)",
+        "        return False",
         seed=8,
     ),
     Mutant(
@@ -432,14 +455,14 @@ MUTANTS = (
         CODER,
         "            if copy_and_digest(target, memoryview(data), header.block.key) != header.block.digest:\n",
         "            target[:] = data\n            if False:\n",
-        seed=671,
+        seed=3185,
     ),
     Mutant(
         "tier: a file of another block is no hit",
         BLOCKFILE,
         "    same = (block.key, block.payload_bytes) == (wanted.key, wanted.payload_bytes)\n",
         "    same = block.payload_bytes == wanted.payload_bytes\n",
-        seed=884,
+        seed=3806,
     ),
     Mutant(
         "tier: a file of another engine is no hit",
@@ -461,5 +484,19 @@ MUTANTS = (
         "                    tier.books.discard(key)\n",
         "                    pass\n",
         seed=62,
+    ),
+    Mutant(
+        "a peer that keeps its answer is given up",
+        MEETING,
+        "            return await within(READ_SECONDS, answer)\n",
+        "            return await answer\n",
+        seed=100,
+    ),
+    Mutant(
+        "a peer that did not answer is met later",
+        MEETINGS,
+        "        peer.not_before = now + min(",
+        "        peer.not_before = math.inf + min(",
+        seed=16,
     ),
 )

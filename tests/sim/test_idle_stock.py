@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.session import session
+from kvservice.session import session, stock
 from kvservice.testing.sim.run import run_schedule
 from kvservice.testing.sim.schedule import make_schedule
 
@@ -14,7 +14,7 @@ SCHEDULES = 25  # some seconds; every schedule of the other tests runs with the 
 
 
 def test_a_stock_that_comes_and_goes_breaks_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "STOCK_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(stock, "STOCK_IDLE_SECONDS", 0.05)
     monkeypatch.setattr(session, "TICK_SECONDS", 0.02)
     given_back = 0
     for seed in range(SCHEDULES):

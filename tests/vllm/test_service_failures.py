@@ -108,7 +108,7 @@ def test_a_trace_in_the_parameters_leads_from_engine_to_peer(
 
     def leads_to_peer() -> bool:
         engine = below(f"0x{theirs[36:52]}").get("kvservice.acquire", "-")
-        shard = below(below(engine).get("kvservice.EngineService/Acquire", "-"))
+        shard = below(below(engine).get("kvservice.Engine/Acquire", "-"))
         return "kvservice.fetch" in shard and "kvservice.PeerService/Locate" in below(shard["kvservice.locate"])
 
     eventually(leads_to_peer, "the spans, which each process exports every five seconds")

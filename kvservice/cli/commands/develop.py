@@ -23,7 +23,9 @@ def add(tree: typer.Typer) -> None:
         "kvservice replay trace.jsonl --nodes 1 --policy reuse --policy belady -o json",
         "kvservice replay trace.jsonl --nodes 1 --capacity 5000 --disk 20000 --disk 80000 --disk-write evicted",
     )(replay)
-    command(tree, GROUP, "kvservice sim --seed 7", "kvservice sim --count 1000 --processes 4")(sim)
+    command(
+        tree, GROUP, "kvservice sim --seed 7", "kvservice sim --count 1000 --processes 4", "kvservice sim --nodes 1000"
+    )(sim)
 
 
 def replay(
@@ -106,11 +108,23 @@ def sim(
     ] = 1,
     processes: Annotated[int, typer.Option(min=1, metavar="N", help="Worker processes when --count > 1.")] = 2,
     whole: Annotated[bool, typer.Option("--whole", help="Show a failing schedule whole, without reducing it.")] = False,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=4096,
+            metavar="N",
+            help="Play one schedule with so many nodes. 0: two or three, as the seed says.",
+        ),
+    ] = 0,
 ) -> None:
     """Play random faults against the real core.
 
     Time, network and memory are simulated."""
     from kvservice.cli import simulate as run
 
-    good = run.campaign(seed, count, processes) if count > 1 else run.tell(seed, whole=whole)
+    if nodes:
+        good = run.wide(seed, nodes, whole=whole)
+    else:
+        good = run.campaign(seed, count, processes) if count > 1 else run.tell(seed, whole=whole)
     raise typer.Exit(ExitCode.GOOD if good else ExitCode.PROBLEM)

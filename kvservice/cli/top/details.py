@@ -172,6 +172,7 @@ def _engine(seen: Overview, key: str) -> tuple[Text, RenderableType]:
         ("tenant", engine.tenant),
         ("fingerprint", engine.fingerprint),
         ("block", counted(engine.block_tokens, "token")),
+        ("process", str(engine.pid) if engine.pid else "in another pid namespace"),
         ("attached for", span(engine.attached_seconds)),
         ("prefill", "not measured yet" if speed is None else f"{speed:,.0f} tokens/s"),
     )

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from kvservice.connector.layerwise.copies import BlockRun, LayerCopy
+from kvservice.connector.worker.copier import NO_DIGESTS
 from kvservice.copying.message import Direction
 
 log = logging.getLogger("kvservice.connector")
@@ -26,6 +27,7 @@ class LayerJob:
     """Some blocks, layer by layer in one direction. A Ticket. Fields belong to the lane once it has the job."""
 
     borrowed = 0  # always from slots
+    digests = NO_DIGESTS  # a layer is a part of each slot
 
     def __init__(self, direction: Direction, runs: Sequence[BlockRun], via: LayerCopy, layer_count: int) -> None:
         self.direction = direction

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvservice.connector.cache_groups import Table
 from kvservice.connector.layerwise.loads import LayeredLoads, LayeredState
-from kvservice.connector.plan import StepPlan, StepReport
+from kvservice.connector.plan import StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request import EngineRequest
@@ -86,9 +86,10 @@ class LayerwiseScheduler(SchedulerHalf):
         if not self._loads.is_unconfirmed(request.request_id):
             super()._store_rest(request, hashes, computed_tokens, block_ids)
         elif (attachment := self._rest_goes_to()) is not None:
-            store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
+            request.hashes = hashes
+            store = self._store_of(attachment, request, computed_tokens, block_ids)
             if store is not None:
                 self._loads.keep(request.request_id, store)
 
-    def _store_preempted(self, plan: StepPlan, attachment: Attachment, request_id: str) -> None:
+    def _part_of_preempted(self, attachment: Attachment, request_id: str) -> None:
         """Nothing: what the engine holds under a hash may be a layered load that is not confirmed."""

@@ -17,7 +17,7 @@ from kvservice.connector.options import DeferStores, Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan, StorePlan
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import Copier
-from kvservice.connector.worker.half import Copying, WorkerHalf, WritingStore
+from kvservice.connector.worker.half import Copying, PromisedSlots, WorkerHalf, WritingStore
 from kvservice.copying.message import Direction
 from kvservice.core.segment.layout import HeadShare
 from kvservice.errors import UnsupportedLayout
@@ -26,7 +26,7 @@ from kvservice.errors import UnsupportedLayout
 @dataclass(slots=True)
 class _LoadByLayers:
     plan: LoadPlan
-    headers: list[bytes]
+    slots: PromisedSlots
     job: LayerJob
 
 
@@ -94,17 +94,17 @@ class LayerwiseWorker(WorkerHalf):
         for load in layered:
             if self._waited < load.job.layer_count:
                 self._count("load_layers_not_waited_for")  # the forward has read blocks that were not there yet
-            elif self._attempt(partial(self._is_sound, Copying(load.plan, load.headers, load.job))):
+            elif self._attempt(partial(self._is_sound, Copying(load.plan, load.slots, load.job))):
                 self._count("loaded_blocks", len(load.plan.entries))
                 self._count("loaded_blocks_layerwise", len(load.plan.entries))
                 sound.add(load.plan.request_id)
         return sound
 
     def _start_layered(self, load: LoadPlan) -> _LoadByLayers | None:
-        headers = self._promised_headers(load)
-        if headers is None:
+        slots = self._promised_slots(load)
+        if slots is None:
             return None
-        return _LoadByLayers(load, headers, self._job(Direction.LOAD, load.entries))
+        return _LoadByLayers(load, slots, self._job(Direction.LOAD, load.entries))
 
     # -- stores ----
 

@@ -20,6 +20,7 @@ from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
 from kvservice.api.program import BATCH_BYTES, AttachedProgram
+from kvservice.breaker import Breaker
 from kvservice.connector.lmcache.locks import ObjectLocks, PromisedObject, SharedLease
 from kvservice.connector.lmcache.names import ObjectKeyPort, ObjectLayout, identity_of, object_hash, rows_of
 from kvservice.connector.lmcache.options import AdapterOptions
@@ -29,6 +30,7 @@ from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import InvalidRequest, KVServiceError
+from kvservice.memory.runs import in_one_pass
 from kvservice.units import BlockKey, SpanRoute
 
 log = logging.getLogger("kvservice.lmcache")
@@ -42,6 +44,10 @@ PLACES_MAX = 1 << 15
 # Requests for a row. Every second one goes on behind an object that is found by itself only: sixteen such objects are
 # an answer of 4,096 tokens.
 ASKS_MAX = 33
+# A shard that hangs keeps a lookup for its whole time, until its heartbeat is missed. One lookup that took all of it,
+# and no less than this, makes the others go on without.
+SILENT_SECONDS = 0.4
+REST_SECONDS_MAX = 2.0  # between two lookups that try a silent shard again: one that comes back is used soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,7 @@ class PooledObjects:
         self._places: BoundedTable[BlockKey, _Place] = BoundedTable(PLACES_MAX)
         # By model and group, as stored last.
         self._last_layout: BoundedTable[tuple[str, int], ObjectLayout] = BoundedTable(LAYOUTS_MAX)
+        self._breaker = Breaker(open_seconds_max=REST_SECONDS_MAX, failures_to_open=1)
         self._looked_at = 0  # objects loaded, for the sample
         self.counters: Counter[str] = Counter()
 
@@ -227,7 +234,7 @@ class PooledObjects:
             # By itself the directory knows an object that was stored before its place was known, because it was
             # generated and not prompted. Behind it the prompt goes on.
             chain, skip = ([keys[hits]], 0) if alone else (keys, hits)
-            result = await pool.ask(chain, skip, deadline - clock())
+            result = await self._ask(pool, chain, skip, deadline - clock())
             if result is None:
                 break
             promised = pool.promised(result, keys[hits:])
@@ -240,6 +247,22 @@ class PooledObjects:
         self._count_misses(miss, len(row) - hits)
         return hits
 
+    async def _ask(
+        self, pool: _ObjectPool, chain: Sequence[BlockKey], skip: int, seconds: float
+    ) -> AcquireResult | None:
+        """As the pool's `ask`; None at once while the shard is silent, but for one that tries it."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        if not self._breaker.admits(began, self._options.fetch_timeout_seconds):
+            self.counters["lookups_spared"] += 1
+            return None
+        result = await pool.ask(chain, skip, seconds)
+        if result is not None:
+            self._breaker.succeeded()
+        elif clock() - began >= max(seconds, SILENT_SECONDS):
+            self._breaker.failed(clock())
+        return result
+
     def _learn_places(self, keys: Sequence[BlockKey]) -> None:
         for position, key in enumerate(keys):
             parent = keys[position - 1] if position else None
@@ -249,7 +272,7 @@ class PooledObjects:
         """The object by itself; the caller gives its lease back."""
         pool = await self._pool_of(name.model_name, layout)
         keys = [] if pool is None else pool.keys_of([name])
-        result = None if pool is None else await pool.ask(keys, 0, self._options.fetch_timeout_seconds)
+        result = None if pool is None else await self._ask(pool, keys, 0, self._options.fetch_timeout_seconds)
         found = [] if pool is None or result is None else pool.promised(result, keys)
         if not found:
             self._count_misses("unavailable" if result is None else result.miss.value, 1)
@@ -275,7 +298,8 @@ class PooledObjects:
 
     def _copy_one(self, one: PromisedObject, array: Array) -> bool:
         self._looked_at += 1
-        is_sampled = self._options.verify_load is Verify.SAMPLED and self._looked_at % SAMPLE_ONE_IN == 0
+        is_next = in_one_pass() or self._looked_at % SAMPLE_ONE_IN == 0
+        is_sampled = self._options.verify_load is Verify.SAMPLED and is_next
         is_checked = is_sampled or self._options.verify_load is Verify.FULL
         return one.mapped.read(one.ref, one.key, array, check_digest=is_checked)
 

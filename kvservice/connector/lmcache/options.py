@@ -41,8 +41,9 @@ class AdapterOptions(PoolOptions):
     """Servers in different namespaces never share objects, and never refuse each other."""
 
     verify_load: Verify = Verify.SAMPLED
-    """Which loaded objects are checked against their digest: one in sixteen, all, or none. Objects that came from
-    another node are always checked."""
+    """Which loaded objects are checked against their digest. sampled: all where the copy itself makes the digest, as a
+    compiled installation does at no cost, else one in sixteen; full: all; off: none. Objects that came from another
+    node are always checked."""
 
     fetch_timeout_seconds: Timeout = 5.0
     """Longest that a lookup waits for objects of another node. What has not come by then is a miss."""

@@ -29,6 +29,7 @@ from kvservice.connector.scheduler.ports import Promise, SessionPort, StoredBloc
 from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
 from kvservice.connector.scheduler.request import WAITING, EngineRequest, RequestEvent, RequestState
 from kvservice.connector.scheduler.request_keys import Keyring, MakeKeys
+from kvservice.connector.scheduler.store_plan import StorePart
 from kvservice.connector.scheduler.stores import Stores
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Attachment, Handoff, Hints, MissReason
@@ -41,7 +42,8 @@ log = logging.getLogger("kvservice.connector")
 # Slots. Beyond it only those of the newest report are kept, and a load from an older one fails once more.
 SUSPECTS_MAX = 4096
 IDLE_SECONDS = 0.002  # a step with nothing to compute waits this long for the pool instead of busy-polling
-IDLE_SECONDS_HANDOFF = 0.01  # the same for a hand-off: a prompt that is computed elsewhere takes longer than a lookup
+# The most: an answer that does not come at once is fetched or computed elsewhere, which needs the cores of empty steps.
+IDLE_SECONDS_MAX = 0.01
 
 BlockIds = Callable[[], Table]
 
@@ -86,6 +88,7 @@ class SchedulerHalf:
         self._known = KnownKeys()
         self._suspects: set[BlockRef] = set()  # slots of this attachment that did not hold what was promised
         self._speed = PrefillSpeed()
+        self._idle_wait = IDLE_SECONDS  # the next one
         self._handoffs = WriterHandoffs(session)
         self._worker_count = worker_count
         self._loads = self.loads_type(session, self._grouping, self.counters, borrows=loan_seconds > 0)
@@ -102,8 +105,7 @@ class SchedulerHalf:
         self._loans = LoanBook(loan_seconds, worker_count, self.counters)
 
     def pin_with(self, pins: BlockPins) -> None:
-        """Give it the engine's pins. Call it before the first request. Without pins, blocks must not change until they
-        are reported."""
+        """Give it the engine's pins, before the first request. Without, blocks may change only once reported."""
         self._pins = pins
         self._stores.pin_with(pins)
         self._loans.pin_with(pins)
@@ -157,18 +159,20 @@ class SchedulerHalf:
             request.reads = wants
         elif wants is not None and wants.handoff_id is not None and self._may_write:
             request.writes = self._handoffs.open(wants.handoff_id, self.counters)
+        self._begin(request, now)
+
+    def _begin(self, request: EngineRequest, now: float) -> None:
+        """The first thing that is done for a new request."""
         if not self._ask(request, now):
             request.move(RequestEvent.SKIP)
 
     def _ask(self, request: EngineRequest, now: float) -> bool:
-        """Post an acquire for the whole chain. False if there is nothing to ask, no pool, or the request may not
-        read."""
+        """Post an acquire for the whole chain. False if there is nothing to ask, no pool, or it may not read."""
         if not request.may_read:
             return False
         keys = request.keys[:KEYS_PER_REQUEST_MAX]
         if self._grouping.window_groups:
-            # The engine computes at least the last token itself, so a window that ends behind it may lack its first
-            # block.
+            # The engine computes the last token itself, so a window that ends behind it may lack its first block.
             keys = keys[: max(request.tokens - 1, 0) // self._block_tokens]
         skip = held_by_engine(self._cache, request.hashes, len(keys), self._grouping.stride)
         if not keys or self._paused or not self._keyring.is_current(request, self._session.attachment):
@@ -191,6 +195,7 @@ class SchedulerHalf:
         request.attachment, request.result, request.asked, request.skip = asked, None, wanted, skip
         request.deadline = now + timeout
         request.ask_number = self._known.next_ask()
+        self._idle_wait = IDLE_SECONDS
         request.move(RequestEvent.ASK)
         return True
 
@@ -247,8 +252,7 @@ class SchedulerHalf:
         self.counters["asked_again"] += self._ask(request, now)
 
     def allocated(self, request_id: str, block_ids: Table, external_tokens: int) -> None:
-        """Note that the engine gave the request blocks. With external_tokens > 0 it takes the promise, otherwise it
-        does not need it."""
+        """Note that the engine gave the request blocks. It takes the promise if external_tokens > 0."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -295,7 +299,7 @@ class SchedulerHalf:
         if request is None or request.state is not RequestState.ASKED or request.asked is not answer.asked:
             self._end_lease(answer.attachment, result.lease_id)  # too late: nobody waits for it any more
             if request is not None and request.asked is answer.asked and self._is_current(answer.attachment):
-                self._learn(request, result)
+                self._known.take_answer(request, result, self._grouping)
             return
         self._follow(answer.attachment)
         request.trace = answer.trace or request.trace
@@ -304,19 +308,9 @@ class SchedulerHalf:
         if not result.admitted and request.writes is None:
             request.admitted = False
             self._stores.expect(request, -request.expected)
-        self._learn(request, result)
+        self._known.take_answer(request, result, self._grouping)
         if result.miss is not MissReason.NONE:
             self.counters[f"acquires_cut_{result.miss.value}"] += 1
-
-    def _learn(self, request: EngineRequest, result: AcquireResult) -> None:
-        """Note which of the request's blocks the pool has, and which not."""
-        skip, end = request.skip, request.skip + len(result.blocks)
-        held = min(result.skipped_held, skip)
-        self._known.learn(request.keys[:held])
-        self._known.not_found(request.keys[held:skip], request.ask_number)
-        for group, keys in enumerate(request.chains):
-            self._known.learn(keys[max(self._grouping.needed_from(group, end), skip) : end])
-            self._known.not_found(keys[end:], request.ask_number)
 
     # -- each step ----
 
@@ -338,84 +332,86 @@ class SchedulerHalf:
         plan: StepPlan,
         scheduled: Iterable[tuple[str, Sequence[BlockHash], int, BlockIds]],
         preempted: Iterable[str] = (),
-    ) -> None:
-        """Add the stores of this step. Steps that fill no block cost next to nothing.
+    ) -> list[str]:
+        """Add the stores of this step: what they cost depends on the blocks that it fills. Returns the requests that
+        have full blocks which are not stored yet: name them again in the next step.
 
         Args:
             scheduled: per request its id, its block hashes so far, its computed tokens at the end of the step, and how
-            to get the ids of its blocks.
+            to get the ids of its blocks. Requests that fill no block may be left out.
             preempted: requests that lost their blocks since the last step.
         """
         attachment = self._session.attachment
         if attachment is None or plan.pool is None or not self._may_write or self._paused:
-            return
-        for request_id in preempted:
-            self._store_preempted(plan, attachment, request_id)
+            return []
+        self._follow(attachment.attachment_id)
+        self._stores.gather()
+        lost = [part for part in (self._part_of_preempted(attachment, it) for it in preempted) if part is not None]
+        parts, looked_at = list(lost), []
         for request_id, hashes, computed_tokens, block_ids in scheduled:
-            self._plan_store(plan, attachment, request_id, hashes, computed_tokens, block_ids)
+            request = self._requests.get(request_id)
+            if request is not None and request.state is not RequestState.ENDED:
+                looked_at.append(request)
+                if request.state is not RequestState.LOADING:
+                    request.computed_blocks, request.hashes = computed_tokens // self._block_tokens, hashes
+                    parts += self._parts_of(attachment, request, computed_tokens, block_ids)
+        admitted = [part for part in parts if part.request.admitted]
+        plan.stores += self._stores.plan(attachment.attachment_id, admitted)
+        if lost:
+            self.counters["store_blocks_preempted"] += self._grouping.stride * sum(part.found for part in lost)
         if self._offload is Offload.EVICTING and self._cache is not None:
-            self._follow(attachment.attachment_id)
             self._near.plan(plan, attachment, self._keyring.naming_of(attachment), self._cache)
+        return [it.request_id for it in looked_at if it.state is RequestState.LOADING or self._is_behind(it)]
 
-    def _plan_store(
-        self,
-        plan: StepPlan,
-        attachment: Attachment,
-        request_id: str,
-        hashes: Sequence[BlockHash],
-        computed_tokens: int,
-        block_ids: BlockIds,
-    ) -> None:
-        request = self._requests.get(request_id)
-        if request is None or request.state in (RequestState.ENDED, RequestState.LOADING):
-            return
-        full = computed_tokens // self._block_tokens
-        request.computed_blocks, request.hashes = full, hashes
-        if not request.admitted or request.storable(full) <= request.stored:
-            return
-        if self._offload is not Offload.EAGER:
-            if self._offload is Offload.EVICTING and full > request.named:
-                self._extend_keys(request, hashes, attachment)
-                self._near.note(request, hashes, full)
-            return
-        store = self._store_of(attachment, request, hashes, computed_tokens, block_ids())
-        if store is not None:
-            plan.stores.append(store)
+    def _parts_of(
+        self, attachment: Attachment, request: EngineRequest, computed_tokens: int, block_ids: BlockIds
+    ) -> list[StorePart]:
+        """What the request stores in this step. Without Offload.EAGER its blocks are named only."""
+        if not self._is_behind(request):
+            return []
+        if self._offload is Offload.EAGER:
+            return [self._part_of(attachment, request, computed_tokens, block_ids())]
+        self._extend_keys(request, request.hashes, attachment)
+        self._near.note(request, request.hashes, request.computed_blocks)
+        return []
+
+    def _is_behind(self, request: EngineRequest) -> bool:
+        """Whether it has full blocks that are stored as they are filled, or named for when the engine evicts them."""
+        if not request.admitted or self._offload is Offload.LAZY:
+            return False
+        done = request.stored if self._offload is Offload.EAGER else max(request.stored, request.named)
+        return request.storable(request.computed_blocks) > done
+
+    def _part_of(
+        self, attachment: Attachment, request: EngineRequest, computed_tokens: int, block_ids: Table
+    ) -> StorePart:
+        """The full blocks of a request, as far as they have names."""
+        self._extend_keys(request, request.hashes, attachment)
+        full = min(computed_tokens // self._block_tokens, len(request.keys), self._grouping.length(block_ids))
+        return StorePart(request, request.hashes, request.storable(full), block_ids)
 
     def _store_of(
-        self,
-        attachment: Attachment,
-        request: EngineRequest,
-        hashes: Sequence[BlockHash],
-        computed_tokens: int,
-        block_ids: Table,
+        self, attachment: Attachment, request: EngineRequest, computed_tokens: int, block_ids: Table
     ) -> StorePlan | None:
-        """Plan the copies of full blocks that are not in the pool. Those without a slot are tried in the next step."""
-        self._extend_keys(request, hashes, attachment)
-        full = min(computed_tokens // self._block_tokens, len(request.keys), self._grouping.length(block_ids))
-        full = request.storable(full)
+        """Plan the copies of full blocks of one request that are not in the pool."""
+        part = self._part_of(attachment, request, computed_tokens, block_ids)
         self._follow(attachment.attachment_id)
-        if not request.admitted:
-            return None
-        return self._stores.plan(attachment.attachment_id, request, hashes, full, block_ids)
+        stores = self._stores.plan(attachment.attachment_id, [part]) if request.admitted else []
+        return stores[0] if stores else None
 
-    def _store_preempted(self, plan: StepPlan, attachment: Attachment, request_id: str) -> None:
-        """Store what the request has full and not stored, as far as the engine still has it. It asks the pool for its
-        blocks when it is scheduled again."""
+    def _part_of_preempted(self, attachment: Attachment, request_id: str) -> StorePart | None:
+        """What the request has full and not stored, as far as the engine still has it. It asks the pool for its blocks
+        when it is scheduled again."""
         request = self._requests.get(request_id)
         if request is None or self._cache is None or self._pins is None or request.state is not RequestState.RUNNING:
-            return
+            return None
         full = request.storable(min(request.computed_blocks, len(request.hashes) // self._grouping.stride))
         if self._offload is Offload.EVICTING or full <= request.stored:
-            return
+            return None
         self._extend_keys(request, request.hashes, attachment)
         stride = self._grouping.stride
         table = table_from_cache(self._cache, request.hashes, request.keys, self._known, full, stride)
-        tokens = self._grouping.length(table) * self._block_tokens
-        store = self._store_of(attachment, request, request.hashes, tokens, table)
-        if store is not None:
-            self.counters["store_blocks_preempted"] += len(store.entries)
-            plan.stores.append(store)
+        return self._part_of(attachment, request, self._grouping.length(table) * self._block_tokens, table)
 
     def _extend_keys(self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None) -> None:
         """Add keys for the blocks that have got a hash since the last call."""
@@ -495,7 +491,8 @@ class SchedulerHalf:
         attachment = self._rest_goes_to()
         if request.state is not RequestState.RUNNING or attachment is None or self._rest_can_wait(request):
             return
-        store = self._store_of(attachment, request, hashes, computed_tokens, block_ids)
+        request.hashes = hashes
+        store = self._store_of(attachment, request, computed_tokens, block_ids)
         if store is not None:
             self._stores.queue(store)
         if request.writes is not None:
@@ -518,11 +515,14 @@ class SchedulerHalf:
 
     def idle_seconds(self) -> float:
         """How many seconds an engine with nothing to compute may wait for an answer of the pool, or for the end of a
-        loan. 0 if none is due."""
+        loan. 0 if none is due. Longer each time, until something is asked again."""
         waiting = [request for request in self._requests.values() if request.state in WAITING]
         if not waiting:
             return 0.0 if self._loans.is_empty or not self._stores.is_empty else IDLE_SECONDS
-        return IDLE_SECONDS_HANDOFF if all(request.waits_for_writer for request in waiting) else IDLE_SECONDS
+        if all(request.waits_for_writer for request in waiting):
+            return IDLE_SECONDS_MAX
+        wait, self._idle_wait = self._idle_wait, min(2 * self._idle_wait, IDLE_SECONDS_MAX)
+        return wait
 
     def take_stored(self) -> list[StoredBlock]:
         """The blocks sent to be sealed since the last call. Empty unless `remember_stored`."""

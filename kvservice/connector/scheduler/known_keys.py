@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from kvservice.connector.cache_groups import Grouping
+from kvservice.connector.scheduler.request import EngineRequest
+from kvservice.core.messages import AcquireResult
 from kvservice.units import AttachmentId, BlockKey
 
 # It takes some 16 MiB. Beyond it the keys that were learnt first are forgotten; their blocks are then copied again.
@@ -54,6 +57,16 @@ class KnownKeys:
         for key in keys:
             if self._learnt.get(key, ask_number) < ask_number:
                 del self._learnt[key]
+
+    def take_answer(self, request: EngineRequest, result: AcquireResult, grouping: Grouping) -> None:
+        """Note which of the request's blocks the pool has, and which not."""
+        skip, end = request.skip, request.skip + len(result.blocks)
+        held = min(result.skipped_held, skip)
+        self.learn(request.keys[:held])
+        self.not_found(request.keys[held:skip], request.ask_number)
+        for group, keys in enumerate(request.chains):
+            self.learn(keys[max(grouping.needed_from(group, end), skip) : end])
+            self.not_found(keys[end:], request.ask_number)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
         for key in keys:

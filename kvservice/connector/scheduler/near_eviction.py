@@ -49,8 +49,8 @@ class NearEviction:
         self._names: dict[BlockHash, _Name] = {}  # the one noted last is at the end
 
     def note(self, request: EngineRequest, hashes: Sequence[BlockHash], full: int) -> None:
-        """Keep the names of the request's first `full` blocks, as far as they may be stored."""
-        begin, request.named = max(request.named, request.kept_out), full
+        """Keep the names of the request's first `full` blocks, as far as they have one and may be stored."""
+        begin, request.named = max(request.named, request.kept_out), min(full, len(request.keys))
         for position in range(begin, min(request.storable(full), len(request.keys))):
             key, parent, parent_hash = request.keys[position], None, None
             if position:

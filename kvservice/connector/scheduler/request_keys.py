@@ -51,11 +51,12 @@ class Keyring:
         names. Returns how many of the new keys may be stored."""
         if attachment is not None:
             self._naming = self.naming_of(attachment)
-        if request.naming is not self._naming and request.naming != self._naming:
+        if request.naming is not self._naming:
+            if request.naming != self._naming:
+                for keys in request.chains:
+                    keys.clear()
+                request.stored = 0
             request.naming = self._naming
-            for keys in request.chains:
-                keys.clear()
-            request.stored = 0
         naming, begin, end = self._naming, len(request.keys), len(hashes) // self._stride
         if end <= begin:
             return 0

@@ -1,4 +1,4 @@
-"""Chooses the blocks of a request that are stored next, and their slots. Engine-neutral; no I/O except taking slots."""
+"""Chooses the blocks that a step stores, and their slots. Engine-neutral; no I/O except taking slots."""
 
 from __future__ import annotations
 
@@ -9,23 +9,37 @@ from dataclasses import dataclass, field
 from kvservice.connector.cache_groups import Grouping, Table, entries_of
 from kvservice.connector.plan import CopyEntry
 from kvservice.connector.scheduler.ports import StoredBlock
+from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.core.block.keys import span_route
 from kvservice.core.block.window_groups import WINDOW_BIT
-from kvservice.core.messages import SealItem
+from kvservice.core.messages import Hints, SealItem
 from kvservice.core.segment.refs import BlockRef
 from kvservice.observe import tracing
-from kvservice.units import AttachmentId, BlockKey, HandoffId
+from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
 
+Places = Sequence[tuple[int, int, int]]  # (engine group, part, block id) of everything that goes into one slot
 GiveBack = Callable[[Sequence[int]], None]  # unpins blocks of the engine
 TakeSlots = Callable[[int, int], Sequence[BlockRef]]  # (count, group) -> at most `count` slots
+
+
+@dataclass(slots=True)
+class StorePart:
+    """What one request has to store in a step. The parts of a step are stored together."""
+
+    request: EngineRequest
+    hashes: Sequence[BlockHash]  # the engine's
+    end: int  # its positions before it are full
+    table: Table
+    wanted: list[tuple[int, int, Places]] = field(default_factory=list)  # (position, group, places) not in the pool
+    positions: list[int] = field(default_factory=list)  # of group 0's blocks that found a slot
+    done: int = 0  # everything before this position is stored, known or gone
+    found: int = 0  # its blocks that found a slot
 
 
 @dataclass(slots=True)
 class PlannedStore:
     items: list[SealItem] = field(default_factory=list)
     entries: list[CopyEntry] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)  # of group 0's blocks among them
-    done: int = 0  # everything before this position is stored, known or gone
     put_off: int = 0  # blocks that found no slot
     unused: list[BlockRef] = field(default_factory=list)  # slots to give back
 
@@ -42,67 +56,86 @@ class OpenStore:
     handoff: HandoffId | None
     reports: Counter[str] = field(default_factory=Counter)
     give_back: GiveBack | None = None  # unpins the blocks in the engine's pins' place
-    span: tracing.Span = field(default_factory=tracing.Span)  # from the plan until it is sent to be sealed
+    spans: Sequence[tracing.Span] = ()  # of its requests, from the plan until it is sent to be sealed
     is_void: bool = False  # the weights changed meanwhile, so its slots are given back instead of sealed
 
 
 def plan_store(
-    grouping: Grouping,
-    chains: Sequence[Sequence[BlockKey]],
-    table: Table,
-    begin: int,
-    end: int,
-    known: Container[BlockKey],
-    take_slots: TakeSlots,
+    grouping: Grouping, parts: Sequence[StorePart], known: Container[BlockKey], room: int, take_slots: TakeSlots
 ) -> PlannedStore:
-    """Plan the blocks of positions [begin, end) whose keys are not `known`, position by position, up to the first that
-    does not find all its slots. A block that a window has left is skipped. `chains` has the keys of each group, group 0
-    first."""
-    planned = PlannedStore(done=begin)
-    wanted: list[tuple[int, int, list[tuple[int, int, int]]]] = []  # (position, group, places)
-    for position in range(begin, end):
-        for group, keys in enumerate(chains):
-            if keys[position] not in known:
-                places = grouping.stored(table, group, position)
-                if places is not None:
-                    wanted.append((position, group, places))
-        if not wanted:
-            planned.done = position + 1
-    if not wanted:
-        return planned
-    slots: list[list[BlockRef]] = []
-    for group in range(len(chains)):
-        count = sum(1 for _, of, _ in wanted if of == group)
-        taken = list(take_slots(count, group)) if count else []
-        planned.put_off += count - len(taken)
-        slots.append(taken[::-1])
-    stop = _first_without(wanted, slots)
-    for position, group, places in wanted:
-        if position >= stop:
+    """Plan the blocks of all parts whose keys are not `known`, part by part and position by position, up to the first
+    position that does not find all its slots. A block that a window has left is skipped. At least `room` blocks are
+    looked for before the remaining parts are left for the next step. Fills in what the parts say of themselves."""
+    planned, group_count = PlannedStore(), 1 + len(grouping.window_groups)
+    counts = [0] * group_count
+    coming: set[BlockKey] = set()  # in the parts so far
+    looked_at = 0
+    for part in parts:
+        part.done = part.request.stored
+        if sum(counts) < room:
+            _want(grouping, part, known, coming)
+            looked_at += 1
+            for _, group, _ in part.wanted:
+                counts[group] += 1
+    slots = [list(take_slots(count, group))[::-1] if count else [] for group, count in enumerate(counts)]
+    planned.put_off = sum(counts) - sum(map(len, slots))
+    for part in parts[:looked_at]:
+        if not _give(part, slots, planned):
             break
-        ref, key = slots[group].pop(), chains[group][position]
-        planned.items.append(_seal_item(ref, chains[group], group, position))
-        planned.entries += entries_of(places, ref, key)
-        if not group:
-            planned.positions.append(position)
-        planned.done = position + 1
     planned.unused = [ref for left in slots for ref in left]
     return planned
 
 
-def _first_without(wanted: Sequence[tuple[int, int, object]], slots: Sequence[Sequence[BlockRef]]) -> int:
-    """The first position that does not get a slot for each of its blocks; the position behind all of them if there is
-    none."""
+def _want(grouping: Grouping, part: StorePart, known: Container[BlockKey], coming: set[BlockKey]) -> None:
+    """Find what the part has to store. Blocks before the first of them are done, if no part before it brings them."""
+    chains, is_done = part.request.chains, True
+    for position in range(part.request.stored, part.end):
+        for group, keys in enumerate(chains):
+            key = keys[position]
+            if key in known:
+                continue
+            if key in coming:
+                is_done = False
+                continue
+            places = grouping.stored(part.table, group, position)
+            if places is not None:
+                part.wanted.append((position, group, places))
+                coming.add(key)
+                is_done = False
+        if is_done:
+            part.done = position + 1
+
+
+def _give(part: StorePart, slots: Sequence[list[BlockRef]], planned: PlannedStore) -> bool:
+    """Give the part its slots. Returns whether each of its blocks found one."""
+    request = part.request
+    stop = _first_without(part.wanted, slots) if planned.put_off else None
+    for position, group, places in part.wanted:
+        if stop is not None and position >= stop:
+            break
+        keys = request.window_keys[group - 1] if group else request.keys
+        ref = slots[group].pop()
+        planned.items.append(_seal_item(ref, keys, group, position, request.hints))
+        planned.entries += entries_of(places, ref, keys[position])
+        part.found += 1
+        if not group:
+            part.positions.append(position)
+    part.done = part.end if stop is None else stop
+    return stop is None
+
+
+def _first_without(wanted: Sequence[tuple[int, int, object]], slots: Sequence[Sequence[BlockRef]]) -> int | None:
+    """The first position that does not get a slot for each of its blocks."""
     left = [len(one) for one in slots]
     for position, group, _ in wanted:
         if not left[group]:
             return position
         left[group] -= 1
-    return wanted[-1][0] + 1
+    return None
 
 
-def _seal_item(ref: BlockRef, keys: Sequence[BlockKey], group: int, position: int) -> SealItem:
+def _seal_item(ref: BlockRef, keys: Sequence[BlockKey], group: int, position: int, hints: Hints) -> SealItem:
     route = span_route(keys, position)
     if group:
-        return SealItem(ref, keys[position], None, WINDOW_BIT | position, route)
-    return SealItem(ref, keys[position], keys[position - 1] if position else None, position, route)
+        return SealItem(ref, keys[position], None, WINDOW_BIT | position, route, hints)
+    return SealItem(ref, keys[position], keys[position - 1] if position else None, position, route, hints)

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from kvservice.connector.cache_groups import Grouping, Table
+from kvservice.connector.cache_groups import Grouping
 from kvservice.connector.plan import StepPlan, StepReport, StorePlan
 from kvservice.connector.scheduler.handoff import WriterHandoffs
 from kvservice.connector.scheduler.known_keys import KNOWN_KEYS_MAX, KnownKeys
 from kvservice.connector.scheduler.loan_book import BlockPins
 from kvservice.connector.scheduler.ports import SessionPort, StoredBlock
 from kvservice.connector.scheduler.request import EngineRequest
-from kvservice.connector.scheduler.store_plan import GiveBack, OpenStore, PlannedStore, plan_store
+from kvservice.connector.scheduler.store_plan import GiveBack, OpenStore, PlannedStore, StorePart, plan_store
 from kvservice.core.block.window_groups import WINDOW_BIT
-from kvservice.core.messages import NO_HINTS
 from kvservice.core.segment.refs import BlockRef
 from kvservice.observe import tracing
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
@@ -54,6 +52,8 @@ class Stores:
         self._pins: BlockPins | None = None
         self._queued: list[StorePlan] = []  # of requests that ended; for the next step
         self._open: dict[int, OpenStore] = {}
+        self._in_flight = 0  # blocks of all of them
+        self._is_gathering, self._change = False, 0  # of what is expected
         self._last_id = 0
         self._step_began = 0.0
         self._stored: list[StoredBlock] = []
@@ -70,7 +70,20 @@ class Stores:
         """The request will want `count` more slots soon (negative: fewer), but never fewer than none."""
         change = max(count, -request.expected)
         request.expected += change
-        self._session.expect(change)
+        if self._is_gathering:
+            self._change += change
+        else:
+            self._session.expect(change)
+
+    def gather(self) -> None:
+        """Tell the session of what is expected until the end of the next `plan` as one change: most of it is taken at
+        once."""
+        self._is_gathering = True
+
+    def _settle(self) -> None:
+        self._is_gathering, change, self._change = False, self._change, 0
+        if change:
+            self._session.expect(change)
 
     # -- plans ----
 
@@ -79,38 +92,44 @@ class Stores:
         plan.stores, self._queued = self._queued, []
         self._step_began = now
 
-    def plan(
-        self,
-        attachment: AttachmentId,
-        request: EngineRequest,
-        hashes: Sequence[BlockHash],
-        full: int,
-        table: Table,
-    ) -> StorePlan | None:
-        """Take slots for the blocks before position `full` that are not in the pool, and plan their copies. Blocks that
-        find no slot are tried again in the next step. Returns None if there is nothing to copy."""
-        if request.stored >= full or self._blocks_in_flight() >= IN_FLIGHT_MAX:
+    def plan(self, attachment: AttachmentId, parts: Sequence[StorePart]) -> list[StorePlan]:
+        """Take slots for the full blocks of these requests that are not in the pool, and plan their copies: in one
+        store, but for hand-offs, whose readers wait. Blocks that find no slot are tried again in the next step."""
+        groups = [[part] for part in parts if part.request.writes is not None]
+        groups.append([part for part in parts if part.request.writes is None])
+        try:
+            plans = [self._plan(attachment, group) for group in groups]
+        finally:
+            self._settle()
+        return [plan for plan in plans if plan is not None]
+
+    def _plan(self, attachment: AttachmentId, parts: Sequence[StorePart]) -> StorePlan | None:
+        if not parts:
             return None
+        first = parts[0].request
         # Whether a known block was evicted since is noticed only by asking. A hand-off from an engine that never asks
         # therefore stores everything: a duplicate costs a copy, but a gap costs the reader the whole rest.
-        known = self._known if request.writes is None or request.ask_number else ()
+        known = self._known if first.writes is None or first.ask_number else ()
         take_slots = partial(self._session.take_slots, attachment)
-        planned = plan_store(self._grouping, request.chains, table, request.stored, full, known, take_slots)
+        planned = plan_store(self._grouping, parts, known, IN_FLIGHT_MAX - self._in_flight, take_slots)
         if planned.unused:
             self._session.abort(attachment, planned.unused)
-        if request.hints is not NO_HINTS:
-            planned.items = [replace(item, hints=request.hints) for item in planned.items]
-        if planned.items:
-            self.expect(request, -(planned.done - request.stored))
-        request.stored = max(request.stored, planned.done)
-        named = chain.from_iterable(self._grouping.named(hashes, position) for position in planned.positions)
-        blocks = [StoredBlock(block_hash, parent) for block_hash, parent in named]
-        return self.open(attachment, planned, blocks, request.writes, trace=request.trace)
+        blocks: list[StoredBlock] = []
+        for part in parts:
+            request = part.request
+            if part.done > request.stored:
+                self.expect(request, request.stored - part.done)
+                request.stored = part.done
+            for position in part.positions if self._remember else ():
+                blocks += [StoredBlock(*named) for named in self._grouping.named(part.hashes, position)]
+        traced = (it for it in parts if it.found and it.request.trace)
+        spans = [tracing.begin("store", it.request.trace, blocks=it.found) for it in traced]
+        return self.open(attachment, planned, blocks, first.writes, spans=spans)
 
     def take_slots(self, attachment: AttachmentId, count: int) -> list[BlockRef]:
         """At most `count` slots for blocks of group 0, and none while too many copies are under way. `open` takes
         them."""
-        room = IN_FLIGHT_MAX - self._blocks_in_flight()
+        room = IN_FLIGHT_MAX - self._in_flight
         return self._session.take_slots(attachment, min(count, room)) if room > 0 else []
 
     def open(
@@ -120,7 +139,7 @@ class Stores:
         blocks: Sequence[StoredBlock],
         handoff: HandoffId | None = None,
         give_back: GiveBack | None = None,
-        trace: str = "",
+        spans: Sequence[tracing.Span] = (),
     ) -> StorePlan | None:
         """Pin the blocks of a planned store and wait for its reports. `give_back` unpins them instead of the engine's
         pins. Returns None if there is nothing to copy."""
@@ -133,11 +152,11 @@ class Stores:
         read = list(dict.fromkeys(entry.block_id for entry in planned.entries))  # a block may fill several slots
         if self._pins is not None:
             self._pins.pin(read)
-        span = tracing.begin("store", trace, blocks=len(planned.items))
         store = OpenStore(
-            attachment, planned.items, list(blocks), read, self._step_began, handoff, Counter(), give_back, span
+            attachment, planned.items, list(blocks), read, self._step_began, handoff, Counter(), give_back, spans
         )
         self._open[self._last_id] = store
+        self._in_flight += len(store.items)
         self._handoffs.store_begun(handoff)
         self._counters["store_blocks_planned"] += len(planned.items)
         return StorePlan(self._last_id, tuple(planned.entries))
@@ -165,11 +184,13 @@ class Stores:
         if store.reports.total() < self._worker_count:
             return
         del self._open[store_id]
+        self._in_flight -= len(store.items)
         if store.give_back is not None:
             store.give_back(store.block_ids)
         elif self._pins is not None:
             self._pins.unpin(store.block_ids)
-        store.span.end(failed=bool(store.reports["failed"]) or store.is_void)
+        for span in store.spans:
+            span.end(failed=bool(store.reports["failed"]) or store.is_void)
         if store.reports["failed"] or store.is_void:
             self._counters["store_blocks_void" if store.is_void else "store_blocks_failed"] += len(store.items)
             self._known.forget(item.key for item in store.items)
@@ -230,9 +251,7 @@ class Stores:
         """Whether steps are needed, to start copies or to learn how they ended."""
         return bool(self._queued) or any(now - it.planned_at < REPORT_SECONDS_MAX for it in self._open.values())
 
-    def _blocks_in_flight(self) -> int:
-        return sum(len(store.items) for store in self._open.values())
-
     def check_invariants(self) -> None:
+        assert self._in_flight == sum(len(store.items) for store in self._open.values())
         for store in self._open.values():
             assert store.reports.total() < self._worker_count, "a store every worker reported is still open"

@@ -2,9 +2,9 @@
 tokens are computed. For engines with one KV cache group that want it; others use SchedulerHalf and pay nothing.
 
 When the prefix is promised, one more question asks for a tail behind it, of every length that the request could use.
-The engine loads the tail's whole block and computes on behind the tail; what lies there is of nobody and is
-overwritten. When a request ends, its last block is stored under the name of its tail, and so is the block in which its
-prompt ends. `core.block.tails` says what a tail is named by.
+The engine loads the tail's whole block and computes on behind the tail. What lies there in the engine may be of
+other requests: a slot has zeros there. When a request ends, its last block is stored under the name of its tail, and so
+is the block in which its prompt ends. `core.block.tails` says what a tail is named by.
 """
 
 from __future__ import annotations
@@ -15,22 +15,19 @@ from dataclasses import dataclass
 from kvservice.connector.cache_groups import Table, entries_of
 from kvservice.connector.plan import CopyEntry
 from kvservice.connector.scheduler.half import SchedulerHalf
-from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request import EngineRequest, RequestEvent, RequestState
 from kvservice.connector.scheduler.store_plan import PlannedStore
 from kvservice.core.block.keys import route_of_head
 from kvservice.core.block.tails import NO_BLOCK, tail_hash, tail_lengths
 from kvservice.core.messages import (
-    NO_HINTS,
     AcquireRequest,
     AcquireResult,
     Attachment,
-    Handoff,
-    Hints,
     MissReason,
     SealItem,
 )
+from kvservice.observe import tracing
 from kvservice.session.session import AcquireAnswer
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
 
@@ -61,47 +58,13 @@ class TailedScheduler(SchedulerHalf):
 
     # -- asking ----
 
-    def on_new_request(
-        self,
-        request_id: str,
-        hashes: Sequence[BlockHash],
-        now: float,
-        *,
-        tokens: int = 0,
-        may_read: bool = True,
-        may_store: bool = True,
-        prompt_only: bool = False,
-        wants: Prefill | Handoff | None = None,
-        salted: bool = False,
-        public_tokens: int = 0,
-        adapter: bytes = b"",
-        trace: str = "",
-        hints: Hints = NO_HINTS,
-    ) -> None:
-        is_known = request_id in self._requests
-        super().on_new_request(
-            request_id,
-            hashes,
-            now,
-            tokens=tokens,
-            may_read=may_read,
-            may_store=may_store,
-            prompt_only=prompt_only,
-            wants=wants,
-            salted=salted,
-            public_tokens=public_tokens,
-            adapter=adapter,
-            trace=trace,
-            hints=hints,
-        )
-        request = self._requests[request_id]
-        if is_known:
-            return
-        request.prompt_tokens = tokens
-        if self._may_write and may_store:
+    def _begin(self, request: EngineRequest, now: float) -> None:
+        super()._begin(request, now)
+        request.prompt_tokens = request.tokens
+        if self._may_write and request.admitted:
             self._stores.expect(request, 1)
         attachment = self._session.attachment
-        is_short = may_read and not request.keys and request.state is RequestState.RUNNING
+        is_short = request.may_read and not request.keys and request.state is RequestState.RUNNING
         if is_short and attachment is not None:
             request.attachment, request.result, request.deadline = attachment.attachment_id, NOTHING, now
             self._extend(request)
@@ -255,9 +218,12 @@ class TailedScheduler(SchedulerHalf):
             self.counters["store_tails_put_off"] += 1
             return
         parent = request.keys[position - 1] if position else None
-        planned = PlannedStore(entries=entries_of(places or (), slots[0], key))
+        planned = PlannedStore(
+            entries=[entry._replace(tokens=length) for entry in entries_of(places or (), slots[0], key)]
+        )
         planned.items.append(SealItem(slots[0], key, parent, position, route_of_head(head), request.hints))
-        store = self._stores.open(attachment.attachment_id, planned, [], request.writes, trace=request.trace)
+        spans = [tracing.begin("store", request.trace, blocks=1)]
+        store = self._stores.open(attachment.attachment_id, planned, [], request.writes, spans=spans)
         assert store is not None, "a store of one block was refused"
         self._stores.queue(store)
         self.counters["store_tails_planned"] += 1

@@ -43,6 +43,7 @@ class HiCacheKVService(HiCacheStorage):
         logs.speak_through("sglang")
         options = SGLangOptions.parse(storage_config.extra_config or {})
         self._storage: PageStorage | None = None
+        self._events: Any = None  # a Prometheus counter
         try:
             identity.check_supported()
             shares = options.share is Share.ENGINES
@@ -113,6 +114,19 @@ class HiCacheKVService(HiCacheStorage):
         if self._storage is None:
             return {each.name: [False] * len(each.keys or ()) for each in transfers}
         return {each.name: self._storage.store(_before(extra_info), _wanted(each)) for each in transfers}
+
+    # -- metrics ----
+
+    def get_stats(self) -> None:
+        """SGLang calls it now and then if it runs with --enable-metrics. The counters go into its /metrics by
+        themselves; its own numbers of pages and tokens it takes elsewhere."""
+        counts = {} if self._storage is None else self._storage.take_counts()
+        if counts and self._events is None:
+            from prometheus_client import Counter  # not before SGLang has said where its processes gather them
+
+            self._events = Counter("sglang:kvservice_pages", "what became of pages at the pool", ["event"])
+        for name, count in counts.items():
+            self._events.labels(name).inc(count)
 
     # -- life ----
 

@@ -32,6 +32,7 @@ from kvservice.core.block.keys import (
     span_route,
     term_key,
 )
+from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import AcquireRequest, AcquireResult, RequestReport, SealItem, SealStatus
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockKey
@@ -41,6 +42,7 @@ from kvservice.units import BlockKey
 PROMISE_SECONDS = 30.0
 # Pages asked for at a time where each stands for itself. Those of other nodes should not hold up the rest.
 ALONE_MAX = 32
+REFUSED_MAX = 4096  # first pages of prompts that the pool does not want, 0.5 MB; a forgotten one is stored
 
 
 @dataclass(slots=True)
@@ -75,6 +77,8 @@ class PagePool:
         self._lock = threading.Lock()
         self._promised: dict[str, tuple[PagePromise, int]] = {}  # by page: the youngest promise, and its number in that
         self._read_count = 0  # blocks, for the sample
+        # By first page: prompts that the pool does not want, because nothing like them comes back.
+        self._refused: BoundedTable[str, bool] = BoundedTable(REFUSED_MAX)
         self.term = b""  # blocks of another term have other names
 
     @property
@@ -111,8 +115,9 @@ class PagePool:
         return self._load_promised(pages, addresses)
 
     def store(self, before: Sequence[str], pages: Sequence[str], addresses: Sequence[Sequence[int]]) -> list[bool]:
-        """Store these pages, which follow the pages `before`. True for the leading ones that the pool holds then.
-        Returns when nothing reads the addresses any more."""
+        """Store these pages, which follow the pages `before`. True for the leading ones that the pool holds then, or
+        does not want: it said at the last question for this prompt that nothing like it comes back. Returns when
+        nothing reads the addresses any more."""
         return self._loop.wait(self._store(list(before), list(pages), addresses, alone=False))
 
     def store_alone(self, pages: Sequence[str], addresses: Sequence[Sequence[int]]) -> list[bool]:
@@ -134,6 +139,10 @@ class PagePool:
         results = await asyncio.gather(*(self._program.ask(mapped.attachment, each) for each in asked))
         found = min(0 if result is None else len(result.blocks) for result in results)
         leased = [result for result in results if result is not None]
+        if all(result.admitted for result in leased):
+            self._refused.pop(chain[0])
+        else:
+            self._refused.put(chain[0], True)
         if found:
             self._promise(mapped, leased, [each[len(before) : len(before) + found] for each in keys], pages[:found])
         else:
@@ -254,6 +263,10 @@ class PagePool:
         if mapped is None or not storable:
             self._counters[f"dropped_{NO_POOL if mapped is None else TOO_LONG}"] += len(pages)
             return [False] * len(pages)
+        if not alone and self._refused.get(chain[0]):
+            # SGLang warns of every page that is not kept. Here nothing went wrong, so it hears that all is done.
+            self._counters["dropped_not_admitted"] += len(pages)
+            return [True] * len(pages)
         keys = self._keys(mapped, chain)
         blocks = [(page, block) for page in range(storable) for block in range(len(keys))]
 

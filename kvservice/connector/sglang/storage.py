@@ -118,6 +118,7 @@ class PageStorage:
         self._pools: dict[str, PagePool] = {}
         self._host_pools: dict[str, HostPool] = {}
         self.counters: Counter[str] = Counter()  # pages by what became of them, and failures
+        self._taken: dict[str, int] = {}  # of the counters
         self._kinds: set[str] = set()  # of failures that were logged
         self._gate: KnownPrompt | None = None  # with the option share
 
@@ -264,8 +265,8 @@ class PageStorage:
 
     @guarded(lambda before, wanted: [False] * len(wanted.pages))
     def store(self, before: Sequence[str] | None, wanted: PageTransfer) -> list[bool]:
-        """Store pages of the host pool: True for the leading ones that the pool holds then. `before` is None if SGLang
-        does not say it."""
+        """Store pages of the host pool: True for the leading ones that the pool holds then, or does not want. `before`
+        is None if SGLang does not say it."""
         if (pool := self._pools.get(wanted.pool)) is None:
             return [False] * len(wanted.pages)
         addresses = self._addresses(wanted)
@@ -293,6 +294,12 @@ class PageStorage:
             self._thread.loop.wait(self._thread.close())
             self._thread.loop.stop()
             log.info("storage_closed", extra={"pages": dict(self.counters)})
+
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        now = dict(self.counters)
+        before, self._taken = self._taken, now
+        return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
 
     # -- inside ----
 

@@ -224,6 +224,20 @@ def ordered_layers(
     return [group_kernel_blocks(tensor, cache_config.num_blocks) for tensor in found]
 
 
+def token_of_elements(
+    vllm_config: Any, cache_config: KVCacheConfig, layers: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """For BlockCopier, of `ordered_layers`: the token that each element of a head's part of a block is of. None where
+    the elements of a token lie together, as everywhere but in the kernels of CPUs."""
+    spec = cache_config.kv_cache_groups[0].kv_cache_spec
+    if vllm_config.device_config.device_type != "cpu" or isinstance(spec, MLAAttentionSpec):
+        return None
+    from kvservice.connector.vllm import cpu_cells  # vLLM has its kernels for CPUs only there
+
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    return cpu_cells.token_of_elements(layers[0], spec, vllm_config.model_config.dtype, cache_dtype)
+
+
 def layerwise_for(vllm_config: Any, options: ConnectorOptions, group_count: int) -> Layerwise:
     """The part of the option that this engine can do. The rest is copied as whole blocks, which is logged."""
     wanted = options.layerwise

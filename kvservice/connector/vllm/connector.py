@@ -14,7 +14,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,13 +30,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvservice.connector.cache_groups import Table
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
 from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise
 from kvservice.connector.other_words import in_our_words
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
-from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
+from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.connector.scheduler.ports import Wait
 from kvservice.connector.scheduler.tailed import TailedScheduler
@@ -50,6 +49,7 @@ from kvservice.connector.vllm.state_tables import StateTables
 from kvservice.connector.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.vllm.step_metadata import Metadata, WorkerMetadata
 from kvservice.connector.vllm.tail_names import TailNames
+from kvservice.connector.vllm.walk import StepWalk, hashes_of, table_of
 from kvservice.connector.weights import Terms
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
@@ -133,6 +133,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_supported = False  # worker role
         self._states: StateTables | None = None  # scheduler role, of a model with states
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
+        self._walk: StepWalk | None = None  # scheduler role
         compat.prefer_recompute(vllm_config)
         try:
             group_count = len(kv_cache_config.kv_cache_groups)
@@ -177,6 +178,14 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         # A copy worker, which copies what is lent, knows one group only.
         lends = self._options.loans_on(device) and len(self._config.kv_cache_groups) == 1
         self._states = StateTables.of(grouping)
+        self._walk = StepWalk(
+            self._live,
+            self._spec.layout.block_tokens,
+            len(self._config.kv_cache_groups),
+            events=self._events,
+            pages=self._pages,
+            states=self._states,
+        )
         session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach(), step_blocks)
         plain = TailedScheduler if self._options.tails else SchedulerHalf
         make_half = LayerwiseScheduler if self._layerwise.loads else plain
@@ -241,7 +250,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             may_share = self._pages is None or self._pages.begin(request)
             self._scheduler.on_new_request(
                 request.request_id,
-                self._hashes(request),
+                hashes_of(request, self._pages),
                 time.monotonic(),
                 may_read=may_read and terms.may_load and may_share,
                 may_store=terms.may_store and may_share,
@@ -255,18 +264,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 hints=terms.hints,
             )
 
-    def _hashes(self, request: Request) -> Sequence[Any]:
-        """The hashes that name its blocks so far. The list grows."""
-        return request.block_hashes if self._pages is None else self._pages.hashes(request)
-
     def _adapter(self, request: Request) -> bytes | None:
         """The adapter's identity. None if it is not known which weights the request is computed with."""
         lora = request.lora_request
         return b"" if lora is None else self._adapters.of(lora.lora_path, lora.lora_int_id)
-
-    def _table(self, block_ids: tuple[list[int], ...]) -> Table:
-        """The block ids in the form that the scheduler half takes."""
-        return block_ids[0] if len(self._config.kv_cache_groups) == 1 else block_ids
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -297,7 +298,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             block_ids = blocks.get_block_ids()
             waits = self._planning.take_promise(request.request_id, block_ids[0], num_external_tokens)
-            self._scheduler.allocated(request.request_id, self._table(block_ids), num_external_tokens)
+            self._scheduler.allocated(request.request_id, table_of(block_ids), num_external_tokens)
         except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
             self.note_failure("update_state_after_alloc", error)
             self._planning.give_up(request.request_id, engine_waits=waits and num_external_tokens > 0)
@@ -329,34 +330,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         now = time.monotonic()
         self._step = (now, tokens)
         scheduler.begin_step(plan, now, is_idle=tokens == 0)
-        scheduler.plan_stores(plan, self._scheduled(plan, output), output.preempted_req_ids or ())
-
-    def _scheduled(self, plan: StepPlan, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, BlockIds]]:
-        """(request id, block hashes, tokens computed when this step ends, its block ids) of every scheduled request."""
-        state = output.kv_connector_block_state
-        if state is None:
-            return
-
-        def block_ids(request_id: str) -> Table:
-            found = state.get_block_ids(request_id)
-            return self._table(found) if found else self._table(tuple([] for _ in self._config.kv_cache_groups))
-
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            request = self._live.get(request_id)
-            if request is not None:
-                if self._events is not None:
-                    self._events.note(request)
-                begin = computed[request_id]
-                ids: BlockIds = functools.partial(block_ids, request_id)
-                end = begin + tokens
-                if self._pages is not None and self._pages.is_waiting:
-                    self._pages.probe(plan, request, end, ids())
-                if self._states is not None:
-                    ids = self._states.of_step(state, request_id, ids, begin, end)
-                yield request_id, self._hashes(request), end, ids
+        if self._walk is not None:
+            self._walk.plan_stores(scheduler, plan, output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is None:
@@ -388,6 +363,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return self._finished(request, block_ids)
         finally:
             self._live.pop(request.request_id, None)
+            if self._walk is not None:
+                self._walk.ended(request.request_id)
 
     def _finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         if self._events is not None:
@@ -397,7 +374,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         attachment = self._session.attachment
         done = request.status in STORABLE
-        hashes, table = self._hashes(request), self._table(block_ids)
+        hashes, table = hashes_of(request, self._pages), table_of(block_ids)
         if self._pages is not None:
             self._pages.end(request.request_id)
         if self._states is not None:
@@ -475,7 +452,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._probation = sharing.probation(self._vllm_config, pages)
             self._worker = WorkerHalf(pages, verify, None, share, defer_stores=defers)
             return
-        block_copier = BlockCopier(layers, share.heads)
+        token_of = compat.token_of_elements(self._vllm_config, self._config, layers) if self._options.tails else None
+        block_copier = BlockCopier(layers, share.heads, token_of=token_of)
         lends = self._options.loans_on(block_copier.device.type) and self._kv_transfer_config.is_kv_producer
         copier = copier_for(self._options.copier, block_copier, layers, share.heads, self._shared_kv, lends=lends)
         if self._layerwise is Layerwise.OFF:

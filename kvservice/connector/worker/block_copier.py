@@ -45,6 +45,7 @@ class BlockCopier:
         staged: bool | None = None,
         first_layer: int = 0,
         layers_behind: int = 0,
+        token_of: torch.Tensor | None = None,
     ) -> None:
         """Args:
             layers: KV tensors `[block, kv head, token, K‖V]` or `[block, part, kv head, token of the part, K‖V]`, all
@@ -52,6 +53,8 @@ class BlockCopier:
             heads: this rank's range of the model's kv heads.
             staged: whether to use the buffer; by default if the tensors are not in host memory.
             first_layer, layers_behind: layers of other engine groups before and after these in a slot.
+            token_of: `(elements of a head's part of a block,)` int64, the token that each element is of, where the
+            kernels do not keep a token's elements together; empty if nobody knows.
 
         Raises:
             UnsupportedLayout: the tensors are not alike.
@@ -65,6 +68,7 @@ class BlockCopier:
         self._heads = heads
         self._slot_layers = slice(first_layer, first_layer + len(layers))
         self._layers_behind = layers_behind
+        self._token_of = token_of
         self._staged = first.device.type != "cpu" if staged is None else staged
         self._together = one_view(layers)
         self._slots: torch.Tensor | None = None  # the segment's bytes, `(segment bytes,)` uint8
@@ -151,6 +155,21 @@ class BlockCopier:
             slot = staging
         for block, layers in zip(self._blocks(block_id), self._per_view(slot), strict=True):
             block.copy_(layers)
+
+    def blank(self, payload_offset: int, tokens: int) -> bool:
+        """Zero this rank's share of a slot behind its first `tokens`. No copy to the slot may be under way. Returns
+        False and does nothing if it is not known which bytes belong to which token."""
+        cells = self._slot_view(payload_offset, 0).flatten(2)
+        if self._token_of is None:
+            cells[:, :, tokens * self._layers[0].shape[4] :] = 0
+            return True
+        if self._token_of.numel() != cells.shape[2]:
+            return False
+        behind = torch.nn.functional.pad((self._token_of >= tokens).to(torch.int8), (1, 1))
+        edges = behind.diff().nonzero().flatten().tolist()
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            cells[:, :, start:stop] = 0
+        return True
 
     def _slot_view(self, payload_offset: int, part: int) -> torch.Tensor:
         """This rank's share of a slot as `[layer, head, kernel part, token, K‖V]`."""

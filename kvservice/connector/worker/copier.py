@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,16 +27,20 @@ from kvservice.copying.message import Direction
 from kvservice.copying.profiling import profiled
 from kvservice.core.segment.copy_runs import CopyTemplate, Offsets
 from kvservice.errors import KVServiceError, TransferError, UnsupportedLayout
-from kvservice.memory.runs import copy_runs
+from kvservice.memory.runs import copy_blocks, copy_runs, in_one_pass
 from kvservice.observe.failpoints import failpoint
-from kvservice.units import BlockKey
+from kvservice.units import BlockKey, SlotIndex
 
 log = logging.getLogger("kvservice.connector")
 
+HOST_BATCH = 512  # blocks that the processor copies in one call: some milliseconds, for a tenth of one of Python
 RUN_BATCH = 64  # Blocks copied by one call: enough to make calling cheap, few enough to return often.
 # For a worker to connect or to be replaced, which takes less. If copies run here for longer, the pool is pinned here
 # too.
 FALLBACK_PIN_SECONDS = 5.0
+
+
+NO_DIGESTS: Mapping[SlotIndex, int] = MappingProxyType({})
 
 
 class Ticket(Protocol):
@@ -56,6 +61,11 @@ class Ticket(Protocol):
     @property
     def borrowed(self) -> int:
         """Once they have ended: how many blocks came from another engine's KV cache instead of their slots."""
+        ...
+
+    @property
+    def digests(self) -> Mapping[SlotIndex, int]:
+        """Once they have ended: the digests of the slots that were read whole, as far as the copy brought them."""
         ...
 
 
@@ -114,8 +124,9 @@ class Done:
 
     borrowed = 0
 
-    def __init__(self, *, copied: bool = True) -> None:
+    def __init__(self, *, copied: bool = True, digests: Mapping[SlotIndex, int] = NO_DIGESTS) -> None:
         self._copied = copied
+        self.digests = digests
 
     def query(self) -> bool:
         return True
@@ -187,11 +198,18 @@ class RunCopier(InlineCopier):
             self._regions[engine_group] = _region(self._block_copiers.of(engine_group))
         return self._regions[engine_group]
 
-    def _by_group(self, entries: Sequence[CopyEntry]) -> Iterator[tuple[int, list[CopyEntry]]]:
-        """The entries of each engine group, in batches of RUN_BATCH in all."""
-        for start in range(0, len(entries), RUN_BATCH):
+    def _by_group(
+        self, entries: Sequence[CopyEntry], batch: int = RUN_BATCH
+    ) -> Iterator[tuple[int, Sequence[CopyEntry]]]:
+        """The entries of each engine group, in batches of so many in all."""
+        is_one_group = len({entry.engine_group for entry in entries}) == 1
+        for start in range(0, len(entries), batch):
+            some = entries[start : start + batch]
+            if is_one_group:
+                yield some[0].engine_group, some
+                continue
             by_group: dict[int, list[CopyEntry]] = {}
-            for entry in entries[start : start + RUN_BATCH]:
+            for entry in some:
                 by_group.setdefault(entry.engine_group, []).append(entry)
             yield from by_group.items()
 
@@ -202,28 +220,80 @@ class RunCopier(InlineCopier):
 
 
 class HostCopier(RunCopier):
-    """For KV tensors in host memory: one call of the processor copies the runs of many blocks."""
+    """For KV tensors in host memory: one call of the processor copies the runs of many blocks. Loads of whole slots
+    bring their digests with them."""
 
     def run(self, direction: Direction, entries: Sequence[CopyEntry], *, may_borrow: bool = False) -> Ticket:
-        for engine_group, own in self._by_group(entries):
-            self._copy(direction, engine_group, own)
-        return Done()
+        digests: dict[SlotIndex, int] = {}
+        for engine_group, own in self._by_group(entries, HOST_BATCH):
+            region = self.region_of(engine_group)
+            if region is None:
+                assert self._pool is not None
+                copy_entries(self._block_copiers, self._pool, direction, own)
+                continue
+            address, template = region
+            rest: Sequence[CopyEntry] = own
+            if template.parts == 1 or direction is Direction.LOAD:
+                slots, rest = _whole_slots(own, template.parts)
+                self._copy_slots(direction, address, template, slots, digests)
+            if rest:
+                self._copy_parts(direction, address, template, rest)
+            failpoint(f"engine.{direction.name.lower()}")
+        return Done(digests=digests)
 
-    def _copy(self, direction: Direction, engine_group: int, entries: list[CopyEntry]) -> None:
+    def _copy_slots(
+        self,
+        direction: Direction,
+        address: int,
+        template: CopyTemplate,
+        slots: Sequence[Sequence[CopyEntry]],
+        digests: dict[SlotIndex, int],
+    ) -> None:
+        """Copy slots of which all parts are there. Adds the digests of those that were read."""
         assert self._pool is not None
-        region = self.region_of(engine_group)
-        if region is None:
-            copy_entries(self._block_copiers, self._pool, direction, entries)
+        if not slots:
             return
-        address, template = region
-        # Parts of a slot may be neighbours in the engine too: then they are one run.
-        expand = template.expand if template.parts > 1 else template.expand_by_block
-        runs = expand([entry.block_id for entry in entries], self._part_offsets(template, entries))
+        firsts = [parts[0] for parts in slots]
+        places = [entry.ref.slot for entry in firsts]
+        payloads = self._pool.geometry.payload_offsets(places, template.payload_bytes)
+        whole = firsts if template.parts == 1 else [entry for parts in slots for entry in parts]
+        runs, ends = template.expand_by_slot([entry.block_id for entry in whole], payloads)
+        if direction is Direction.STORE:
+            copy_runs(self._memory, address, runs.segment, runs.engine, runs.lengths)
+        elif not (template.fills_slots and in_one_pass()):
+            copy_runs(address, self._memory, runs.engine, runs.segment, runs.lengths)
+        else:
+            keys = [entry.key for entry in firsts]
+            found = copy_blocks(address, self._memory, runs.engine, runs.segment, runs.lengths, ends, keys)
+            digests.update(zip(places, found.tolist(), strict=True))
+
+    def _copy_parts(
+        self, direction: Direction, address: int, template: CopyTemplate, entries: Sequence[CopyEntry]
+    ) -> None:
+        """Copy parts of slots. Those that are neighbours in the engine, too, are one run."""
+        runs = template.expand([entry.block_id for entry in entries], self._part_offsets(template, entries))
         if direction is Direction.LOAD:
             copy_runs(address, self._memory, runs.engine, runs.segment, runs.lengths)
         else:
             copy_runs(self._memory, address, runs.segment, runs.engine, runs.lengths)
-        failpoint(f"engine.{direction.name.lower()}")
+
+
+def _whole_slots(entries: Sequence[CopyEntry], parts: int) -> tuple[Sequence[Sequence[CopyEntry]], Sequence[CopyEntry]]:
+    """(the parts of each slot that is there with all of them, in their order; the other entries)."""
+    if parts == 1:
+        return [(entry,) for entry in entries], ()
+    whole: list[Sequence[CopyEntry]] = []
+    rest: list[CopyEntry] = []
+    at = 0
+    while at < len(entries):
+        group = entries[at : at + parts]
+        if [(entry.ref, entry.part) for entry in group] == [(group[0].ref, part) for part in range(parts)]:
+            whole.append(group)
+            at += parts
+        else:
+            rest.append(entries[at])
+            at += 1
+    return whole, rest
 
 
 def _region(block_copier: BlockCopier) -> tuple[int, CopyTemplate] | None:
@@ -245,6 +315,7 @@ def _region(block_copier: BlockCopier) -> tuple[int, CopyTemplate] | None:
 
 class _Recorded:
     borrowed = 0
+    digests = NO_DIGESTS
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
@@ -314,7 +385,7 @@ class CudaCopier(RunCopier):
             copied.record(stream)
         return _Recorded(copied)
 
-    def _start(self, direction: Direction, engine_group: int, entries: list[CopyEntry], stream: int) -> None:
+    def _start(self, direction: Direction, engine_group: int, entries: Sequence[CopyEntry], stream: int) -> None:
         assert self._pool is not None and self._pinning is not None
         region = self.region_of(engine_group) if self._driver is not None else None
         if self._driver is not None and region is not None:

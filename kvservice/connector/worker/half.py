@@ -7,6 +7,7 @@ decides when copies run; nothing is reported before they have ended.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,19 +23,32 @@ from kvservice.connector.worker.copier import Copier, InlineCopier, Ticket, in_p
 from kvservice.connector.worker.worker_loans import WorkerLoans
 from kvservice.copying.message import Direction
 from kvservice.core.segment.digest import digest_payload
-from kvservice.core.segment.header import unpack_header
-from kvservice.core.segment.header_checks import is_as_promised, is_reserved
+from kvservice.core.segment.header import DIGEST_WORD
+from kvservice.core.segment.header_checks import HeaderRows, are_as_promised, is_as_promised, is_reserved
 from kvservice.core.segment.layout import HeadShare
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
-from kvservice.memory.segment import Segment
+from kvservice.memory.segment import ENGINE_AHEAD_BYTES, Segment
+from kvservice.units import SlotIndex
 
 log = logging.getLogger("kvservice.connector")
 
 T = TypeVar("T")
-# Loaded blocks per digest check under Verify.SAMPLED. The checks then cost little, and memory that goes bad shows
-# within seconds of load.
+# Loaded blocks per digest check under Verify.SAMPLED, where a digest does not come with the copy but is another pass.
+# The checks then cost little, and memory that goes bad shows within seconds of load.
 SAMPLE_ONE_IN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PromisedSlots:
+    """The slots of a load."""
+
+    entries: Sequence[CopyEntry]  # one of each
+    headers: HeaderRows  # as they were before the copies
+
+    @property
+    def slots(self) -> list[SlotIndex]:
+        return [entry.ref.slot for entry in self.entries]
 
 
 @dataclass(slots=True)
@@ -42,7 +56,7 @@ class Copying:
     """A load under way."""
 
     plan: LoadPlan
-    headers: list[bytes]  # as they were before the copies, one per slot
+    slots: PromisedSlots
     ticket: Ticket
 
 
@@ -93,6 +107,7 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._report = StepReport()
         self._load_count = 0
+        self._verified = 0  # slots, since the last report
         self._unexpected = 0
 
     def start_loads(self, plan: StepPlan) -> set[str]:
@@ -149,6 +164,9 @@ class WorkerHalf:
         self._lent.report(self._report)
         for name, count in self._copier.take_counters().items():
             self._count(name, count)
+        if self._verified:
+            self._count("load_verified_blocks", self._verified)
+            self._verified = 0
         report, self._report = self._report, StepReport()
         return None if report == StepReport() else report
 
@@ -161,12 +179,12 @@ class WorkerHalf:
     # -- inside ----
 
     def _start_load(self, load: LoadPlan) -> Copying | None:
-        headers = self._promised_headers(load)
-        if headers is None:
+        slots = self._promised_slots(load)
+        if slots is None:
             return None
         # Digests are of what lies in slots, so blocks that come from an engine cannot be checked.
         may_borrow = load.may_borrow and self._verify is not Verify.FULL
-        return Copying(load, headers, self._copier.run(Direction.LOAD, load.entries, may_borrow=may_borrow))
+        return Copying(load, slots, self._copier.run(Direction.LOAD, load.entries, may_borrow=may_borrow))
 
     def _start_store(self, store: StorePlan) -> WritingStore | None:
         if not self._may_write(store):
@@ -215,6 +233,7 @@ class WorkerHalf:
         try:
             self._segment = Segment.attach(Path(plan.pool.segment_path), plan.pool.geometry)
             self._lock = hold(self._segment, plan.pool.engine_id, plan.pool.epoch)
+            self._segment.map_ahead(ENGINE_AHEAD_BYTES)
             self._copier.adopt(self._block_copiers.bind(self._segment.buffer, plan.pool.layout), plan.pool)
         except Unavailable:  # for a moment only: the next plan tries again
             self._tried = None
@@ -228,9 +247,9 @@ class WorkerHalf:
             return
         self._pool = plan.pool
 
-    def _promised_headers(self, load: LoadPlan) -> list[bytes] | None:
-        """The headers of the slots. None unless every slot holds what was promised; the engine then computes the whole
-        promise again."""
+    def _promised_slots(self, load: LoadPlan) -> PromisedSlots | None:
+        """The slots with their headers. None unless every slot holds what was promised; the engine then computes the
+        whole promise again."""
         segment, pool = self._segment, self._pool
         if segment is None or pool is None:
             self._count("load_unmapped")
@@ -238,15 +257,21 @@ class WorkerHalf:
         if not load.entries:
             self._count("load_unplanned")  # something went wrong before, and the engine waits for this load
             return None
-        headers: list[bytes] = []
-        for entry in one_of_each_slot(load.entries):
+        entries = list(one_of_each_slot(load.entries))
+        size_of = {group: self._block_copiers.of(group).payload_bytes for group in {e.engine_group for e in entries}}
+        sizes = [size_of[entry.engine_group] for entry in entries]
+        refs, keys = [entry.ref for entry in entries], [entry.key for entry in entries]
+        with contextlib.suppress(IndexError):  # a slot outside of the segment, which the search finds
+            headers = segment.header_rows([ref.slot for ref in refs])
+            if are_as_promised(headers, pool.epoch, refs, keys, sizes):
+                return PromisedSlots(entries, headers)
+        for entry, size in zip(entries, sizes, strict=True):
             header = segment.header_bytes(entry.ref.slot)
-            size = self._block_copiers.of(entry.engine_group).payload_bytes
             if not is_as_promised(header, pool.epoch, entry.ref, entry.key, size):
                 self._suspect(entry, "load_stale")
                 return None
-            headers.append(header)
-        return headers
+        self._suspect(entries[-1], "load_stale")  # a header that changes now
+        return None
 
     def _poll_loads(self) -> None:
         under_way, self._loads = self._loads, []
@@ -263,20 +288,32 @@ class WorkerHalf:
         if not load.ticket.succeeded():
             self._count("load_copy_failed")
             return False
-        for entry, before in zip(one_of_each_slot(load.plan.entries), load.headers, strict=True):
-            if segment.header_bytes(entry.ref.slot) != before:
-                self._suspect(entry, "load_overwritten")
-                return False
-            self._load_count += 1
-            sampled = self._verify is Verify.SAMPLED and self._load_count % SAMPLE_ONE_IN == 0
-            if sampled or self._verify is Verify.FULL:
-                self._count("load_verified_blocks")
-                header = unpack_header(before)
-                assert header is not None, "it was as promised"
-                if digest_payload(segment.payload(entry.ref.slot, header.length), entry.key) != header.digest:
+        entries, before = load.slots.entries, load.slots.headers
+        slots = load.slots.slots
+        changed = (segment.header_rows(slots) != before).any(axis=1)
+        if changed.any():
+            self._suspect(entries[int(changed.argmax())], "load_overwritten")
+            return False
+        if self._verify is Verify.OFF:
+            return True
+        came, wanted = load.ticket.digests, before[:, DIGEST_WORD].tolist()
+        for entry, slot, digest in zip(entries, slots, wanted, strict=True):
+            found = came.get(slot)
+            if found is None and self._looks_at_next():
+                size = self._block_copiers.of(entry.engine_group).payload_bytes
+                found = digest_payload(segment.payload(slot, size), entry.key)
+            if found is not None:
+                self._verified += 1
+                if found != digest:
                     self._suspect(entry, "load_corrupt")
                     return False
         return True
+
+    def _looks_at_next(self) -> bool:
+        """Whether the digest of the next slot is made, where it did not come with the copy."""
+        self._load_count += 1
+        sampled = self._verify is Verify.SAMPLED and self._load_count % SAMPLE_ONE_IN == 0
+        return sampled or self._verify is Verify.FULL
 
     def _end_load(self, load: LoadPlan, borrowed: int = 0, *, done: bool) -> None:
         self._loaded.add(load.request_id)
@@ -313,12 +350,25 @@ class WorkerHalf:
         for store in under_way:
             if not store.ticket.query():
                 self._stores.append(store)
-            elif store.ticket.succeeded():
+            elif store.ticket.succeeded() and self._attempt(partial(self._blank, store.plan)):
                 self._report.stored[store.plan.store_id] = 1
                 self._count("copied_blocks", len(self._to_write(store.plan)))
             else:
                 self._report.failed[store.plan.store_id] = 1
                 self._count("store_copy_failed", len(store.plan.entries))
+
+    def _blank(self, store: StorePlan) -> bool:
+        """Leave nothing of others behind a partial tail, now that its whole block is copied. False: it cannot be told
+        which bytes those are, or the pool's boot has ended, so that the block must not be stored."""
+        pool = self._pool
+        for entry in [entry for entry in self._to_write(store) if entry.tokens]:
+            own = self._block_copiers.of(entry.engine_group)
+            if pool is None or not own.blank(
+                pool.geometry.payload_offset(entry.ref.slot, own.payload_bytes), entry.tokens
+            ):
+                self._count("store_tail_not_blanked")
+                return False
+        return True
 
     def _suspect(self, entry: CopyEntry, reason: str) -> None:
         self._count(reason)

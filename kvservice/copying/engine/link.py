@@ -18,10 +18,11 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeAlias
 
 from kvservice.copying.engine.worker_process import WorkerProcess
 from kvservice.copying.message import (
@@ -48,6 +49,7 @@ from kvservice.copying.message import (
 )
 from kvservice.discovery import copy_worker_socket
 from kvservice.errors import InvalidRequest, KVServiceError, Unavailable
+from kvservice.units import SlotIndex
 
 log = logging.getLogger("kvservice.copying")
 
@@ -82,6 +84,8 @@ class Copies:
     """A ticket for copies that were handed to a worker. The engine's thread reads it, the link's thread ends it."""
 
     __slots__ = ("_condition", "borrowed", "outcome", "parts", "submitted")
+
+    digests: ClassVar[Mapping[SlotIndex, int]] = MappingProxyType({})  # a worker makes none
 
     def __init__(self, parts: int, condition: threading.Condition) -> None:
         self.parts = parts  # messages still under way

@@ -8,12 +8,13 @@ from enum import Enum
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import AcquireRequest, Holder, HolderRun, MissReason
+from kvservice.core.store.slots import Slot
 from kvservice.core.tier.tier_block import TierBlock
-from kvservice.units import AttachmentId, BlockKey, NodeId, SlotIndex
+from kvservice.units import AttachmentId, BlockKey, NodeId
 
 
 class AcquisitionState(Enum):
-    STARTING = "starting"
+    STARTING = "starting"  # what is here is being pinned, a slice at a time
     WATCHING = "watching"  # a writer on this node computes the missing blocks; they are seen when they are sealed
     ASKING = "asking"  # a writer on another node computes them; that node is asked for blocks as they are sealed
     RESOLVING = "resolving"  # the directory is asked which nodes hold the missing blocks
@@ -36,6 +37,8 @@ TRANSITIONS: dict[tuple[AcquisitionState, AcquisitionEvent], AcquisitionState] =
     (_S.STARTING, _E.ASK): _S.ASKING,
     (_S.STARTING, _E.RESOLVE): _S.RESOLVING,
     (_S.STARTING, _E.WAIT): _S.WAITING,
+    (_S.STARTING, _E.ANSWER): _S.OVER,
+    (_S.STARTING, _E.CANCEL): _S.OVER,
     (_S.WATCHING, _E.RESOLVE): _S.RESOLVING,
     (_S.WATCHING, _E.WAIT): _S.WAITING,
     (_S.WATCHING, _E.ANSWER): _S.OVER,
@@ -72,7 +75,8 @@ class Acquisition:
     base: int = 0  # position of the first key
     on_answer: OnAnswer | None = None  # called in place of an answer, when this is a part of a larger acquisition
     question: int = 0  # the number of the question that is open while ASKING; 0 = none
-    held: dict[int, SlotIndex] = field(default_factory=dict)  # pinned by this acquisition, by index in the chain
+    run: list[Slot] = field(default_factory=list)  # pinned by this acquisition: the blocks from `skip` on
+    held: dict[int, Slot] = field(default_factory=dict)  # pinned as well, by index in the chain: those behind a gap
     pending: set[int] = field(default_factory=set)  # indices of blocks on their way
     origins: dict[int, NodeId] = field(default_factory=dict)  # the node or tier that each fetched block came from
     found_until: int = 0  # the directory knew a holder of each block before this index
@@ -86,13 +90,23 @@ class Acquisition:
     handed_from: int | None = None  # index of the first block that it waited for in a hand-off
     miss_node: str = ""  # the node that was asked for the block at break_at and did not deliver it
 
+    @property
+    def run_end(self) -> int:
+        """The index behind the run."""
+        return self.request.skip + len(self.run)
+
+    def grow_run(self) -> None:
+        """Take into the run what adjoins it by now."""
+        while (slot := self.held.pop(self.run_end, None)) is not None:
+            self.run.append(slot)
+
     def end(self, index: int, reason: MissReason, miss_node: str = "") -> None:
         if index < self.break_at:
             self.break_at, self.reason, self.miss_node = index, reason, miss_node
 
 
 # Called in place of an answer: (the part, slots pinned for it from `skip` on, how many were fetched, now).
-OnAnswer = Callable[[Acquisition, list[SlotIndex], int, float], None]
+OnAnswer = Callable[[Acquisition, list[Slot], int, float], None]
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ Shared tiers are asked beside the directory. What is missing and lies in a tier 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kvservice.core.acquire.acquisition import (
@@ -48,24 +48,30 @@ from kvservice.core.messages import (
     MissReason,
     PeerSpeed,
 )
+from kvservice.core.slices import Work
 from kvservice.core.tier.rules import is_tier, tier_holder
 from kvservice.core.tier.tiers import Tiers
 from kvservice.core.transitions import step
 from kvservice.errors import InvalidRequest
-from kvservice.units import AttachmentId, BlockKey, NodeId, SlotIndex
+from kvservice.units import AttachmentId, BlockKey, HandoffId, NodeId, SlotIndex
 
 TIMEOUT_SECONDS_MAX = 600.0  # ten minutes, as long as the longest lease; a longer timeout is a mistake and refused
 LOOKUP_SECONDS_MAX = 0.25  # a directory that does not answer must not use up the engine's deadline
 FOLLOW_WAIT_SECONDS = 1.0  # for one question to a writer's node: its death is noticed after one without an answer
+_STARTING = AcquisitionState.STARTING
 PROBE_SECONDS_MAX = 0.5  # a shared tier takes a few times its latency, and is then known not to have more
 assert FOLLOW_WAIT_SECONDS <= WAIT_SECONDS_MAX, "the writer's node would answer earlier than asked"
+
+# Called for an acquisition that follows a writer on this node, so that it hears when that hand-off is over.
+OnWatch = Callable[[int, HandoffId, float], None]
 
 
 class Acquisitions:
     """All open acquisitions. Results go out as actions, and as answers through `answers`."""
 
-    def __init__(self, shard: ShardContext, pulls: Pulls, tiers: Tiers, answers: Answers) -> None:
+    def __init__(self, shard: ShardContext, pulls: Pulls, tiers: Tiers, answers: Answers, watch: OnWatch) -> None:
         self._shard = shard
+        self._watch = watch
         self._store = shard.store
         self._emit = shard.emit
         self._counters = shard.counters
@@ -102,16 +108,37 @@ class Acquisitions:
         )
         acquisition.is_for_here = is_for_here
         self._open[op] = acquisition
+        self._shard.slices.begin(op, self._begin(acquisition, now))
+
+    def _begin(self, acquisition: Acquisition, now: float) -> Work:
+        """Pin what is here, and look for the rest elsewhere."""
+        request, count = acquisition.request, len(acquisition.request.keys)
+        is_long = count - request.skip > self._shard.slices.sizes.blocks
+        missing: list[int] = []
+        for start in range(request.skip, count, self._shard.slices.sizes.blocks):
+            if start > request.skip:
+                now = yield
+            end = min(start + self._shard.slices.sizes.blocks, count)
+            if acquisition.run_end == start:
+                acquisition.run += self._store.take(request.keys[start:end], acquisition.payload_bytes)
+                start = acquisition.run_end
+            missing += self._take_local(acquisition, range(start, end))
+        if is_long:
+            now = yield
         if not request.hold_seconds:  # to hold a block for somebody is no use of it
-            self._store.policy.touch(request.keys[request.skip :] if base else request.keys, now)
-        first_missing = self._take_local(acquisition, range(request.skip, count))
-        if first_missing is None:
+            self._store.policy.touch(request.keys[request.skip :] if acquisition.base else request.keys, now)
+        if is_long:
+            now = yield
+            missing = self._take_local(acquisition, missing)  # some may have come meanwhile
+        if not missing:
             self._move(acquisition, AcquisitionEvent.WAIT)
         elif request.handoff is None or self._shard.is_draining():
-            self._look_elsewhere(acquisition, first_missing, now)
+            self._look_elsewhere(acquisition, missing[0], now)
         else:
             self._begin_following(acquisition, request.handoff)
         self._settle(acquisition, now)
+        if acquisition.state is AcquisitionState.WATCHING and request.handoff is not None:
+            self._watch(acquisition.op, request.handoff.handoff_id, now)
 
     def drop_attachment(self, attachment: AttachmentId, now: float) -> None:
         for acquisition in [a for a in self._open.values() if a.attachment == attachment]:
@@ -124,8 +151,7 @@ class Acquisitions:
         if acquisition is None:
             return False
         self._move(acquisition, AcquisitionEvent.CANCEL)
-        for slot in acquisition.held.values():
-            self._store.unpin(slot)
+        self._store.unpin((*acquisition.run, *acquisition.held.values()))
         self._shard.records.cancelled(op)
         self._forget_waits(acquisition)
         self._counters["acquires_cancelled"] += 1
@@ -217,7 +243,7 @@ class Acquisitions:
 
     def _missing(self, acquisition: Acquisition, start: int) -> list[int]:
         """Blocks that are neither here nor on their way."""
-        indices, keys = range(start, acquisition.break_at), acquisition.request.keys
+        indices, keys = range(max(start, acquisition.run_end), acquisition.break_at), acquisition.request.keys
         return [
             i
             for i in indices
@@ -231,10 +257,10 @@ class Acquisitions:
     def _fetch(self, acquisition: Acquisition, holders: Mapping[int, tuple[Holder, ...]], now: float) -> None:
         """Fetch the missing blocks up to the first one without a holder."""
         wanted: list[int] = []
-        for index in range(acquisition.request.skip, acquisition.break_at):
+        for index in range(acquisition.run_end, acquisition.break_at):
             if index in acquisition.held or index in acquisition.pending:
                 continue
-            if self._take_local(acquisition, range(index, index + 1)) is None:
+            if not self._take_local(acquisition, (index,)):
                 continue
             if index not in holders:
                 is_certain = acquisition.is_complete
@@ -280,25 +306,19 @@ class Acquisitions:
     # -- time ----
 
     def tick(self, now: float) -> None:
-        for acquisition in [a for a in self._open.values() if a.deadline <= now]:
-            gap = next(
-                i for i in range(acquisition.request.skip, acquisition.break_at + 1) if i not in acquisition.held
-            )
-            acquisition.end(gap, MissReason.DEADLINE)
+        for acquisition in [a for a in self._open.values() if a.deadline <= now and a.state is not _STARTING]:
+            acquisition.grow_run()
+            acquisition.end(acquisition.run_end, MissReason.DEADLINE)
             self._answer(acquisition, now)
         self._fetches.tick(now)
 
     def next_deadline(self) -> float | None:
-        times = [a.deadline for a in self._open.values()]
+        times = [a.deadline for a in self._open.values() if a.state is not _STARTING]
         due = self._fetches.next_deadline()
         return min([*times, *([] if due is None else [due])], default=None)
 
     def is_open(self, op: int) -> bool:
         return op in self._open
-
-    def is_following(self, op: int) -> bool:
-        acquisition = self._open.get(op)
-        return acquisition is not None and acquisition.state in FOLLOWING
 
     # -- inside ----
 
@@ -308,6 +328,7 @@ class Acquisitions:
             acquisition.question = 0
         if acquisition.state is AcquisitionState.OVER:
             del self._open[acquisition.op]
+            self._shard.slices.drop(acquisition.op)
 
     def _look_elsewhere(self, acquisition: Acquisition, start: int, now: float) -> None:
         """Fetch the blocks from `start` on, if those may be fetched at all: from tiers of this node, if these have all
@@ -359,26 +380,26 @@ class Acquisitions:
         ]
         return (*([DIRECTORY] if self._shard.has_directory else []), *shared)
 
-    def _take_local(self, acquisition: Acquisition, indices: range) -> int | None:
-        """Pin blocks that are here, and wait for blocks on their way. The first index that is neither, or None."""
-        first_missing: int | None = None
+    def _take_local(self, acquisition: Acquisition, indices: Iterable[int]) -> list[int]:
+        """Pin blocks that are here, and wait for blocks on their way. Returns the indices of the others."""
+        missing: list[int] = []
         for index in indices:
             key = acquisition.request.keys[index]
             block = self._store.get(key)
             if block is not None and block.payload_bytes == acquisition.payload_bytes:
-                self._store.pin(block)
+                self._store.pin((block.slot,))
                 acquisition.held[index] = block.slot
             elif key in self._arrivals:
                 self._await(acquisition, index)
-            elif first_missing is None:
-                first_missing = index
-        return first_missing
+            else:
+                missing.append(index)
+        return missing
 
     # -- hand-offs ----
 
     def _begin_following(self, acquisition: Acquisition, handoff: Handoff) -> None:
         """Wait for every missing block, whoever brings it, and ask the writer's node for them."""
-        for index in range(acquisition.request.skip, len(acquisition.request.keys)):
+        for index in range(acquisition.run_end, len(acquisition.request.keys)):
             if index not in acquisition.held and index not in acquisition.pending:
                 self._await(acquisition, index)
         start = acquisition.handed_from = self._next_followed(acquisition)
@@ -480,14 +501,14 @@ class Acquisitions:
             if block is None or block.payload_bytes != acquisition.payload_bytes:
                 acquisition.end(index, MissReason.STALE)
             else:
-                self._store.pin(block)
+                self._store.pin((block.slot,))
                 acquisition.held[index] = block.slot
                 if origin is not None:
                     acquisition.origins[index] = origin
             self._settle(acquisition, now)
 
     def _settle(self, acquisition: Acquisition, now: float) -> None:
-        if acquisition.state in (AcquisitionState.OVER, AcquisitionState.RESOLVING):
+        if acquisition.state in (_STARTING, AcquisitionState.OVER, AcquisitionState.RESOLVING):
             return
         if any(index < acquisition.break_at for index in acquisition.pending):
             return
@@ -496,13 +517,12 @@ class Acquisitions:
     def _answer(self, acquisition: Acquisition, now: float) -> None:
         self._move(acquisition, AcquisitionEvent.ANSWER)
         self._forget_waits(acquisition)
-        skip = acquisition.request.skip
-        end = skip
-        while end < acquisition.break_at and end in acquisition.held:
-            end += 1
-        promised = [acquisition.held.pop(index) for index in range(skip, end)]
-        for index in acquisition.held.values():
-            self._store.unpin(index)
+        acquisition.grow_run()
+        end = min(acquisition.run_end, acquisition.break_at)
+        promised = acquisition.run
+        beyond = promised[end - acquisition.request.skip :]
+        del promised[end - acquisition.request.skip :]
+        self._store.unpin((*beyond, *acquisition.held.values()))
         fetched = sum(1 for index, origin in acquisition.origins.items() if index < end and not is_tier(origin))
         if acquisition.on_answer is not None:
             acquisition.on_answer(acquisition, promised, fetched, now)
@@ -517,7 +537,9 @@ class Acquisitions:
 
     def pinned(self) -> Counter[SlotIndex]:
         """Slots pinned by open acquisitions, for the shard's check of pin counts."""
-        return Counter(index for acquisition in self._open.values() for index in acquisition.held.values())
+        return Counter(
+            slot.index for acquisition in self._open.values() for slot in (*acquisition.run, *acquisition.held.values())
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -529,7 +551,9 @@ class Acquisitions:
         for op, acquisition in self._open.items():
             assert acquisition.op == op
             asks = acquisition.state is AcquisitionState.ASKING
-            assert acquisition.state not in (AcquisitionState.STARTING, AcquisitionState.OVER), "it is not under way"
+            assert acquisition.state is not AcquisitionState.OVER, "an acquisition that is over is kept"
+            has_slices = op in self._shard.slices
+            assert has_slices == (acquisition.state is _STARTING), "nobody goes on with an acquisition, or for nothing"
             assert bool(acquisition.question) == asks, "a question is out and nobody asks"
             resolves = acquisition.state is AcquisitionState.RESOLVING
             assert bool(acquisition.awaits) == resolves, "an acquisition awaits nobody, or answers that it does not use"

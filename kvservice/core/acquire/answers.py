@@ -9,15 +9,15 @@ from kvservice.core.acquire.acquisition import Acquisition
 from kvservice.core.acquire.hinted import Hinted
 from kvservice.core.actions import Reply
 from kvservice.core.context import ShardContext
+from kvservice.core.explain.usage import UsageTable
 from kvservice.core.messages import AcquireResult, MissReason
-from kvservice.core.segment.refs import BlockRef
+from kvservice.core.store.slots import Slot, refs_of
 from kvservice.core.tier.rules import is_tier, name_of_tier
-from kvservice.core.usage import UsageTable
-from kvservice.units import LeaseId, NodeId, SlotIndex
+from kvservice.units import LeaseId, NodeId
 
 # What becomes of blocks that are held instead of leased: (call, slots pinned for it, how many of them are of the chain,
 # why it ended there, now).
-OnHold = Callable[[int, list[SlotIndex], int, MissReason, float], None]
+OnHold = Callable[[int, list[Slot], int, MissReason, float], None]
 
 
 class Answers:
@@ -33,11 +33,11 @@ class Answers:
         self,
         op: int,
         main: Acquisition,
-        promised: Sequence[SlotIndex],
+        promised: Sequence[Slot],
         fetched: int,
         reason: MissReason,
         now: float,
-        windows: Sequence[Sequence[SlotIndex]] = (),
+        windows: Sequence[Sequence[Slot]] = (),
     ) -> None:
         """Lease the promised blocks, which are pinned, and answer the call. `main` is the acquisition of its chain."""
         slots = [*promised, *(slot for window in windows for slot in window)]
@@ -52,8 +52,7 @@ class Answers:
         for source in sources:
             if is_tier(source):
                 self._shard.counters[f"tier_{name_of_tier(source)}_hit_blocks"] += 1
-        table = self._shard.store.table
-        in_windows = sum(table[slot].payload_bytes for window in windows for slot in window)
+        in_windows = sum(slot.payload_bytes for window in windows for slot in window)
         self._shard.counters["hit_bytes"] += len(promised) * main.payload_bytes + in_windows
         self._shard.records.answered(
             op, len(promised), main.origins, reason, main.miss_node, now, main.found_until, main.handed_from
@@ -64,7 +63,7 @@ class Answers:
         self._reply(op, lease, promised, fetched, reason, windows, skipped, brought, _farthest(sources))
 
     def answer_tail(
-        self, op: int, part: Acquisition, promised: Sequence[SlotIndex], fetched: int, index: int, now: float
+        self, op: int, part: Acquisition, promised: Sequence[Slot], fetched: int, index: int, now: float
     ) -> None:
         """Lease the one block that was chosen among the names of a tail, or nothing if it did not come. It counts as a
         tail and not as a block: hit rates are of whole blocks."""
@@ -76,7 +75,7 @@ class Answers:
         source = "remote" if fetched else "tier" if sources else "local"
         self._shard.counters[f"tails_found_{source}"] += 1
         self._shard.counters["hit_bytes"] += part.payload_bytes
-        refs = tuple(map(self._ref, promised))
+        refs = refs_of(promised)
         farthest = _farthest(sources)
         found = AcquireResult(lease, refs, fetched, MissReason.NONE, tier_count=len(sources) - fetched)
         self._shard.emit(Reply(op, replace(found, farthest=farthest, tail_index=index)))
@@ -107,22 +106,19 @@ class Answers:
         self,
         op: int,
         lease: LeaseId,
-        promised: Sequence[SlotIndex],
+        promised: Sequence[Slot],
         fetched: int,
         reason: MissReason,
-        windows: Sequence[Sequence[SlotIndex]],
+        windows: Sequence[Sequence[Slot]],
         skipped_held: int = 0,
         brought: int = 0,
         farthest: str = "",
     ) -> None:
-        refs = tuple(map(self._ref, promised))
-        window_refs = tuple(tuple(map(self._ref, window)) for window in windows)
+        refs = refs_of(promised)
+        window_refs = tuple(map(refs_of, windows))
         admitted = self._shard.admission.on_answer(op, len(refs))
         result = AcquireResult(lease, refs, fetched, reason, window_refs, admitted, skipped_held, brought, farthest)
         self._shard.emit(Reply(op, result))
-
-    def _ref(self, slot: SlotIndex) -> BlockRef:
-        return BlockRef(slot, self._shard.store.table[slot].generation)
 
 
 def _farthest(sources: Iterable[NodeId]) -> str:

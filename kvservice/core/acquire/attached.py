@@ -66,6 +66,7 @@ def list_engines(engines: Iterable[EngineAttachment], now: float) -> list[Attach
             attached.spec.layout.block_tokens,
             now - attached.attached_at,
             attached.seconds_per_block,
+            attached.attachment,
         )
         for attached in engines
     ]

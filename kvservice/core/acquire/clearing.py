@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from itertools import islice
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.holds import Holds
 from kvservice.core.actions import Reply
-from kvservice.core.block.marks import FUTURE_SECONDS_MAX, MARK_SECONDS, Mark, check_mark, covers
+from kvservice.core.block.marks import CLOCK_SKEW_SECONDS, FUTURE_SECONDS_MAX, MARK_SECONDS, Mark, check_mark, covers
 from kvservice.core.context import ShardContext
 from kvservice.core.explain.evictions import EvictionCause
-from kvservice.core.store.blocks import Block
+from kvservice.core.store.slots import Block
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.core.tier.tiers import Tiers
 from kvservice.errors import InvalidRequest
@@ -31,7 +31,7 @@ CLEAR_MARKS_MAX = 16  # of one call; one that clears a long prompt has several
 # Between two looks for old blocks in a tier, as a share of the age limit: a block may stay there so much longer. It is
 # not served meanwhile, because its age is looked at when it is read.
 AGE_LOOK_SHARE = 0.01
-Walk = Generator[None, None, int]  # yields after each whole slice; returns how many blocks of tiers were given up
+Walk = Generator[None, None, object]  # yields after each whole slice; what it returns says what it found
 _ENDED = object()
 
 
@@ -74,6 +74,15 @@ class Clearing:
         self._freshness.clear(event.marks, now)
         self._shard.counters["clears"] += 1
         self._begin(self._cleared(event), now)
+
+    def clock_set(self, event: ev.ClockSet, now: float) -> None:
+        """Blocks that were stored while the clock was ahead would reach their age too late, so they go."""
+        before = self._freshness.wall(now)
+        self._freshness.set_clock(event.wall_offset)
+        self._shard.counters["clock_steps"] += 1
+        latest = self._freshness.wall(now) + CLOCK_SKEW_SECONDS
+        if self._freshness.max_age_seconds and latest < before:
+            self._begin(self._swept(lambda block: block.stored_at > latest, EvictionCause.AGED), now)
 
     def tick(self, now: float) -> None:
         """Go on with the walks, and drop what has become too old."""
@@ -119,32 +128,38 @@ class Clearing:
             self._walks.popleft()
 
     def _cleared(self, event: ev.Clear) -> Walk:
+        swept = yield from self._swept(lambda block: self._is_marked(event.marks, block), EvictionCause.CLEARED)
+        self._shard.emit(Reply(event.op, swept))
+        return swept
+
+    def _swept(
+        self, goes: Callable[[Block | TierBlock], bool], cause: EvictionCause
+    ) -> Generator[None, None, ClearResult]:
         """Memory goes first: what leaves it during the walk may be written into a tier."""
         blocks = size = 0
         slots, slot = self._store.table, SlotIndex(0)
         while found := list(islice(slots.slots_from(slot), SLICE)):
             for each in found:
-                block = self._store.block_in(each.index)
+                block = each.block
                 if block is None:
                     self._store.forget_free(each)
-                elif self._is_marked(event.marks, block):
+                elif goes(block):
                     blocks, size = blocks + 1, size + block.payload_bytes
-                    self._store.retire(block.key, EvictionCause.CLEARED, self._now)
+                    self._store.retire(block.key, cause, self._now)
             self._holds.let_go_of(self._store.retired)
             slot = SlotIndex(found[-1].index + 1)
             if len(found) == SLICE:
                 yield
-        in_tiers = yield from self._tiers.clear(lambda block: self._is_marked(event.marks, block), SLICE)
-        self._shard.emit(Reply(event.op, ClearResult(blocks, size, len(self._store.retired), in_tiers)))
-        return in_tiers
+        in_tiers = yield from self._tiers.clear(goes, SLICE)
+        return ClearResult(blocks, size, len(self._store.retired), in_tiers)
 
     def _inserted(self, block: Block) -> None:
         heapq.heappush(self._by_age, (block.stored_at, block.key))
 
     def _is_marked(self, marks: tuple[Mark, ...], block: Block | TierBlock) -> bool:
         if isinstance(block, Block):
-            account = self._store.account_of(block)
+            account, fingerprint = self._store.account_of(block), block.origin.fingerprint
         else:
-            account = self._store.accounts.account_of(block.account_tag)
-        scopes = self._freshness.scopes(block.key, account, block.fingerprint)
+            account, fingerprint = self._store.accounts.account_of(block.account_tag), block.fingerprint
+        scopes = self._freshness.scopes(block.key, account, fingerprint)
         return any(covers(mark, scopes) for mark in marks)

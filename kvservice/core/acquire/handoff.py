@@ -22,7 +22,7 @@ from kvservice.core.actions import Reply
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import FollowResult, HandoffState, Statement
 from kvservice.core.reconcile import STATED_HANDOFFS_MAX, is_settled
-from kvservice.core.store.blocks import Block
+from kvservice.core.store.slots import Block
 from kvservice.core.transitions import step
 from kvservice.errors import Exhausted, InvalidRequest
 from kvservice.units import AttachmentId, BlockKey, HandoffId, NodeId

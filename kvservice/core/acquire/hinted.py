@@ -13,8 +13,7 @@ from dataclasses import replace
 from kvservice.core.acquire.holds import HOLD_SECONDS_MAX, Holds
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import AcquireRequest, Hints
-from kvservice.core.store.blocks import Block
-from kvservice.units import SlotIndex
+from kvservice.core.store.slots import Block, Slot
 
 
 class Hinted:
@@ -40,9 +39,9 @@ class Hinted:
             self._shard.counters[f"hints_{name}"] += 1
         return replace(request, recompute_seconds_per_block=0.0) if hints.prefetch else request
 
-    def promised(self, account: str, slots: Sequence[SlotIndex], hints: Hints, now: float) -> None:
+    def promised(self, account: str, slots: Sequence[Slot], hints: Hints, now: float) -> None:
         """Hold the blocks of a promise, if they are pinned."""
-        blocks = (self._shard.store.block_in(slot) for slot in slots) if hints.pin_seconds else ()
+        blocks = (slot.block for slot in slots) if hints.pin_seconds else ()
         self._hold(account, [block for block in blocks if block is not None], hints.pin_seconds, now)
 
     def stored(self, account: str, blocks: Iterable[tuple[Block, float]], now: float) -> None:
@@ -56,8 +55,7 @@ class Hinted:
     def _hold(self, account: str, blocks: Sequence[Block], seconds: float, now: float) -> None:
         if not blocks or self._shard.is_draining():
             return
-        for block in blocks:
-            self._shard.store.pin(block)
         slots = [block.slot for block in blocks]
+        self._shard.store.pin(slots)
         held = self._holds.warm(account, slots, min(seconds, HOLD_SECONDS_MAX), now)
         self._shard.counters["hints_pinned_blocks"] += held

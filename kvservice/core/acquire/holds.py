@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import Pin
 from kvservice.core.store.leases import Lease, LeaseOwner
+from kvservice.core.store.slots import Slot
 from kvservice.errors import Exhausted, InvalidRequest
-from kvservice.units import LeaseId, SlotIndex, format_bytes
+from kvservice.units import LeaseId, format_bytes
 
 # The parts of the pool, and of a tenant's quota, that warmed and pinned blocks may take. Together they leave half of it
 # to blocks that engines store and read.
@@ -41,7 +42,7 @@ class Holds:
 
     # -- warmed blocks ----
 
-    def warm(self, account: str, slots: Sequence[SlotIndex], seconds: float, now: float) -> int:
+    def warm(self, account: str, slots: Sequence[Slot], seconds: float, now: float) -> int:
         """Hold the first of these pinned slots, as many as the tenant's budget takes, and unpin the others. What it
         warmed longest ago is let go first, and an earlier hold of the same blocks is replaced. Returns how many are
         held."""
@@ -65,7 +66,7 @@ class Holds:
 
     # -- pins ----
 
-    def pin(self, account: str, name: str, model: str, slots: Sequence[SlotIndex], now: float) -> None:
+    def pin(self, account: str, name: str, model: str, slots: Sequence[Slot], now: float) -> None:
         """Hold these pinned slots under this name, in place of what it named before. Raises Exhausted, and unpins them,
         when they are more than there is room for."""
         ended = self._take(account, name)
@@ -110,7 +111,7 @@ class Holds:
             for lease in self._shard.leases.of_holder(holder):
                 self._end(lease)
 
-    def let_go_of(self, retired: Set[SlotIndex]) -> None:
+    def let_go_of(self, retired: Set[Slot]) -> None:
         """Nothing is held whose block is no more."""
         if not retired:
             return
@@ -120,10 +121,9 @@ class Holds:
                     self._pins = {name: pin for name, pin in self._pins.items() if pin.lease_id != lease.lease_id}
                     self._end(lease)
 
-    def drop(self, slots: Iterable[SlotIndex]) -> None:
+    def drop(self, slots: Iterable[Slot]) -> None:
         """Unpin slots that are not held after all."""
-        for slot in slots:
-            self._shard.store.unpin(slot)
+        self._shard.store.unpin(slots)
 
     # -- inside ----
 
@@ -147,17 +147,17 @@ class Holds:
         pool = geometry.slab_bytes * geometry.slab_count
         return int(share * min(pool, quota or pool))
 
-    def _within(self, slots: Sequence[SlotIndex], budget: int) -> int:
+    def _within(self, slots: Sequence[Slot], budget: int) -> int:
         """How many of the first slots have together at most `budget` bytes."""
         total = 0
         for count, slot in enumerate(slots):
-            total += self._shard.store.table[slot].payload_bytes
+            total += slot.payload_bytes
             if total > budget:
                 return count
         return len(slots)
 
-    def _bytes(self, slots: Iterable[SlotIndex]) -> int:
-        return sum(self._shard.store.table[slot].payload_bytes for slot in slots)
+    def _bytes(self, slots: Iterable[Slot]) -> int:
+        return sum(slot.payload_bytes for slot in slots)
 
     def _held_by(self, holder: LeaseOwner) -> int:
         return sum(self._bytes(lease.slots) for lease in self._shard.leases.of_holder(holder))

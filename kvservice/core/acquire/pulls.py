@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -200,7 +200,7 @@ class Pulls:
         known: list[PullResult] = []
         for place, (handle, result) in enumerate(zip(pull.handles, results, strict=True)):
             digest = digests[place] if place < len(digests) else 0
-            handles.append(replace(handle, digest=digest or handle.digest))
+            handles.append(handle._replace(digest=digest or handle.digest))
             lost = result is PullResult.STUCK or (result is PullResult.OK and not handles[-1].digest)
             known.append(PullResult.FAILED if lost else result)
         pull.handles = tuple(handles)

@@ -21,9 +21,10 @@ from kvservice.core.block.tails import TAIL_NAMES_MAX, tail_step
 from kvservice.core.context import ShardContext
 from kvservice.core.events import Resolved
 from kvservice.core.messages import AcquireRequest, MissReason
+from kvservice.core.store.slots import Slot
 from kvservice.core.tier.tiers import Tiers
 from kvservice.errors import InvalidRequest
-from kvservice.units import AttachmentId, SlotIndex
+from kvservice.units import AttachmentId
 
 
 @dataclass(slots=True)
@@ -134,7 +135,7 @@ class Tails:
             on_answer=partial(self._taken, ask),
         )
 
-    def _taken(self, ask: _TailAsk, part: Acquisition, slots: list[SlotIndex], fetched: int, now: float) -> None:
+    def _taken(self, ask: _TailAsk, part: Acquisition, slots: list[Slot], fetched: int, now: float) -> None:
         del self._open[ask.op]
         self._answers.answer_tail(ask.op, part, slots, fetched, ask.index, now)
 

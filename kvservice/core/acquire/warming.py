@@ -22,8 +22,9 @@ from kvservice.core.actions import Refuse, Reply
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import AcquireRequest, EngineSpec, MissReason, WarmResult
+from kvservice.core.store.slots import Slot
 from kvservice.errors import Exhausted, InvalidRequest, KVServiceError, NotAttached, Unavailable
-from kvservice.units import AttachmentId, NodeId, SlotIndex
+from kvservice.units import AttachmentId, NodeId
 
 WARM_STEP_BLOCKS = 64  # fetched at a time: a fifth of a second at 500 MB/s with blocks of 1.5 MiB
 WARMS_MAX = 64  # that wait or are under way; more are refused with Exhausted, because they would come too late
@@ -106,7 +107,7 @@ class Warming:
         self._open.remove(warm)
         self._go_on(now)
 
-    def held(self, op: int, slots: list[SlotIndex], chain: int, reason: MissReason, now: float) -> None:
+    def held(self, op: int, slots: list[Slot], chain: int, reason: MissReason, now: float) -> None:
         """The Acquire at the end of a Warm: these pinned slots are here, the first `chain` of them of its chain."""
         warm = self._open[0]
         assert warm.op == op, "somebody else's blocks"
@@ -185,9 +186,8 @@ class Warming:
         left = max(warm.deadline - now, 0.0)
         return AcquireRequest(asked.keys[:end], skip, left, hold_seconds=asked.hold_seconds or HOLD_SECONDS_MAX)
 
-    def _step_done(self, warm: _Warm, end: int, part: Acquisition, slots: list[SlotIndex], _: int, now: float) -> None:
-        for slot in slots:
-            self._shard.store.unpin(slot)
+    def _step_done(self, warm: _Warm, end: int, part: Acquisition, slots: list[Slot], _: int, now: float) -> None:
+        self._shard.store.unpin(slots)
         until = warm.done + len(slots)
         origins = [part.origins[index] for index in range(warm.done, until) if index in part.origins]
         warm.origins.update(origins)

@@ -10,7 +10,6 @@ leased together, the others unpinned.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -21,7 +20,8 @@ from kvservice.core.acquire.answers import Answers
 from kvservice.core.block.keys import SPAN_BLOCKS
 from kvservice.core.block.window_groups import WINDOW_BIT, group_key, reconcile
 from kvservice.core.context import ShardContext
-from kvservice.core.messages import AcquireRequest, EngineSpec, Handoff, MissReason
+from kvservice.core.messages import AcquireRequest, EngineSpec, MissReason
+from kvservice.core.store.slots import Slot
 from kvservice.core.transitions import step
 from kvservice.units import AttachmentId, SlotIndex
 
@@ -71,8 +71,8 @@ class _Hit:
     end: int  # of the prefix that can still be promised
     state: HitState = HitState.FULL
     part: int = 0  # number of the plain acquisition under way
-    full: list[SlotIndex] = field(default_factory=list)  # pinned slots of group 0, from `skip` on
-    windows: list[dict[int, SlotIndex]] = field(default_factory=list)  # pinned slots of each window group, by position
+    full: list[Slot] = field(default_factory=list)  # pinned slots of group 0, from `skip` on
+    windows: list[dict[int, Slot]] = field(default_factory=list)  # pinned slots of each window group, by position
     fetched: int = 0
     shortened: int = 0  # by gaps in windows
     states_tried: int = 0  # positions that had no state
@@ -90,28 +90,26 @@ class _Missing:
 
 
 class WindowedAcquisitions:
-    """Uses `Acquisitions` for its parts. `watch(op, handoff, now)` is called for parts that follow a writer."""
+    """Uses `Acquisitions` for its parts."""
 
     def __init__(
         self,
         shard: ShardContext,
         acquisitions: Acquisitions,
         answers: Answers,
-        watch: Callable[[int, Handoff, float], None],
     ) -> None:
         self._shard = shard
         self._store = shard.store
         self._counters = shard.counters
         self._acquisitions = acquisitions
         self._answers = answers
-        self._watch = watch
         self._open: dict[int, _Hit] = {}
         self._last_part = 0  # parts are numbered downwards, calls upwards
 
     def start(
         self, op: int, attachment: AttachmentId, account: str, request: AcquireRequest, spec: EngineSpec, now: float
     ) -> None:
-        windows: list[dict[int, SlotIndex]] = [{} for _ in spec.window_groups]
+        windows: list[dict[int, Slot]] = [{} for _ in spec.window_groups]
         deadline = now + request.timeout_seconds
         hit = _Hit(op, attachment, account, request, spec, deadline, len(request.keys), windows=windows)
         self._open[op] = hit
@@ -142,7 +140,7 @@ class WindowedAcquisitions:
     def pinned(self) -> Counter[SlotIndex]:
         """Slots pinned here, for the shard's check of pin counts."""
         return Counter(
-            slot
+            slot.index
             for hit in self._open.values()
             for slots in (hit.full, *(held.values() for held in hit.windows))
             for slot in slots
@@ -168,10 +166,8 @@ class WindowedAcquisitions:
         self._acquisitions.start(
             part, hit.attachment, hit.account, request, payload_bytes, now, base=base, on_answer=on_answer
         )
-        if request.handoff is not None and self._acquisitions.is_following(part):
-            self._watch(part, request.handoff, now)
 
-    def _full_done(self, hit: _Hit, part: Acquisition, pinned: list[SlotIndex], fetched: int, now: float) -> None:
+    def _full_done(self, hit: _Hit, part: Acquisition, pinned: list[Slot], fetched: int, now: float) -> None:
         hit.full, hit.fetched, hit.reason, hit.chain = pinned, fetched, part.reason, part
         hit.end = hit.request.skip + len(pinned)
         if hit.state is HitState.FULL:
@@ -179,7 +175,7 @@ class WindowedAcquisitions:
         self._go_on(hit, now)
 
     def _window_done(
-        self, hit: _Hit, missing: _Missing, part: Acquisition, pinned: list[SlotIndex], fetched: int, now: float
+        self, hit: _Hit, missing: _Missing, part: Acquisition, pinned: list[Slot], fetched: int, now: float
     ) -> None:
         for position, slot in enumerate(pinned, missing.start):
             hit.windows[missing.group][position] = slot
@@ -231,8 +227,7 @@ class WindowedAcquisitions:
             first = self._first(hit, index, hit.end)
             start = next((i for i in range(first, hit.end) if i not in held), None)
             if start is not None:
-                for position in [i for i in held if i > start]:
-                    self._store.unpin(held.pop(position))
+                self._store.unpin([held.pop(position) for position in [i for i in held if i > start]])
                 return _Missing(index, start, hit.end)
         return None
 
@@ -256,19 +251,16 @@ class WindowedAcquisitions:
     def _cut(self, hit: _Hit, end: int) -> None:
         """Shorten the hit to the blocks before `end`."""
         hit.end = max(min(hit.end, end), hit.request.skip)
-        for slot in hit.full[hit.end - hit.request.skip :]:
-            self._store.unpin(slot)
+        self._store.unpin(hit.full[hit.end - hit.request.skip :])
         del hit.full[hit.end - hit.request.skip :]
         for held in hit.windows:
-            for position in [i for i in held if i >= hit.end]:
-                self._store.unpin(held.pop(position))
+            self._store.unpin([held.pop(position) for position in [i for i in held if i >= hit.end]])
 
     def _let_go(self, hit: _Hit, end: int) -> None:
         hit.end = hit.request.skip + len(hit.full)
         self._cut(hit, end)
         for held in hit.windows:
-            for slot in held.values():
-                self._store.unpin(slot)
+            self._store.unpin(held.values())
             held.clear()
 
     def _answer(self, hit: _Hit, now: float) -> None:
@@ -276,7 +268,7 @@ class WindowedAcquisitions:
         assert hit.chain is not None
         if hit.end <= hit.request.skip:
             self._let_go(hit, 0)
-        windows: list[list[SlotIndex]] = []
+        windows: list[list[Slot]] = []
         for index, held in enumerate(hit.windows):
             # Nothing before `first` is pinned: an end only becomes smaller, and so does the beginning of its window.
             first = self._first(hit, index, hit.end)

@@ -7,6 +7,7 @@ The tenant key keeps tenants apart. Nothing depends on a random seed: keys are e
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
@@ -28,7 +29,7 @@ _MANY_KEYS = struct.Struct(f"{KEY_BYTES}s" * 64)
 
 def block_key(fingerprint_digest: bytes, block_hash: BlockHash, tenant_key: bytes = DEFAULT_TENANT_KEY) -> BlockKey:
     """The 16-byte key of one block. `tenant_key` is 1 to 64 secret bytes."""
-    hasher = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)
+    hasher = _hasher(fingerprint_digest, tenant_key).copy()
     hasher.update(block_hash)
     return BlockKey(hasher.digest())
 
@@ -37,13 +38,18 @@ def block_keys(
     fingerprint_digest: bytes, hashes: Iterable[BlockHash], tenant_key: bytes = DEFAULT_TENANT_KEY
 ) -> list[BlockKey]:
     """The keys of a whole chain, in its order. The fingerprint is hashed once and the state copied for each block."""
-    base = hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)
+    base = _hasher(fingerprint_digest, tenant_key)
     keys: list[BlockKey] = []
     for block_hash in hashes:
         hasher = base.copy()
         hasher.update(block_hash)
         keys.append(BlockKey(hasher.digest()))
     return keys
+
+
+@functools.lru_cache(maxsize=64)  # of the engine's own and those of its adapters; a decoding request names one block
+def _hasher(fingerprint_digest: bytes, tenant_key: bytes) -> hashlib.blake2b:
+    return hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)
 
 
 def tenant_key(secret: bytes, name: str) -> bytes:

@@ -151,6 +151,8 @@ class Marks:
 
     def cleared_at(self, block: BlockScopes) -> float:
         """The time of the latest mark that covers the block; 0 = none does."""
+        if not self._marks:
+            return 0.0
         times = [self._latest.get(MarkKind.EVERYTHING, 0.0), self._by_key.get(block.key, 0.0)]
         if block.account == NOBODY:
             times.append(self._latest.get(MarkKind.TENANT, 0.0))

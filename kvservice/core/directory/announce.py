@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from kvservice.core.actions import Announce, Retract
 from kvservice.core.block.keys import partition_of
 from kvservice.core.directory.membership import AnnounceOutcome
 from kvservice.units import BlockKey, SpanRoute
@@ -66,11 +67,10 @@ class Announcer:
     def partition_count(self) -> int:
         return len(self._streams)
 
-    def add(self, key: BlockKey, route: SpanRoute) -> None:
-        self._change(key, route, True)
-
-    def remove(self, key: BlockKey, route: SpanRoute) -> None:
-        self._change(key, route, False)
+    def change(self, changes: Iterable[Announce | Retract]) -> None:
+        """Blocks came and went, in this order."""
+        for change in changes:
+            self._change(change.key, change.route, isinstance(change, Announce))
 
     def is_synced(self, partition: int) -> bool:
         """Whether the lookup partition has confirmed everything."""

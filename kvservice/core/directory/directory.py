@@ -126,7 +126,7 @@ class Directory:
             self._add(node.node_id, bit, more)
             self._remove(node.node_id, bit, less)
         if effect.forget or (effect.apply and (more or less)):
-            change = Change(node, more, less, effect.forget) if effect.apply else Change(node, reset=True)
+            change = Change(node, more, less, effect.forget) if effect.apply else Change(node, reset=True, hidden=True)
             self._record(change)
         self._tell_visibility()
         return effect.outcome
@@ -154,7 +154,7 @@ class Directory:
         """Hide and forget nodes whose time is over."""
         for member in self._membership.expire(now):
             self._retire(member.holder.node_id, EvictionCause.OWNER_DIED, now)
-            self._record(Change(member.holder, reset=True))
+            self._record(Change(member.holder, reset=True, hidden=True))
         self._tell_visibility()
 
     def sweep(self, limit: int) -> int:

@@ -23,7 +23,7 @@ from kvservice.core.block.tenants import tag_of
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX
 from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
-from kvservice.core.store.blocks import Block
+from kvservice.core.store.slots import Block
 from kvservice.core.transitions import step
 from kvservice.units import BlockKey, NodeId
 
@@ -171,6 +171,7 @@ class Leaving:
         self._total = 0
         self._used_at: dict[BlockKey, float] = {}  # at the beginning: a receiver's read must not count as a use
         self._elsewhere: set[BlockKey] = set()
+        self._again: set[BlockKey] = set()  # what a peer did not keep, and was offered once more
         self._handed: set[BlockKey] = set()
         self._handed_bytes = 0
         self._shares: dict[NodeId, _Share] = {}
@@ -207,7 +208,7 @@ class Leaving:
                 self._step_until = min(self._step_until, now + timeout_seconds * (1 - SETTLE_SHARE))
             return
         self._began, self._deadline = now, now + timeout_seconds
-        self._elsewhere, self._handed, self._handed_bytes = set(), set(), 0
+        self._elsewhere, self._handed, self._handed_bytes, self._again = set(), set(), 0, set()
         self._notes, self._received = [], Counter()
         self._total = len(self._store)
         self._counters["drains_begun"] += 1
@@ -264,9 +265,13 @@ class Leaving:
                 self._handed.add(block.key)
                 self._handed_bytes += block.payload_bytes
                 self._received[node] += 1
+        rest = [block for place, block in enumerate(blocks) if not (place < len(kept) and kept[place])]
         if result is None or result.full:
-            rest = [block for place, block in enumerate(blocks) if not (place < len(kept) and kept[place])]
             self._ask_others(share, rest, failed=result is None)
+        else:  # a read failed, or the tenant's quota there is full: once more, elsewhere if there is another peer
+            again = [block for block in rest if block.key not in self._again]
+            self._again.update(block.key for block in again)
+            self._distribute(again, besides=node)
         self._offer_more(now)
 
     def tick(self, lease_count: int, now: float) -> None:
@@ -309,15 +314,16 @@ class Leaving:
     def _move(self, event: DrainEvent) -> None:
         self.phase = step(TRANSITIONS, self.phase, event, "the drain")
 
-    def _distribute(self, blocks: list[Block]) -> None:
-        """Queue blocks for the peers that may still have room for them, separately for each size."""
+    def _distribute(self, blocks: list[Block], besides: NodeId | None = None) -> None:
+        """Queue blocks for the peers that may still have room for them, separately for each size. `besides` gets none
+        if there is another peer."""
         parents = {block.key: self._store.parent_of(block) for block in blocks if block.key in self._store}
         for size in sorted({block.payload_bytes for block in blocks}):
             part = [block for block in blocks if block.payload_bytes == size and block.key in parents]
             shares = [
                 (node, share.weight, share.left_bytes)
                 for node, share in self._shares.items()
-                if not share.failed and size not in share.full
+                if not share.failed and size not in share.full and (node != besides or len(self._shares) == 1)
             ]
             for node, offered in plan(part, parents, shares).items():
                 self._shares[node].queue += offered
@@ -390,6 +396,8 @@ class Leaving:
         lost = self._total - len(self._handed) - len(self._elsewhere)
         self._counters["drain_blocks_handed"] += len(self._handed)
         self._counters["drain_blocks_lost"] += max(lost, 0)
+        if lost > 0 and self._again:
+            self._notes.append(f"{lost} blocks were kept by no other node")
         self._emit(Farewell())
 
     def check_invariants(self) -> None:

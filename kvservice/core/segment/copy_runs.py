@@ -113,6 +113,7 @@ class CopyTemplate:
             )
         self.region = region
         self.payload_bytes, self.part_bytes, self.parts = slot.payload_bytes, slot.part_bytes, slot.parts
+        self.part_layers = slot.layer_count
         heads = np.arange(region.heads, dtype=np.int64)
         parts = np.arange(region.parts, dtype=np.int64)
         tokens = np.arange(region.tokens, dtype=np.int64)
@@ -146,12 +147,40 @@ class CopyTemplate:
         lengths = np.repeat(self.lengths, blocks.size)
         return merge_runs(engine[order], segment[order], lengths[order])
 
-    def expand_by_block(self, block_ids: Sequence[int] | Offsets, part_offsets: Sequence[int] | Offsets) -> Descriptors:
-        """The same runs, block after block, in the order of the slot: a CPU copies fastest forward."""
-        blocks, parts = _blocks_of(self.region, block_ids), np.asarray(part_offsets, dtype=np.int64)
-        engine = ((blocks * self.region.block_stride)[:, None] + self.engine[None, :]).reshape(-1)
-        segment = (parts[:, None] + self.slot[None, :]).reshape(-1)
-        return Descriptors(engine, segment, np.tile(self.lengths, blocks.size))
+    @property
+    def fills_slots(self) -> bool:
+        """Whether the blocks of this region are all that a slot holds."""
+        return int(self.lengths.sum()) == self.part_bytes * self.part_layers
+
+    def expand_by_slot(
+        self, block_ids: Sequence[int] | Offsets, payload_offsets: Sequence[int] | Offsets
+    ) -> tuple[Descriptors, Offsets]:
+        """The runs of whole slots, slot after slot, each in the order of its bytes: a CPU copies fastest forward, and a
+        digest is made so. `block_ids` has the block of each part, part after part of each slot.
+
+        Returns them with the index behind the last run of each slot. Raises InvalidRequest for a block outside the
+        region.
+        """
+        blocks, payloads = _blocks_of(self.region, block_ids), np.asarray(payload_offsets, dtype=np.int64)
+        within = (np.arange(self.parts)[:, None] * self.part_bytes + self.slot[None, :]).reshape(-1)
+        engine = ((blocks * self.region.block_stride)[:, None] + self.engine[None, :]).reshape(-1, within.size)
+        lengths = np.tile(self.lengths, (payloads.size, self.parts))
+        if self.parts == 1 or not payloads.size:
+            ends = np.arange(1, payloads.size + 1) * within.size
+            segment = (payloads[:, None] + within[None, :]).reshape(-1)
+            return Descriptors(engine.reshape(-1), segment, lengths.reshape(-1)), ends
+        order = np.argsort(within, kind="stable")
+        engine, within, lengths = engine[:, order], within[order], lengths[:, order]
+        segment = payloads[:, None] + within[None, :]
+        begins = np.ones(engine.shape, dtype=bool)
+        begins[:, 1:] = (engine[:, 1:] != engine[:, :-1] + lengths[:, :-1]) | (
+            within[1:] != within[:-1] + lengths[0, :-1]
+        )
+        starts = np.flatnonzero(begins)
+        merged = Descriptors(
+            engine.reshape(-1)[starts], segment.reshape(-1)[starts], np.add.reduceat(lengths.reshape(-1), starts)
+        )
+        return merged, np.cumsum(begins.sum(axis=1))
 
 
 class DirectTemplate:

@@ -7,7 +7,7 @@ in memory or in the directory is passed to `emit` as an action. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvservice.core.actions import Action, Announce, AssignSlab, ClearHeader, Retract, WriteHeader
@@ -19,31 +19,13 @@ from kvservice.core.segment.header import SlotFlags, SlotHeader
 from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.core.store.removals import Removals
-from kvservice.core.store.slots import Slot, SlotEvent, SlotState, SlotTable
+from kvservice.core.store.slots import Block, BlockOrigin, Slot, SlotEvent, SlotState, SlotTable
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
 NO_KEY = BlockKey(bytes(16))
 EVICTED = {cause: f"evicted_{cause.value}" for cause in EvictionCause}  # counters
 FETCHES = "blocks fetched from other nodes"
 MayGo = Callable[[str], bool]  # from an account to whether its blocks may be evicted
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A sealed, verified block of this shard."""
-
-    key: BlockKey
-    slot: SlotIndex
-    payload_bytes: int
-    digest: int
-    position: int
-    route: SpanRoute
-    is_secondary: bool
-    sealed_at: float = 0.0  # seconds on the shard's clock
-    stored_by: bytes = b""  # id of the engine that stored it here; b"": fetched, or found after a restart
-    model: str = ""  # of the engine that stored it, or that it was fetched for; "": not known
-    fingerprint: bytes = b""  # first 16 bytes of the digest of that engine's fingerprint; b"": not known
-    stored_at: float = 0.0  # when its bytes were computed: seconds since 1970; 0 = not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,71 +50,110 @@ class BlockStore:
     """Owner ids are 16-byte engine ids. The shard's own fetches write as NO_KEY."""
 
     def __init__(
-        self, geometry: Geometry, epoch: BootEpoch, policy: EvictionPolicy, emit: Callable[[Action], None]
+        self,
+        geometry: Geometry,
+        epoch: BootEpoch,
+        policy: EvictionPolicy,
+        emit: Callable[[Action], None],
+        change: Callable[[Announce | Retract], None] | None = None,  # by default they are emitted, too
     ) -> None:
         self._geometry = geometry
         self._epoch = epoch
         self.policy = policy
         self._emit = emit
+        self._change = change or emit
         self.table = SlotTable(geometry)
         self.accounts = self.table.accounts
-        self._blocks: dict[BlockKey, Block] = {}
-        self._key_of: dict[SlotIndex, BlockKey] = {}  # exactly the sealed and leased slots
-        self.retired: set[SlotIndex] = set()  # leased slots whose blocks are no more: nobody new reads them
+        self._slots: dict[BlockKey, Slot] = {}  # by the key of the block in them: the sealed and leased ones
+        self.retired: set[Slot] = set()  # leased slots whose blocks are no more: nobody new reads them
+        self._held_back: set[BlockKey] = set()  # pinned blocks of whose pins the policy knows
+        self._origin = BlockOrigin()  # of the block that was sealed last
         self.on_insert: Callable[[Block], None] | None = None
         self.evictions = EvictionHistory()
         self.removals = Removals()
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._slots)
 
     def __contains__(self, key: BlockKey) -> bool:
-        return key in self._blocks
+        return key in self._slots
 
     def get(self, key: BlockKey) -> Block | None:
-        return self._blocks.get(key)
-
-    def block_in(self, slot: SlotIndex) -> Block | None:
-        """The block in this slot; None for a slot that is neither sealed nor leased."""
-        key = self._key_of.get(slot)
-        return None if key is None else self._blocks[key]
+        slot = self._slots.get(key)
+        return None if slot is None else slot.block
 
     def blocks(self) -> list[Block]:
         """A snapshot, for full announcements."""
-        return list(self._blocks.values())
+        return [self._in(slot) for slot in self._slots.values()]
 
     def handle(self, block: Block) -> BlockHandle:
-        generation = self.table[block.slot].generation
-        name = (block.key, block.slot, generation, block.payload_bytes, block.digest, block.position)
+        slot = block.slot
+        name = (block.key, slot.index, slot.generation, slot.payload_bytes, block.digest, block.position)
         return BlockHandle(*name, block.stored_at)
 
-    def pin(self, block: Block) -> None:
-        slot = self.table[block.slot]
-        self.table.pin(slot)
-        if slot.pins == 1:
-            self.policy.pin(block.key)
+    def take(self, keys: Iterable[BlockKey], payload_bytes: int) -> list[Slot]:
+        """Pin the leading blocks of a chain that are here with this size, in one pass."""
+        found: list[Slot] = []
+        for key in keys:
+            slot = self._slots.get(key)
+            if slot is None or slot.payload_bytes != payload_bytes:
+                break
+            found.append(slot)
+        self.table.pin(found)
+        return found
 
-    def unpin(self, index: SlotIndex) -> None:
-        slot = self.table[index]
-        self.table.unpin(slot)
-        if slot.pins:
-            return
-        if index in self.retired:
-            self.retired.discard(index)
+    def pin(self, slots: Iterable[Slot]) -> None:
+        """One more reader for each of these slots. The policy is not told: see `_victim`."""
+        self.table.pin(slots)
+
+    def unpin(self, slots: Iterable[Slot]) -> None:
+        """One reader less for each of these slots, in one pass."""
+        last = self.table.unpin(slots)
+        for slot in [slot for slot in last if slot in self.retired] if self.retired else ():
+            self.retired.discard(slot)
             self._forget(slot)
-        else:
-            self.policy.unpin(self._key_of[index])
+        if self._held_back:
+            self._offer_again([slot.block.key for slot in last if slot.block is not None])
+
+    def _offer_again(self, keys: Iterable[BlockKey]) -> None:
+        """Nobody reads these blocks any more: the policy may name them again."""
+        told = [key for key in keys if key in self._held_back]
+        self._held_back.difference_update(told)
+        self.policy.unpin(told)
+
+    def _victim(self, size: int | None, may_go: MayGo | None) -> BlockKey | None:
+        """The policy's victim that nobody reads. Only here does the policy hear of a pin, when it matters: so a hit
+        costs it no work for that, however long its chain is."""
+        while (key := self.policy.victim(size, may_go)) is not None and self._slots[key].pins:
+            self._hold_back([key])
+        return key
+
+    def coldest(self, count: int) -> list[Block]:
+        """Up to `count` blocks that nobody reads, in the order in which they would be evicted."""
+        keys = self.policy.coldest(count)
+        while pinned := [key for key in keys if self._slots[key].pins]:
+            self._hold_back(pinned)
+            keys = self.policy.coldest(count)
+        return [self._in(self._slots[key]) for key in keys]
+
+    def _hold_back(self, keys: Sequence[BlockKey]) -> None:
+        self._held_back.update(keys)
+        self.policy.pin(keys)
+
+    @staticmethod
+    def _in(slot: Slot) -> Block:
+        assert slot.block is not None, f"no block lies in {slot}"
+        return slot.block
 
     def retire(self, key: BlockKey, cause: EvictionCause, now: float) -> None:
         """Give a block up, also one that is being read: then nobody new gets it, and its slot is free when the last
         reader has ended."""
-        block = self._blocks[key]
-        slot = self.table[block.slot]
+        slot = self._slots[key]
         if slot.pins:
-            self.policy.unpin(key)
-            self.retired.add(block.slot)
-        self._take_out(block, Want(block.payload_bytes, now, room_for=""), cause)
+            self._offer_again([key])
+            self.retired.add(slot)
+        self._take_out(slot, Want(slot.payload_bytes, now, room_for=""), cause)
         if not slot.pins:
             self._forget(slot)
 
@@ -184,14 +205,15 @@ class BlockStore:
     def _keep_quota(self, want: Want) -> bool:
         """Make room for one more slot within the account's quota, from its own blocks. False when there is none."""
         while self.accounts.over_quota(want.account, want.payload_bytes):
-            victim = self.policy.victim(None, lambda other: other == want.account)
+            victim = self._victim(None, lambda other: other == want.account)
             if victim is None:
                 return False
             self._evict(victim, EvictionCause.QUOTA, want)
         return True
 
     def reserve_for_handover(self, used_at: float, want: Want) -> Slot | None:
-        """A slot in WRITING for a block that was last used at `used_at`. No block used later is evicted for it.
+        """A slot in WRITING for a block that was last used at `used_at`. No block used later is evicted for it, but for
+        secondary copies: another node has those blocks, and may be the last to have this one.
 
         None when there is no such slot.
         """
@@ -217,8 +239,10 @@ class BlockStore:
     def _evict_older(
         self, size: int | None, used_at: float, may_go: MayGo | None, cause: EvictionCause, want: Want
     ) -> bool:
-        victim = self.policy.victim(size, may_go)
-        if victim is None or self.policy.used_at(victim) >= used_at:
+        victim = self._victim(size, may_go)
+        if victim is None:
+            return False
+        if not self._in(self._slots[victim]).is_secondary and self.policy.used_at(victim) >= used_at:
             return False
         self._evict(victim, cause, want)
         return True
@@ -226,19 +250,23 @@ class BlockStore:
     def make_primary(self, key: BlockKey) -> None:
         """Make a secondary copy the primary one, because the primary copy's node leaves.
 
-        Its header is not changed: somebody may be reading it.
+        Its header says so too, for the next start, unless somebody is reading the block: readers compare the header.
         """
-        block = self._blocks[key]
+        slot = self._slots[key]
+        block = self._in(slot)
         if block.is_secondary:
-            self._blocks[key] = replace(block, is_secondary=False)
+            slot.block = replace(block, is_secondary=False)
             self.policy.make_primary(key)
+            if not slot.pins:
+                self._emit(WriteHeader(slot.index, self._sealed_header(self._in(slot), slot.generation)))
 
-    def account_of(self, block: Block) -> str:
-        return self.table[block.slot].account
+    @staticmethod
+    def account_of(block: Block) -> str:
+        return block.slot.account
 
     def by_heat(self) -> list[Block]:
         """All blocks, the most recently used first, and each prefix before the blocks that extend it."""
-        return [self._blocks[key] for key in self.policy.by_heat()]
+        return [self._in(self._slots[key]) for key in self.policy.by_heat()]
 
     def parent_of(self, block: Block) -> BlockKey | None:
         return self.policy.parent_of(block.key)
@@ -269,14 +297,18 @@ class BlockStore:
         stored_at: float = 0.0,
     ) -> Block:
         """WRITING -> SEALED. The key must not be held yet."""
-        assert key not in self._blocks
-        stored_by = b"" if slot.owner == NO_KEY else slot.owner
+        assert key not in self._slots
+        origin = BlockOrigin(b"" if slot.owner == NO_KEY else slot.owner, model, fingerprint)
+        if origin != self._origin:
+            self._origin = origin
+        above = None if parent is None else self.get(parent)
+        if above is not None:  # the same numbers and keys once, not once a block
+            parent, route = above.key, above.route if above.route == route else route
         self.table.seal(slot)
-        found = (key, slot.index, slot.payload_bytes, digest, block_position, route)
-        block = Block(*found, is_secondary, now, stored_by, model, fingerprint, stored_at)
+        block = Block(key, slot, digest, block_position, route, is_secondary, now, stored_at, self._origin)
         self._insert(block, parent, now)
         self._emit(WriteHeader(slot.index, self._sealed_header(block, slot.generation)))
-        self._emit(Announce(key, route))
+        self._change(Announce(key, route))
         self.counters["blocks_sealed"] += 1
         return block
 
@@ -320,7 +352,7 @@ class BlockStore:
                 return None
             self.table.adopt(index, header.generation, owner=bytes(header.key), account=account)
             return None
-        if not verified or header.key in self._blocks or header.length != payload_bytes:
+        if not verified or header.key in self._slots or header.length != payload_bytes:
             self._emit(ClearHeader(index))
             self.counters["adopt_dropped"] += 1
             if not verified:
@@ -328,16 +360,16 @@ class BlockStore:
             return None
         self.table.adopt(index, header.generation, owner=None, account=account)
         is_secondary = bool(header.flags & SlotFlags.SECONDARY)
-        block = Block(header.key, index, payload_bytes, header.digest, header.position, header.route, is_secondary, now)
+        block = Block(header.key, slot, header.digest, header.position, header.route, is_secondary, now)
         self._insert(block, None, now)
         self._emit(WriteHeader(index, self._sealed_header(block, slot.generation)))
-        self._emit(Announce(block.key, block.route))
+        self._change(Announce(block.key, block.route))
         self.counters["blocks_adopted"] += 1
         return block
 
     def _insert(self, block: Block, parent: BlockKey | None, now: float) -> None:
-        self._blocks[block.key] = block
-        self._key_of[block.slot] = block.key
+        self._slots[block.key] = block.slot
+        block.slot.block = block
         self.policy.add(
             block.key,
             parent,
@@ -345,20 +377,21 @@ class BlockStore:
             now,
             is_secondary=block.is_secondary,
             size_class=block.payload_bytes,
-            account=self.table[block.slot].account,
+            account=block.slot.account,
         )
         if self.on_insert is not None:
             self.on_insert(block)
 
     def _evict(self, key: BlockKey, cause: EvictionCause, want: Want) -> None:
-        block = self._blocks[key]
-        self._take_out(block, want, cause)
-        self.table.free(self.table[block.slot], SlotEvent.EVICT)
+        slot = self._slots[key]
+        self._take_out(slot, want, cause)
+        self.table.free(slot, SlotEvent.EVICT)
 
-    def _take_out(self, block: Block, want: Want, cause: EvictionCause) -> None:
-        """Nobody finds the block any more. Its slot is left alone."""
-        key = block.key
-        del self._blocks[key]
+    def _take_out(self, slot: Slot, want: Want, cause: EvictionCause) -> None:
+        """Nobody finds the block of this slot any more. The slot itself is left alone."""
+        block = self._in(slot)
+        key, slot.block = block.key, None
+        del self._slots[key]
         self.evictions.add(
             key,
             cause,
@@ -367,12 +400,10 @@ class BlockStore:
             held_seconds=want.now - block.sealed_at,
             idle_seconds=want.now - self.policy.used_at(key),
         )
-        account = self.table[block.slot].account
-        self.accounts.count(account, "evicted")
-        self.removals.add(key, account)
-        del self._key_of[block.slot]
+        self.accounts.count(slot.account, "evicted")
+        self.removals.add(key, slot.account)
         self.policy.remove(key)
-        self._emit(Retract(key, block.route))
+        self._change(Retract(key, block.route))
         self.counters["evicted_secondary" if block.is_secondary else "evicted_primary"] += 1
         self.counters[EVICTED[cause]] += 1
 
@@ -401,7 +432,7 @@ class BlockStore:
 
     def _victim_for(self, want: Want) -> BlockKey | None:
         may_go = self.accounts.takes_from(want.account, want.payload_bytes)
-        return self.policy.victim(want.payload_bytes, may_go)
+        return self._victim(want.payload_bytes, may_go)
 
     def _slab_to_steal(self, want: Want, own_tick: int | None) -> int | None:
         """A slab of another size whose newest block is older than our own victim; the oldest slab if we have none."""
@@ -415,8 +446,8 @@ class BlockStore:
                     continue
                 if not self._all_can_spare(slots, want.account):
                     continue
-                keys = [self._key_of[slot.index] for slot in slots if slot.state is SlotState.SEALED]
-                newest = max((self.policy.last_touch(key) for key in keys), default=0)
+                blocks = [slot.block for slot in slots if slot.block is not None]
+                newest = max((self.policy.last_touch(block.key) for block in blocks), default=0)
                 if (own_tick is None or newest < own_tick) and (best is None or newest < best[0]):
                     best = (newest, slab)
         return None if best is None else best[1]
@@ -430,8 +461,8 @@ class BlockStore:
 
     def _move_slab(self, slab: int, want: Want) -> None:
         for slot in self.table.slots_of_slab(slab):
-            if slot.state is SlotState.SEALED:
-                self._evict(self._key_of[slot.index], EvictionCause.SLAB_MOVED, want)
+            if slot.block is not None:
+                self._evict(slot.block.key, EvictionCause.SLAB_MOVED, want)
         self.table.unassign_slab(slab)
         self.table.assign_slab(want.payload_bytes, slab)
         self._emit(AssignSlab(slab, want.payload_bytes))
@@ -460,16 +491,15 @@ class BlockStore:
             block.digest,
             block.position,
             flags,
-            tag_of(self.table[block.slot].account),
+            tag_of(block.slot.account),
         )
 
     def check_invariants(self) -> None:
         self.table.check_invariants()
-        holding = {slot.index for slot in self.table.all_slots() if slot.state in (SlotState.SEALED, SlotState.LEASED)}
-        assert holding == set(self._key_of) | self.retired, "sealed slots and known blocks differ"
-        assert not self.retired & set(self._key_of), "a block that was given up is still known"
-        assert all(self.table[index].pins for index in self.retired), "a block that was given up is kept for nobody"
-        known = {block.slot for block in self._blocks.values()}
-        assert known == set(self._key_of), "a block lies in no slot, or two in one"
-        for slot, key in self._key_of.items():
-            assert self._blocks[key].slot == slot
+        holding = {slot for slot in self.table.all_slots() if slot.state in (SlotState.SEALED, SlotState.LEASED)}
+        assert holding == set(self._slots.values()) | self.retired, "sealed slots and known blocks differ"
+        assert all(slot.block is None and slot.pins for slot in self.retired), "a block that was given up is kept"
+        for key, slot in self._slots.items():
+            assert self._in(slot).key == key, "a block lies in another slot"
+        pinned = {key for key, slot in self._slots.items() if slot.pins}
+        assert self._held_back <= pinned, "the policy holds a block back that nobody reads"

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.block.window_groups import WINDOW_BIT
-from kvservice.core.store.reuse import KINDS, ReuseMemory, kind_of
+from kvservice.core.store.reuse import KINDS, USES_MAX, ReuseMemory, kind_of
 from kvservice.units import BlockKey
 
 
@@ -50,9 +50,13 @@ class EvictionPolicy(Protocol):
         """These consecutive blocks of one chain were used. Unknown ones are skipped; parents are learnt."""
         ...
 
-    def pin(self, key: BlockKey) -> None: ...
+    def pin(self, keys: Collection[BlockKey]) -> None:
+        """These blocks are read from now on, and no victims. None of them was pinned."""
+        ...
 
-    def unpin(self, key: BlockKey) -> None: ...
+    def unpin(self, keys: Collection[BlockKey]) -> None:
+        """The last reader of each of these blocks, which were pinned, has ended."""
+        ...
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
         """The block to evict next, of this size (None: any size). It stays until `remove`.
@@ -104,7 +108,6 @@ class _KnownBlock:
     used_at: float  # the same in seconds
     uses: int = 0  # how often it was used again, as far as core.store.reuse counts
     children: int = 0  # resident blocks that name this one as parent
-    pinned: bool = False
 
     @property
     def rank(self) -> _Rank:
@@ -128,6 +131,8 @@ class LeafFirst:
         # Children of blocks that are not resident, by the parent's key and position. They are linked when the parent
         # comes, but only at that position: otherwise two blocks could be each other's parent and never be evicted.
         self._orphans: dict[tuple[BlockKey, int], int] = {}
+        self._pinned: set[BlockKey] = set()
+        self._parked: set[BlockKey] = set()  # pinned blocks without children whose heap entry was dropped
         self._tick = 0
 
     def add(
@@ -155,8 +160,8 @@ class LeafFirst:
         self._offer(key, entry)
 
     def remove(self, key: BlockKey) -> None:
+        assert key not in self._pinned
         entry = self._entries.pop(key)
-        assert not entry.pinned
         self._unlink(entry)
         if self._memory is not None:
             self._memory.on_evict(key, entry.uses, entry.tick, len(self._entries))
@@ -170,33 +175,41 @@ class LeafFirst:
 
     def touch(self, chain: Sequence[BlockKey], now: float) -> None:
         self._tick += 1
+        tick, entries = self._tick, self._entries  # once: a chain has thousands of blocks, and each hit touches one
+        uses_max = 0 if self._memory is None else USES_MAX
+        hits, waited = [0] * KINDS, 0
         previous: BlockKey | None = None
         for key in chain:
-            entry = self._entries.get(key)
+            entry = entries.get(key)
             if entry is not None:
-                if self._memory is not None:
-                    entry.uses = self._memory.on_hit(entry.uses, self._tick - entry.tick)
-                entry.tick, entry.used_at = self._tick, now
+                uses = entry.uses
+                hits[uses.bit_length()] += 1
+                waited += tick - entry.tick
+                if uses < uses_max:
+                    entry.uses = uses + 1
+                entry.tick, entry.used_at = tick, now
                 if entry.parent is None and previous is not None:
                     self._link(entry, previous)
-                self._offer(key, entry)
+                if not entry.children:
+                    self._offer(key, entry)
             previous = key
+        if self._memory is not None:
+            self._memory.on_hits(hits, waited)
 
-    def pin(self, key: BlockKey) -> None:
-        self._entries[key].pinned = True
+    def pin(self, keys: Collection[BlockKey]) -> None:
+        self._pinned.update(keys)
 
-    def unpin(self, key: BlockKey) -> None:
-        entry = self._entries[key]
-        entry.pinned = False
-        self._offer(key, entry)
+    def unpin(self, keys: Collection[BlockKey]) -> None:
+        self._pinned.difference_update(keys)
+        for key in [key for key in keys if key in self._parked] if self._parked else ():
+            self._parked.discard(key)
+            self._offer(key, self._entries[key])
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
         credits = _NO_CREDITS if self._memory is None else self._memory.credits()
         best: tuple[_Rank, BlockKey] | None = None
         for kind, heap in self._heaps_of(size_class, may_go):
-            while heap and not self._is_true(*heap[0], kind):
-                heapq.heappop(heap)
-            if heap:
+            if self._clean_top(heap, kind):
                 (is_primary, tick, order), key = heap[0]
                 found = ((is_primary, tick + credits[kind], order), key)
                 best = found if best is None or found < best else best
@@ -216,9 +229,7 @@ class LeafFirst:
 
         def put_top_of(source: int) -> None:
             kind, heap = sources[source]
-            while heap and not self._is_true(*heap[0], kind):
-                heapq.heappop(heap)
-            if heap:
+            if self._clean_top(heap, kind):
                 popped.append((heap, heapq.heappop(heap)))
                 put(*popped[-1][1], kind, source)
 
@@ -235,7 +246,7 @@ class LeafFirst:
             above = None if entry.parent is None else self._entries.get(entry.parent)
             if entry.parent is not None and above is not None and above.position == entry.position - 1:
                 left[entry.parent] = left.get(entry.parent, above.children) - 1
-                if not left[entry.parent] and not above.pinned:
+                if not left[entry.parent] and entry.parent not in self._pinned:
                     put(above.rank, entry.parent, kind_of(above.uses), -1)
         for heap, item in popped:
             heapq.heappush(heap, item)
@@ -248,10 +259,22 @@ class LeafFirst:
                 if may_go is None or may_go(account):
                     yield from enumerate(heaps)
 
+    def _clean_top(self, heap: _Heap, kind: int) -> bool:
+        """Drop what is outdated or pinned from the top of a heap. Pinned blocks come back when they are unpinned, so a
+        chain that is read costs the heaps nothing. Returns whether anything is left."""
+        while heap:
+            rank, key = heap[0]
+            if self._is_true(rank, key, kind):
+                if key not in self._pinned:
+                    return True
+                self._parked.add(key)
+            heapq.heappop(heap)
+        return False
+
     def _is_true(self, rank: _Rank, key: BlockKey, kind: int) -> bool:
         """Whether a heap's entry is up to date. A block that was evicted and is back has a later tick."""
         entry = self._entries.get(key)
-        return entry is not None and entry.rank == rank and kind_of(entry.uses) == kind and self._is_evictable(entry)
+        return entry is not None and entry.rank == rank and kind_of(entry.uses) == kind and not entry.children
 
     def last_touch(self, key: BlockKey) -> int:
         return self._entries[key].tick
@@ -274,11 +297,8 @@ class LeafFirst:
         entries = self._entries
         return sorted(entries, key=lambda key: (-entries[key].tick, entries[key].position))
 
-    def _is_evictable(self, entry: _KnownBlock) -> bool:
-        return not entry.pinned and entry.children == 0
-
     def _offer(self, key: BlockKey, entry: _KnownBlock) -> None:
-        if not self._is_evictable(entry):
+        if entry.children:
             return
         by_account = self._heaps.setdefault(entry.size_class, {})
         heaps = by_account.get(entry.account)
@@ -343,12 +363,13 @@ class LeafFirst:
         if self._memory is not None:
             self._memory.check_invariants()
         assert self._sizes == Counter((entry.size_class, entry.account) for entry in self._entries.values())
+        assert self._parked <= self._pinned <= self._entries.keys(), "a block is held back that is not pinned, or gone"
         for size_class, account in self._sizes:
             heaps = self._heaps.get(size_class, {}).get(account, [])
             listed = {(rank, kind, key) for kind, heap in enumerate(heaps) for rank, key in heap}
             for key, entry in self._entries.items():
-                if (entry.size_class, entry.account) == (size_class, account) and self._is_evictable(entry):
-                    assert (entry.rank, kind_of(entry.uses), key) in listed, (
+                if (entry.size_class, entry.account) == (size_class, account) and not entry.children:
+                    assert key in self._parked or (entry.rank, kind_of(entry.uses), key) in listed, (
                         f"{key.hex()} is evictable but would never be found"
                     )
 

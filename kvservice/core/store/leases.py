@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvservice.core.store.slots import Slot
 from kvservice.units import LeaseId, SlotIndex
 
 # ("engine", attachment id), ("peer", node id), ("warm", tenant) or ("pin", tenant and name)
@@ -26,7 +27,7 @@ class Lease:
 
     lease_id: LeaseId
     holder: LeaseOwner
-    slots: tuple[SlotIndex, ...]
+    slots: tuple[Slot, ...]
     expires_at: float  # seconds on the owner's monotonic clock
 
 
@@ -43,7 +44,7 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, holder: LeaseOwner, slots: tuple[SlotIndex, ...], now: float, duration: float) -> Lease:
+    def grant(self, holder: LeaseOwner, slots: tuple[Slot, ...], now: float, duration: float) -> Lease:
         """A new lease over slots that the caller has pinned, until it is ended if `duration` is infinite. The caller
         unpins them when the lease is returned."""
         assert slots
@@ -116,7 +117,7 @@ class LeaseTable:
 
     def slots(self) -> Counter[SlotIndex]:
         """How many leases cover each slot."""
-        return Counter(slot for lease in self._leases.values() for slot in lease.slots)
+        return Counter(slot.index for lease in self._leases.values() for slot in lease.slots)
 
     def _drop(self, lease: Lease) -> None:
         del self._leases[lease.lease_id]

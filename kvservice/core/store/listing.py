@@ -61,12 +61,12 @@ def _listed(
         return None
     if wanted.account is not None and slot.account != wanted.account:
         return None
-    block = store.block_in(slot.index)
+    block = slot.block
     if block is None:
         if wanted.model or wanted.key_prefix:
             return None
         return ListedSlot(slot.index, state, slot.payload_bytes, slot.account)
-    if (wanted.model and block.model != wanted.model) or not block.key.hex().startswith(wanted.key_prefix):
+    if (wanted.model and block.origin.model != wanted.model) or not block.key.hex().startswith(wanted.key_prefix):
         return None
     return ListedSlot(
         slot.index,
@@ -74,7 +74,7 @@ def _listed(
         slot.payload_bytes,
         slot.account,
         block.key,
-        block.model,
+        block.origin.model,
         block.position & ~WINDOW_BIT,
         block.is_secondary,
         max(now - block.sealed_at, 0.0),

@@ -19,6 +19,7 @@ and with more than 32,768 blocks up to 68 MB. The first generations are shorter,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from kvservice.units import BlockKey
 
@@ -64,6 +65,12 @@ class ReuseMemory:
             self._unseen = 0
             self._credits = self._learn()
         return self._credits
+
+    def on_hits(self, blocks: Sequence[int], waited: int) -> None:
+        """So many blocks of each kind were used once more, after so many ticks in sum."""
+        self._used = [used + count for used, count in zip(self._used, blocks, strict=True)]
+        self._wait_ticks += waited
+        self._unseen += sum(blocks)
 
     def on_hit(self, uses: int, waited: int) -> int:
         """A block with `uses` uses was used once more after `waited` ticks. Returns its uses now."""

@@ -1,4 +1,4 @@
-"""Slot table: the state, generation and owner of every slot, and which slab belongs to which payload size.
+"""Slot table: the state, generation and owner of every slot, its block, and which slab belongs to which payload size.
 
 Pure bookkeeping. It does not decide why a slot is taken or given back (core.store.blocks does) and touches no memory.
 `check_invariants` checks conservation, and the shard runs it in production: over the assigned slabs,
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain, islice
+from operator import attrgetter
 
 from kvservice.core.block.tenants import NOBODY, Accounts
 from kvservice.core.segment.geometry import Geometry, index_in_slab, slab_of, slot_index
+from kvservice.core.segment.refs import PackedRefs
 from kvservice.core.transitions import InvalidTransition
-from kvservice.units import Generation, SlotIndex
+from kvservice.units import BlockKey, Generation, SlotIndex, SpanRoute
 
 
 class SlotState(Enum):
@@ -32,8 +35,8 @@ class SlotState(Enum):
 RESERVED = "reserved"
 SHOWN_STATES = ("free", RESERVED, "writing", "sealed", "leased", "quarantined")
 
-_FREE, _WRITING, _LEASED = SlotState.FREE, SlotState.WRITING, SlotState.LEASED
-_READABLE = frozenset((SlotState.SEALED, SlotState.LEASED))
+_FREE, _WRITING, _SEALED, _LEASED = SlotState.FREE, SlotState.WRITING, SlotState.SEALED, SlotState.LEASED
+_READABLE = frozenset((_SEALED, _LEASED))
 
 
 class SlotEvent(Enum):
@@ -65,11 +68,16 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.LEASED, SlotEvent.UNPIN): SlotState.SEALED,
     (SlotState.QUARANTINED, SlotEvent.END_QUARANTINE): SlotState.FREE,
 }
+# `pin` and `unpin` take whole chains, so they make these moves themselves, in one pass.
+assert TRANSITIONS[_SEALED, SlotEvent.PIN] is TRANSITIONS[_LEASED, SlotEvent.PIN] is _LEASED
+assert TRANSITIONS[_LEASED, SlotEvent.UNPIN] is _SEALED
+_size_of = attrgetter("payload_bytes")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
-    """One slot. Mutable: it is the table's own record."""
+    """One slot. Mutable: it is the table's own record, and inside the core it stands for itself; engines and peers get
+    its index."""
 
     index: SlotIndex
     payload_bytes: int
@@ -79,6 +87,43 @@ class Slot:
     owner: bytes = b""  # engine id (or b"" for the shard itself) while WRITING or QUARANTINED
     account: str = NOBODY  # the tenant that is charged for it, unless FREE
     reserved_at: float = 0.0  # while WRITING: when it was reserved, on the shard's clock
+    block: Block | None = field(default=None, repr=False)  # while SEALED or LEASED; None when it was given up since
+
+
+def refs_of(slots: Iterable[Slot]) -> PackedRefs:
+    """What an engine is told of these slots."""
+    return PackedRefs.of([number for slot in slots for number in (slot.index, slot.generation)])
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOrigin:
+    """Whose blocks these are. All blocks of one store share it."""
+
+    stored_by: bytes = b""  # id of the engine that stored them here; b"": fetched, or found after a restart
+    model: str = ""  # of the engine that stored them, or that they were fetched for; "": not known
+    fingerprint: bytes = b""  # first 16 bytes of the digest of that engine's fingerprint; b"": not known
+
+
+NOT_KNOWN = BlockOrigin()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A sealed, verified block of this shard. A pool has many, so its size counts: benchmarks/books.py measures it."""
+
+    key: BlockKey
+    slot: Slot  # where it lies, or lay until it was evicted
+    digest: int
+    position: int
+    route: SpanRoute
+    is_secondary: bool
+    sealed_at: float = 0.0  # seconds on the shard's clock
+    stored_at: float = 0.0  # when its bytes were computed: seconds since 1970; 0 = not known
+    origin: BlockOrigin = NOT_KNOWN
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.slot.payload_bytes
 
 
 class SlotTable:
@@ -87,7 +132,8 @@ class SlotTable:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self.accounts = Accounts(geometry.slab_count * geometry.slab_bytes)
-        self._slots: dict[SlotIndex, Slot] = {}
+        self._slots: dict[int, list[Slot]] = {}  # by slab
+        self._slot_count = 0
         self._free: dict[int, deque[SlotIndex]] = {}  # by payload size; never has slots of a slab that was taken back
         self._free_slabs: deque[int] = deque(range(geometry.slab_count))
         self._slab_payload: dict[int, int] = {}
@@ -95,17 +141,19 @@ class SlotTable:
         self._generation_floor = Generation(0)  # even; slots of a reassigned slab never repeat a generation
 
     def __getitem__(self, index: SlotIndex) -> Slot:
-        return self._slots[index]
+        return self._slots[slab_of(index)][index_in_slab(index)]
 
     def get(self, index: SlotIndex) -> Slot | None:
-        return self._slots.get(index)
+        """None for an index that no slot has: it may come from anybody."""
+        slots, place = self._slots.get(slab_of(index), ()), index_in_slab(index)
+        return slots[place] if place < len(slots) else None
 
     def all_slots(self) -> Iterable[Slot]:
-        return self._slots.values()
+        return chain.from_iterable(self._slots.values())
 
     @property
     def capacity(self) -> int:
-        return len(self._slots)
+        return self._slot_count
 
     @property
     def free_slab_count(self) -> int:
@@ -129,12 +177,11 @@ class SlotTable:
         """The slots with this index or a higher one, in their order. Do not change the table meanwhile."""
         for slab in sorted(slab for slab in self._slab_payload if slab >= slab_of(first)):
             skipped = index_in_slab(first) if slab == slab_of(first) else 0
-            for i in range(skipped, self._geometry.slots_per_slab(self._slab_payload[slab])):
-                yield self._slots[slot_index(slab, i)]
+            yield from islice(self._slots[slab], skipped, None)
 
     def slots_of_slab(self, slab: int) -> list[Slot]:
-        count = self._geometry.slots_per_slab(self._slab_payload[slab])
-        return [self._slots[slot_index(slab, i)] for i in range(count)]
+        """Do not change the list."""
+        return self._slots[slab]
 
     def assign_slab(self, payload_bytes: int, slab: int | None = None) -> int | None:
         """Assign a free slab to this payload size. None when no slab is free (or the named one is not)."""
@@ -149,22 +196,23 @@ class SlotTable:
         self._slab_payload[slab] = payload_bytes
         free = self._free.setdefault(payload_bytes, deque())
         counts = self._counts.setdefault(payload_bytes, Counter())
-        for i in range(self._geometry.slots_per_slab(payload_bytes)):
-            index = slot_index(slab, i)
-            self._slots[index] = Slot(index=index, payload_bytes=payload_bytes, generation=self._generation_floor)
-            free.append(index)
-            counts[SlotState.FREE] += 1
+        indices = [slot_index(slab, i) for i in range(self._geometry.slots_per_slab(payload_bytes))]
+        self._slots[slab] = [Slot(index, payload_bytes, self._generation_floor) for index in indices]
+        free.extend(indices)
+        counts[_FREE] += len(indices)
+        self._slot_count += len(indices)
         return slab
 
     def unassign_slab(self, slab: int) -> None:
         """Take back a slab whose slots are all free."""
         payload_bytes = self._slab_payload.pop(slab)
-        for i in range(self._geometry.slots_per_slab(payload_bytes)):
-            slot = self._slots.pop(slot_index(slab, i))
-            assert slot.state is SlotState.FREE
-            self._counts[payload_bytes][SlotState.FREE] -= 1
+        slots = self._slots.pop(slab)
+        for slot in slots:
+            assert slot.state is _FREE
             even = Generation(slot.generation + slot.generation % 2)
             self._generation_floor = max(self._generation_floor, even)
+        self._counts[payload_bytes][_FREE] -= len(slots)
+        self._slot_count -= len(slots)
         kept = deque(index for index in self._free[payload_bytes] if slab_of(index) != slab)
         self._free[payload_bytes] = kept
         self._free_slabs.append(slab)
@@ -174,7 +222,7 @@ class SlotTable:
         free = self._free.get(payload_bytes)
         if not free:
             return None
-        slot = self._slots[free.popleft()]
+        slot = self[free.popleft()]
         slot.account = account
         self._move(slot, SlotEvent.RESERVE)
         slot.generation = Generation(slot.generation + 1 + slot.generation % 2)
@@ -183,7 +231,7 @@ class SlotTable:
 
     def adopt(self, index: SlotIndex, generation: Generation, owner: bytes | None, account: str = NOBODY) -> Slot:
         """Take over a slot found in the segment at start: sealed when `owner` is None, else being written."""
-        slot = self._slots[index]
+        slot = self[index]
         self._free[slot.payload_bytes].remove(index)
         slot.account = account
         self._move(slot, SlotEvent.ADOPT if owner is None else SlotEvent.ADOPT_WRITING)
@@ -196,21 +244,44 @@ class SlotTable:
         slot.generation = Generation(slot.generation + 1)
         slot.owner = b""
 
-    def pin(self, slot: Slot) -> None:
-        self._move(slot, SlotEvent.PIN)
-        slot.pins += 1
+    def pin(self, slots: Iterable[Slot]) -> None:
+        """One more reader for each of these slots, in one pass."""
+        first: list[Slot] = []
+        for slot in slots:
+            if not slot.pins:
+                if slot.state is not _SEALED:
+                    raise InvalidTransition(f"slot {slot.index} is {slot.state.value}, cannot pin: {slot}")
+                slot.state = _LEASED
+                first.append(slot)
+            slot.pins += 1
+        self._recount(first, _SEALED, _LEASED)
 
-    def unpin(self, slot: Slot) -> None:
-        assert slot.pins > 0
-        slot.pins -= 1
-        if slot.pins == 0:
-            self._move(slot, SlotEvent.UNPIN)
+    def unpin(self, slots: Iterable[Slot]) -> list[Slot]:
+        """One reader less for each of these slots, in one pass. Returns those that have none any more."""
+        last: list[Slot] = []
+        for slot in slots:
+            pins = slot.pins - 1
+            assert pins >= 0, f"unpinned too often: {slot}"
+            slot.pins = pins
+            if not pins:
+                slot.state = _SEALED
+                last.append(slot)
+        self._recount(last, _LEASED, _SEALED)
+        return last
+
+    def _recount(self, slots: list[Slot], source: SlotState, target: SlotState) -> None:
+        sizes = set(map(_size_of, slots))
+        for size in sizes:
+            # Most often all have one size, and counting one by one would be most of the work of a short chain.
+            number = len(slots) if len(sizes) == 1 else sum(slot.payload_bytes == size for slot in slots)
+            self._counts[size][source] -= number
+            self._counts[size][target] += number
 
     def free(self, slot: Slot, event: SlotEvent) -> None:
         """Give a slot back by ABORT, EVICT or END_QUARANTINE."""
         self._move(slot, event)
         assert slot.state is SlotState.FREE
-        slot.owner, slot.account = b"", NOBODY
+        slot.owner, slot.account, slot.block = b"", NOBODY, None
         self._free[slot.payload_bytes].append(slot.index)
 
     def quarantine(self, slot: Slot) -> None:
@@ -239,12 +310,13 @@ class SlotTable:
         counted: dict[int, Counter[SlotState]] = {size: Counter() for size in self._counts}
         used: dict[str, int] = {}
         writing: dict[str, int] = {}
-        for slot in self._slots.values():
+        for slot in self.all_slots():
             state, account, is_odd = slot.state, slot.account, slot.generation % 2 == 1
             counted[slot.payload_bytes][state] += 1
             assert (slot.pins > 0) == (state is _LEASED), f"pins and state disagree: {slot}"
             assert is_odd or state is not _WRITING, f"written under an even generation: {slot}"
             assert not is_odd or state not in _READABLE, f"sealed under an odd generation: {slot}"
+            assert slot.block is None or (state in _READABLE and slot.block.slot is slot), f"not its block: {slot}"
             if account:
                 assert state is not _FREE, f"somebody is charged for a free slot: {slot}"
                 used[account] = used.get(account, 0) + slot.payload_bytes
@@ -253,9 +325,11 @@ class SlotTable:
         free = [index for indices in self._free.values() for index in indices]
         assert len(free) == len(set(free)) == self.counts()["free"], "free list and free slots differ"
         for index in free:
-            assert self._slots[index].state is _FREE, f"slot {index} is on the free list but not free"
+            assert self[index].state is _FREE, f"slot {index} is on the free list but not free"
         assert Counter(used) == self.accounts.used, "what tenants hold does not add up"
         assert Counter(writing) == self.accounts.writing, "what tenants write does not add up"
+        assert self._slot_count == sum(map(len, self._slots.values())), "slots are miscounted"
+        assert self._slots.keys() == self._slab_payload.keys(), "slots of a slab that has no size, or a slab without"
         slabs = set(self._free_slabs) | set(self._slab_payload)
         assert slabs == set(range(self._geometry.slab_count)), "a slab is lost"
         assert not set(self._free_slabs) & set(self._slab_payload), "a slab is free and assigned"

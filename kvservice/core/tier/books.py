@@ -126,14 +126,14 @@ class TierBooks:
         self._move(entry, SlotEvent.PIN)
         entry.pins += 1
         if entry.pins == 1:
-            self.policy.pin(key)
+            self.policy.pin((key,))
 
     def unpin(self, key: BlockKey) -> None:
         entry = self._entries[key]
         entry.pins -= 1
         if entry.pins == 0:
             self._move(entry, SlotEvent.UNPIN)
-            self.policy.unpin(key)
+            self.policy.unpin((key,))
             if entry.is_doomed:
                 self._drop(entry)
 

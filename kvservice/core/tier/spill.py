@@ -16,7 +16,7 @@ from kvservice.core.block.tenants import tag_of
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
-from kvservice.core.store.blocks import Block
+from kvservice.core.store.slots import Block
 from kvservice.units import BlockKey, MiB, NodeId
 
 QUEUE_MAX = 4096  # blocks that wait; further ones are dropped

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from kvservice.core.actions import Action, Announce, Erase, Retract, WriteDown
+from kvservice.core.actions import Announce, Erase, Retract, WriteDown
 from kvservice.core.block.marks import MARK_SECONDS
 from kvservice.core.block.tenants import TenantLimits, tag_of
 from kvservice.core.bounded_table import BoundedTable
@@ -25,8 +25,8 @@ from kvservice.core.context import ShardContext
 from kvservice.core.events import PullResult, TierFound, WrittenDown
 from kvservice.core.messages import Holder
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
-from kvservice.core.store.blocks import Block
 from kvservice.core.store.eviction import LeafFirstReuse
+from kvservice.core.store.slots import Block
 from kvservice.core.tier.books import TierBooks
 from kvservice.core.tier.rules import TierRules, TierUsage, WriteMoment, tier_holder
 from kvservice.core.tier.spill import Spill
@@ -38,6 +38,9 @@ CLEAN_FREE_SHARE = 1 / 8  # of the memory: while less is free, the cleaner write
 CLEAN_BLOCKS = 256  # that the cleaner looks at: it costs a millisecond
 CLEAN_TIER_SHARE = 0.5  # of a tier's budget, that one look may fill
 CLEAN_SECONDS = 0.1  # between two looks: with CLEAN_BLOCKS, more than any disk writes
+# While digests are computed no write begins: an engine waits for them, and both need processors and memory bandwidth.
+# For no longer than this, however many engines store.
+HOLD_SECONDS = 0.02
 KNOWN_MAX = 262_144  # blocks that are known to be in a shared tier, about 40 MB; a forgotten one is written again
 CHECK_BLOCKS_MAX = 20_000  # larger books are not checked: a check would block the loop for too long
 
@@ -74,7 +77,7 @@ class _Tier:
 
 
 class Tiers:
-    """`emit` of the context goes to the performer; the actions of the memory's store pass through `pass_on`."""
+    """`emit` of the context goes to the performer; `hides` says what the memory's store need not tell."""
 
     def __init__(self, rules: Sequence[TierRules], shard: ShardContext, *, spills: bool = False) -> None:
         """`spills`: offer cold blocks to nodes that accept them."""
@@ -100,6 +103,7 @@ class Tiers:
         self._now = 0.0  # of the last event
         self._cleaned_at = -CLEAN_SECONDS
         self._clean_at: float | None = None
+        self._held_since: float | None = None  # writes wait for digests
 
     # -- what is announced ----
 
@@ -107,10 +111,10 @@ class Tiers:
         """Whether a tier of this node has the block and can give it."""
         return any(key in books for books in self._own)
 
-    def pass_on(self, action: Action) -> bool:
-        """Whether an action of the memory's store goes to the performer: what a tier has is announced already, and
+    def hides(self, key: BlockKey) -> bool:
+        """Whether nobody need hear that memory has got or lost this block: what a tier has is announced already, and
         stays announced."""
-        return not (isinstance(action, Announce | Retract) and self._own and self.holds(action.key))
+        return bool(self._own) and self.holds(key)
 
     def found(self, event: TierFound, now: float) -> None:
         """A tier is open, and has kept these blocks over a restart."""
@@ -186,18 +190,31 @@ class Tiers:
         if not tier.queue.put(block.key):
             self._count(tier, "dropped_full")
 
-    def work(self, now: float) -> None:
+    def work(self, now: float, *, is_digesting: bool = False) -> None:
         """Clean, and begin what may begin. Called after every event; cheap when there is nothing to do."""
         self._now = now
         if WriteMoment.EVICTED in self._moments or self.spill.is_on:
             self._clean(now)
         self.spill.work(now)
+        if self._holds_writes(now, is_digesting=is_digesting):
+            return
         for tier in self._tiers.values():
             while tier.queue and (items := tier.queue.next_items(partial(self._prepare, tier))):
                 number = self._next_job
                 self._next_job += 1
                 tier.queue.begin(number, items)
                 self._shard.emit(WriteDown(number, tier.rules.name, items))
+
+    def _holds_writes(self, now: float, *, is_digesting: bool) -> bool:
+        if not is_digesting or not any(tier.queue for tier in self._tiers.values()):
+            self._held_since = None
+            return False
+        if self._held_since is None:
+            self._held_since = now
+        if now < self._held_since + HOLD_SECONDS:
+            return True
+        self._held_since = None
+        return False
 
     def _clean(self, now: float) -> None:
         """Queue the coldest blocks that a tier lacks, while little memory is free."""
@@ -210,8 +227,7 @@ class Tiers:
         if free >= self._clean_below:
             return
         self._cleaned_at = now
-        found = (self._store.get(key) for key in self._store.policy.coldest(CLEAN_BLOCKS))
-        coldest = [block for block in found if block is not None and not block.is_secondary]
+        coldest = [block for block in self._store.coldest(CLEAN_BLOCKS) if not block.is_secondary]
         for tier in self._tiers.values():
             if tier.rules.write is WriteMoment.EVICTED and tier.takes(now):
                 self._clean_into(tier, coldest)
@@ -239,12 +255,12 @@ class Tiers:
             return None  # it was found in the tier since it was queued
         account = self._store.account_of(block)
         name = (key, block.payload_bytes, block.digest, block.position, block.route)
-        written = TierBlock(*name, tag_of(account), block.fingerprint, block.stored_at)
+        written = TierBlock(*name, tag_of(account), block.origin.fingerprint, block.stored_at)
         if tier.books is not None and not tier.books.reserve(written, self._store.parent_of(block), account):
             self._count(tier, "dropped_no_room")
             return None
-        self._store.pin(block)
-        return written, block.slot
+        self._store.pin((block.slot,))
+        return written, block.slot.index
 
     def written(self, event: WrittenDown, now: float) -> None:
         for tier in self._tiers.values():
@@ -254,7 +270,7 @@ class Tiers:
             results = (*event.written, *[False] * len(items))
             good = 0
             for (block, slot), is_written in zip(items, results, strict=False):
-                self._store.unpin(slot)
+                self._store.unpin((self._store.table[slot],))
                 if is_written:
                     good += 1
                     self._count(tier, "written_bytes", block.payload_bytes)
@@ -406,7 +422,8 @@ class Tiers:
                 tier.books.accounts.set_limits({name: TenantLimits(quota) for name, quota in quotas.items()})
 
     def next_deadline(self) -> float | None:
-        return self._clean_at
+        held = None if self._held_since is None else self._held_since + HOLD_SECONDS
+        return min([due for due in (self._clean_at, held) if due is not None], default=None)
 
     def usage(self) -> tuple[TierUsage, ...]:
         return tuple(

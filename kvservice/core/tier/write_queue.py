@@ -16,6 +16,9 @@ from kvservice.units import BlockKey, MiB, SlotIndex
 
 QUEUE_MAX = 4096  # blocks that wait, 64 KiB of keys: seconds of any disk's work. Further ones are dropped.
 WRITE_BLOCKS_MAX = 16  # of one job: its slots are pinned until its last block is written
+# Under way that are not full: one is written while the next gathers. So a tier that is written all the time makes few
+# events, for which engines wait.
+SMALL_JOBS_MAX = 2
 WRITING_BYTES_MAX = 64 * MiB  # being written into one tier: enough for a disk's parallel writes
 # The share of the memory that writes, and the share that reads of one tier may hold: a tier that never answers keeps
 # it for ever. Reads get more, because engines wait for them.
@@ -64,9 +67,12 @@ class WriteQueue:
         return True
 
     def next_items(self, prepare: Callable[[BlockKey], Item | None]) -> tuple[Item, ...]:
-        """The items of the next job; none when enough is being written. `prepare` returns None for a block that is
-        not written after all. A block larger than the bound is written alone."""
+        """The items of the next job; none when enough is being written, or when too few wait beside jobs that are under
+        way. `prepare` returns None for a block that is not written after all. A block larger than the bound is written
+        alone."""
         items: list[Item] = []
+        if len(self._jobs) >= SMALL_JOBS_MAX and len(self._waiting) < WRITE_BLOCKS_MAX:
+            return ()
         byte_count = 0
         while self._waiting and len(items) < WRITE_BLOCKS_MAX and self._has_room(byte_count):
             key = next(iter(self._waiting))

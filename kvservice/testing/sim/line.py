@@ -1,7 +1,7 @@
 """The connection between a session and the pool of its node: a PoolPort over calls that misbehave.
 
-It does what client.shard and the shard's EngineServicer do for real processes: deadlines, the stream whose end is the
-end of an attachment, on both sides, and the check that a call belongs to this boot.
+It does what client.shard and shard.engine_socket do for real processes: deadlines, the connection whose end is the end
+of an attachment, on both sides, and that a call belongs to the boot which its connection was made to.
 """
 
 from __future__ import annotations
@@ -12,13 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvservice.aio import is_set_within
-from kvservice.client.shard import (
-    ACQUIRE_SLACK_SECONDS,
-    ATTACH_SECONDS,
-    CALL_SECONDS,
-    SEAL_SECONDS,
-    STREAM_SILENCE_SECONDS,
-)
+from kvservice.client.engine_link import SILENCE_SECONDS
+from kvservice.client.shard import ACQUIRE_SLACK_SECONDS, ATTACH_SECONDS, CALL_SECONDS, SEAL_SECONDS
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -33,20 +28,20 @@ from kvservice.core.messages import (
     WarmResult,
 )
 from kvservice.core.segment.refs import BlockRef
-from kvservice.errors import StaleEpoch
+from kvservice.errors import NotAttached
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.calls import SimCaller
 from kvservice.testing.sim.parts import EngineParts
 from kvservice.units import AttachmentId, BootEpoch, HandoffId, LeaseId
 
 T = TypeVar("T")
-HEARTBEAT_SECONDS = 2.0  # Heartbeats of the stream, at the interval that shard.service has.
-CLOSED_SECONDS = 0.001  # Until the other side of a broken stream notices: a local socket.
+HEARTBEAT_SECONDS = 2.0  # Heartbeats of the connection, at the interval that shard.engine_socket has.
+CLOSED_SECONDS = 0.001  # Until the other side of a broken connection notices: a local socket.
 
 
 @dataclass(slots=True, eq=False)
 class _AttachmentStream:
-    """The stream of one attachment, with both ends."""
+    """The connection of one attachment, with both ends."""
 
     on_lost: Callable[[str], None]
     attachment: Attachment | None = None  # once the engine has heard of it
@@ -162,12 +157,12 @@ class Line:
 
         async def serve(runtime: PoolRuntime) -> T:
             if runtime.epoch != epoch:
-                raise StaleEpoch(f"{self._node.name} restarted: it is in epoch {runtime.epoch}, the call of {epoch}")
+                raise NotAttached(f"{self._node.name} restarted: it is in epoch {runtime.epoch}, the call of {epoch}")
             return await work(runtime)
 
         return await self._caller.call(self._node, seconds, serve)
 
-    # -- the stream ----
+    # -- the connection ----
 
     async def _serve_attach(self, runtime: PoolRuntime, spec: EngineSpec, stream: _AttachmentStream) -> Attachment:
         engine, node, life = self._engine, self._node, self._engine.life
@@ -192,16 +187,16 @@ class Line:
 
     def _hear_end(self, life: int, stream: _AttachmentStream, attachment: Attachment) -> None:
         if self._engine.life == life and stream.attachment is attachment:
-            self._engine.receive(self._lose, stream, "the shard closed the stream")
+            self._engine.receive(self._lose, stream, "the shard closed the connection")
 
     async def _follow(self, stream: _AttachmentStream) -> None:
-        """Give up a stream on which nothing was heard for too long."""
+        """Give up a connection on which nothing was heard for too long."""
         while not stream.is_over:
             silent = self._engine.clock() - stream.heard_at
-            if silent >= STREAM_SILENCE_SECONDS:
+            if silent >= SILENCE_SECONDS:
                 self._lose(stream, f"no heartbeat for {silent:.0f} s")
                 return
-            await asyncio.sleep(STREAM_SILENCE_SECONDS - silent + 0.001)
+            await asyncio.sleep(SILENCE_SECONDS - silent + 0.001)
 
     def node_died(self) -> None:
         """The node died: every connection to it broke."""

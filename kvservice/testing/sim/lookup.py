@@ -51,13 +51,14 @@ class LookupPartition(Process):
         self.directory.sweep(64)
         self.after(SWEEP_SECONDS, self._sweep)
 
-    def keys_of(self, node_id: NodeId) -> set[BlockKey]:
-        """All keys that this node holds."""
-        keys: set[BlockKey] = set()
+    def keys_by_node(self) -> dict[NodeId, set[BlockKey]]:
+        """All keys that each node holds."""
+        keys: dict[NodeId, set[BlockKey]] = {}
         row: int | None = 0
         while row is not None:
             held, row = self.directory.snapshot(row, SNAPSHOT_KEYS)
-            keys.update(unpack_keys(held.get(node_id, b"")))
+            for node_id, packed in held.items():
+                keys.setdefault(node_id, set()).update(unpack_keys(packed))
         return keys
 
     def announce(self, node: Holder, update: Update, reply: Callable[[AnnounceOutcome, int], None]) -> None:

@@ -25,6 +25,20 @@ def content_of(model: bytes, block_hash: BlockHash) -> bytes:
     return hashlib.blake2b(model + block_hash, digest_size=PAYLOAD_BYTES).digest()
 
 
+class MappedFile:
+    """The file of a segment as another process maps it: what it holds while it has no name any more, too."""
+
+    def __init__(self, headers: dict[SlotIndex, bytes], payloads: dict[SlotIndex, bytearray]) -> None:
+        self._headers, self._payloads = headers, payloads
+        self.is_cut_short = False
+
+    def header_bytes(self, slot: SlotIndex) -> bytes:
+        return self._headers.get(slot, b"")
+
+    def read(self, slot: SlotIndex) -> bytes:
+        return bytes(self._payloads.get(slot, BLANK))
+
+
 class SegmentMemory:
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
@@ -36,6 +50,7 @@ class SegmentMemory:
         self._headers: dict[SlotIndex, bytes] = {}
         self._payloads: dict[SlotIndex, bytearray] = {}
         self._slabs: dict[int, int] = {}
+        self.file = MappedFile(self._headers, self._payloads)
 
     def boot(self) -> BootEpoch:
         """Let a new boot of the shard take the segment over."""
@@ -45,9 +60,12 @@ class SegmentMemory:
     def lose(self) -> None:
         """The host restarted: the content is gone, and only the epoch goes on, as it grows with time in production."""
         self.writers.clear()
-        self._headers.clear()
-        self._payloads.clear()
-        self._slabs.clear()
+        self._headers, self._payloads, self._slabs = {}, {}, {}  # those who map the old ones keep them
+        self.file = MappedFile(self._headers, self._payloads)
+
+    def cut_short(self) -> None:
+        """The file ends before its slots."""
+        self.file.is_cut_short = True
 
     def assign_slab(self, slab: int, payload_bytes: int) -> None:
         for slot in [slot for slot in self._headers if slab_of(slot) == slab]:

@@ -12,6 +12,7 @@ from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import Holder
 from kvservice.core.shard import ShardState
+from kvservice.core.slices import DEFAULT_SLICES, SliceSizes
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_specs import TierSpec
@@ -20,16 +21,28 @@ from kvservice.testing.sim.clears import Clears
 from kvservice.testing.sim.lookup import Herald, LookupPartition
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
-from kvservice.testing.sim.parts import NodeParts
+from kvservice.testing.sim.parts import NodeParts, Unanswered
 from kvservice.testing.sim.puller import SimPuller
 from kvservice.testing.sim.remote import SimDirectory, SimPeers
-from kvservice.testing.sim.tier import SimTier, TierStore
+from kvservice.testing.sim.tier import SimSharedTier, SimTier, TierStore
 from kvservice.testing.sim.world import Violation, World
 from kvservice.units import AttachmentId, BlockKey, NodeId, SpanRoute
 
 # Short, so that leases end within a schedule.
 LEASE_SECONDS = 2.0
 STOP_SECONDS = 10.0  # Virtual seconds. A runtime that takes longer to close is a violation.
+TURN_SECONDS = 0.5  # Virtual seconds that a call waits for its next turn, at most and rarely: others ask as well
+ONE_AT_A_TIME = SliceSizes(blocks=1, slots=1)
+
+
+class _TakingTurns(PoolRuntime):
+    """Its callers wait for their turns, as they do where many ask much."""
+
+    world: World
+
+    def _in_turn(self, op: int, work: Callable[[], None]) -> None:
+        self.world.counters["slices"] += 1
+        self._loop.call_later(TURN_SECONDS * self.world.random.random() ** 4, work)
 
 
 class Node(NodeParts):
@@ -46,6 +59,8 @@ class Node(NodeParts):
         mark_files: tuple[Path, ...] = (),
         *,
         accepts_spill: bool = False,
+        maps_peers: bool = False,
+        slices: bool = False,
     ) -> None:
         super().__init__(world, name, name)
         self.node_id = NodeId(name)
@@ -54,12 +69,15 @@ class Node(NodeParts):
         self.runtime: PoolRuntime | None = None  # None while it does not serve
         self.hang_seconds = 0.0  # how long the next read hangs
         self.garbles = False  # the next read
+        self._mute_until = {"handshakes": 0.0, "reads": 0.0}  # the world's time
         self._lookups = lookups
         self._tenants = tenants
         self._tiers = tiers or {}
         self.clears = Clears(world, name)
         self._mark_files = mark_files
         self.accepts_spill = accepts_spill
+        self.maps_peers = maps_peers
+        self._slices = ONE_AT_A_TIME if slices else DEFAULT_SLICES
         self._stopped_at: float | None = None
         self._on_news: Callable[[], None] | None = None
         self.boot()
@@ -76,7 +94,7 @@ class Node(NodeParts):
     async def _serve(self) -> None:
         self.announcer = Announcer(len(self._lookups), self._inventory)
         self._herald = Herald(self, self.announcer, self._lookups, self.holder, self._fenced)
-        runtime = PoolRuntime(
+        runtime = _TakingTurns(
             PoolConfig(
                 self.node_id,
                 self.memory.path,
@@ -84,6 +102,7 @@ class Node(NodeParts):
                 lease_seconds=LEASE_SECONDS,
                 tenants=self._tenants,
                 tiers=tuple(self._tiers),
+                slices=self._slices,
                 accept_spill=self.accepts_spill,
                 mark_files=self._mark_files,
                 wall_clock=self.clears.wall,
@@ -94,8 +113,9 @@ class Node(NodeParts):
             SimPeers(self),
             self.clock,
             self._claim,
-            {store.name: partial(SimTier, self, store) for store in self._tiers.values()},
+            {store.name: partial(self._tier_of(store), self, store) for store in self._tiers.values()},
         )
+        runtime.world = self.world
         await runtime.begin()
         if self._mark_files:
             others = [peer.runtime for peer in self.peers.values() if peer.runtime is not None]
@@ -103,6 +123,9 @@ class Node(NodeParts):
         self.runtime = runtime
         self.loop.start(self._herald.run())
         self.world.note(self.name, f"booted, epoch {runtime.epoch}, {len(runtime.state.blocks())} blocks")
+
+    def _tier_of(self, store: TierStore) -> type[SimTier]:
+        return SimSharedTier if store.is_shared and self._mark_files else SimTier
 
     def crash(self, with_memory: bool) -> None:
         self.world.note(self.name, "crashed" + (" with its memory" if with_memory else ""))
@@ -162,7 +185,16 @@ class Node(NodeParts):
                 raise Violation(f"{self.name} is {self.runtime.fenced}")
             self.runtime.state.check_invariants()
             self.announcer.check_invariants()
+            self.runtime.meetings.state.check_invariants()
             self.clears.check(self.runtime, [store.files for store in self.disks])
+
+    def check_marks(self) -> None:
+        """Check that everything is known here that was cleared according to the store, whoever was told of it."""
+        known = [] if self.runtime is None else self.runtime.state.freshness.marks.all()
+        kept = [mark for store in self._tiers.values() for mark in store.marks] if self.has_open_tiers else []
+        for mark in kept:
+            if not any(one.scope == mark.scope and one.at >= mark.at for one in known):
+                raise Violation(f"{self.name} never heard of a clear whose mark the store has kept")
 
     @property
     def disks(self) -> list[TierStore]:
@@ -187,6 +219,14 @@ class Node(NodeParts):
         """An operator tells this node, if it serves."""
         if self.runtime is not None:
             self.loop.start(self.clears.apply(self.runtime, [mark]))
+
+    def silence(self, what: Unanswered, seconds: float) -> None:
+        """Answer no handshake, or no small read, that begins within these seconds."""
+        self._mute_until[what] = self.world.now + seconds
+        self.world.note(self.name, f"answers no {what} for {seconds:.2f} s")
+
+    def is_mute(self, what: Unanswered) -> bool:
+        return self.world.now < self._mute_until[what]
 
     def garble(self) -> None:
         """Make the next bytes that this node reads arrive with an error."""
@@ -219,8 +259,9 @@ class Node(NodeParts):
 
     @contextlib.contextmanager
     def quotas_kept(self, attachment: AttachmentId) -> Iterator[None]:
-        """Check that what a tenant reserves meanwhile takes no block of another tenant that is within its quota."""
-        state = self.state
+        """Check that what a tenant reserves meanwhile takes no block of another tenant that is within its quota. Not
+        where the reserving takes turns with others: they give blocks up for reasons of their own."""
+        state = self.state if self._slices is DEFAULT_SLICES else None
         before = {} if state is None else {row.name: row.used_bytes for row in state.tenants()}
         yield
         if state is None:

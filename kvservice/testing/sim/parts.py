@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import Literal
 
 from kvservice.connector.plan import LoadPlan
 from kvservice.core.messages import AcquireRequest, AcquireResult, EngineSpec, Holder
@@ -14,6 +15,8 @@ from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
 from kvservice.testing.sim.world import Process
 from kvservice.units import AttachmentId, NodeId
+
+Unanswered = Literal["handshakes", "reads"]
 
 
 class NodeParts(Process):
@@ -28,6 +31,10 @@ class NodeParts(Process):
     hang_seconds: float  # of the next read
     garbles: bool  # the next read
     accepts_spill: bool  # what others evict
+    maps_peers: bool  # all nodes are of one machine
+
+    @abstractmethod
+    def is_mute(self, what: Unanswered) -> bool: ...
 
     @abstractmethod
     def kick(self) -> None: ...

@@ -1,19 +1,23 @@
 """One-sided reads of one simulated node. Each half of each payload is read, then the headers, at different moments,
-without asking whether the other process still runs."""
+without asking whether the other process still runs.
+
+Peers of one machine are mapped: no network is between them, nothing lands late, and a file without a name is read as it
+was. One that is cut short ends the pull.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvservice.core import events as ev
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header_checks import is_as_located
 from kvservice.core.segment.refs import BlockHandle
-from kvservice.testing.sim.memory import HALF, SegmentMemory
+from kvservice.testing.sim.memory import HALF, MappedFile, SegmentMemory
 from kvservice.testing.sim.parts import NodeParts
 from kvservice.transfer.puller import DoneCallback, PullJob, WritesEndedCallback
-from kvservice.units import BootEpoch, SlotIndex
+from kvservice.units import BootEpoch, NodeId, SlotIndex
 
 LATE_SECONDS = 2.0  # a transfer that was given up may still write for this long
 READ_SECONDS = 0.02  # the longest that reading half a block takes: slow enough for something to happen meanwhile
@@ -22,7 +26,7 @@ READ_SECONDS = 0.02  # the longest that reading half a block takes: slow enough 
 @dataclass(slots=True)
 class _Pull:
     job: PullJob
-    memory: SegmentMemory
+    memory: SegmentMemory | MappedFile
     on_done: DoneCallback
     on_writes_ended: WritesEndedCallback
     is_decided: bool = False
@@ -36,6 +40,7 @@ class SimPuller:
         self._world = node.world
         self._life = node.life
         self._is_closed = False
+        self._maps_peers = node.maps_peers
 
     name = "simulated"
 
@@ -47,13 +52,20 @@ class SimPuller:
 
     def submit(self, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback) -> None:
         peer = self._node.peers[job.peer]
-        pull = _Pull(job, peer.memory, on_done, on_writes_ended)
+        memory = peer.memory.file if self._maps_peers else peer.memory
+        pull = _Pull(job, memory, on_done, on_writes_ended)
         self._world.note(self._node.name, f"pulls {len(job.items)} blocks from {peer.name}")
         if self._is_cut(pull):
             self._broken(pull, landed_late=self._world.random.random() < 0.5)
             return
         self._node.after(max(job.deadline - self._node.clock(), 0.0) + 0.001, self._deadline, pull)
         self._read(pull, 0, 0)
+
+    def greet(self, peer: NodeId, epoch: BootEpoch, description: bytes, on_met: Callable[[bool], None]) -> None:
+        if self._node.peers[peer].is_mute("reads"):
+            return  # a peer that stopped keeps its answer
+        cut = self._world.is_cut(self._node.host, peer) or self._world.is_cut(peer, self._node.host)
+        self._node.after(READ_SECONDS, on_met, not cut)
 
     def close(self) -> None:
         """Stop: nothing is written any more."""
@@ -64,6 +76,8 @@ class SimPuller:
         return self._node.life == self._life and not self._is_closed  # a NIC stops with its registration
 
     def _is_cut(self, pull: _Pull) -> bool:
+        if isinstance(pull.memory, MappedFile):
+            return pull.memory.is_cut_short
         me, peer = self._node.host, pull.job.peer
         return self._world.is_cut(me, peer) or self._world.is_cut(peer, me)
 
@@ -75,7 +89,7 @@ class SimPuller:
         if self._is_cut(pull):
             self._broken(pull, landed_late=True)
             return
-        if self._node.hang_seconds:
+        if self._node.hang_seconds and not self._maps_peers:
             hang, self._node.hang_seconds = self._node.hang_seconds, 0.0
             self._world.at(hang, self._read, pull, index, half)
             return
@@ -124,7 +138,9 @@ class SimPuller:
             self._broken(pull, landed_late=True)
 
     def _broken(self, pull: _Pull, landed_late: bool) -> None:
-        """The transfer did not end. What it writes may still arrive, and the slot is free only after that."""
+        """The transfer did not end. What it writes may still arrive, and the slot is free only after that. A copy of
+        our own ends with its pull."""
+        landed_late = landed_late and not self._maps_peers
         pull.is_decided = True
         stuck = ev.PullResult.STUCK if landed_late else ev.PullResult.FAILED
         self._node.after(0.001, pull.on_done, pull.job.job_id, (stuck,) * len(pull.job.items))

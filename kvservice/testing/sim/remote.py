@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from kvservice.client.peer import PeerInfo
+from kvservice.core import actions as act
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
-from kvservice.errors import StaleEpoch
+from kvservice.errors import StaleEpoch, Unavailable
 from kvservice.lookup.client import LookupAnswer
+from kvservice.pool.remote import Heard
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.calls import SimCaller
 from kvservice.testing.sim.lookup import LookupPartition, ask_directory
@@ -18,6 +20,7 @@ from kvservice.testing.sim.parts import NodeParts
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
 
 T = TypeVar("T")
+WATCH_SECONDS = 1.0  # between two looks of a node at the members: news come while something happens, and cost little
 
 
 class SimLookup:
@@ -67,15 +70,11 @@ class SimDirectory:
     def __init__(self, node: NodeParts, lookups: Sequence[LookupPartition], announcer: Announcer) -> None:
         self.lookup = SimLookup(node, lookups)
         self._node = node
+        self._lookups = lookups
         self._announcer = announcer
 
-    def announce(self, key: BlockKey, route: SpanRoute) -> None:
-        self._announcer.add(key, route)
-
-    def retract(self, key: BlockKey, route: SpanRoute) -> None:
-        self._announcer.remove(key, route)
-
-    def kick(self) -> None:
+    def tell(self, changes: Sequence[act.Announce | act.Retract]) -> None:
+        self._announcer.change(changes)
         self._node.kick()
 
     async def leave(self) -> None:
@@ -83,6 +82,18 @@ class SimDirectory:
 
     def self_holder(self) -> Holder | None:
         return self._node.holder()
+
+    def listen(self, heard: Heard) -> None:
+        """Look at what the partitions know, again and again, as a watch stream would tell it."""
+
+        def look() -> None:
+            for lookup in self._lookups:
+                if lookup.alive and not lookup.is_paused and not self._node.world.is_cut(lookup.host, self._node.host):
+                    for summary in lookup.directory.nodes(lookup.clock()):
+                        heard(summary.node, summary.visible)
+            self._node.after(WATCH_SECONDS, look)
+
+        self._node.after(WATCH_SECONDS, look)
 
 
 class SimPeers:
@@ -93,7 +104,10 @@ class SimPeers:
         self._caller = SimCaller(node, node.host)
 
     async def handshake(self, holder: Holder, timeout: float) -> PeerInfo:
-        """A peer's description is fixed for its epoch, so nobody is asked."""
+        """A peer's description is fixed for its epoch, so nobody is asked, but a peer that is mute never answers."""
+        if self._node.peers[holder.node_id].is_mute("handshakes"):
+            await asyncio.sleep(timeout)
+            raise Unavailable(f"{holder.node_id} did not answer within {timeout:.1f} s")
         memory = self._node.peers[holder.node_id].memory
         if memory.epoch != holder.epoch:
             raise StaleEpoch(f"{holder.node_id} restarted: epoch {memory.epoch}, the directory said {holder.epoch}")

@@ -7,6 +7,7 @@ request ends, no lease and no slot stays taken, and the directory says what the 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import tempfile
 from collections import Counter
@@ -23,6 +24,7 @@ from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import Handoff
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
 from kvservice.core.segment.geometry import Geometry
+from kvservice.pool import tiers as pool_tiers
 from kvservice.pool.tier_specs import DISK, OBJECTS, TierSpec
 from kvservice.testing.builders import SMALL, make_spec
 from kvservice.testing.sim.clears import STARTED_AT
@@ -45,13 +47,16 @@ from kvservice.testing.sim.schedule import (
 from kvservice.testing.sim.tier import FAULTS as LASTING
 from kvservice.testing.sim.tier import TierStore
 from kvservice.testing.sim.world import Process, Violation, World
-from kvservice.units import BlockKey, HandoffId, MiB, NodeId
+from kvservice.units import BlockKey, HandoffId, MiB, NodeId, SlotIndex
 
 # Virtual seconds after healing and the last pause. What has not converged by then is a violation.
 CONVERGE_SECONDS = 40.0
 CHECK_EVERY = 150  # Events between full checks of all states: they are slow, and a contradiction does not go away.
 # More than the busiest schedule has. A run with more has a loop, which is a violation.
 EVENTS_MAX = 400_000
+NODES_FEW = (
+    4  # Both are for so many nodes. With more there are as many times the events, and checks are as much slower.
+)
 WRONG_BYTES = ("garble", "tier_flip", "tier_torn", "tier_mix_up", "tier_stale")  # as they arrive
 BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verify what they load
 MEMORY_NODE_TIMES = 4  # the slabs of other nodes: what they evict fits for a while, and then it does not
@@ -106,6 +111,8 @@ class SimulatedRun:
                 tiers,
                 marks,
                 accepts_spill=is_memory_node,
+                maps_peers=schedule.maps_peers,
+                slices=schedule.slices,
             )
             node.set_clock_rate(schedule.rates[i])
             self.nodes.append(node)
@@ -185,9 +192,11 @@ class SimulatedRun:
         """Where a shard and the engines of its node disagree: an engine is not attached, about slots that it may write,
         or about hand-offs that are open."""
         found = [f"{engine.name} is not attached" for engine in self.engines if engine.session.attachment is None]
+        held_at: dict[str, set[SlotIndex]] = {node.name: set() for node in self.nodes}
+        for engine in self.engines:
+            held_at[engine.node.name].update(ref.slot for ref in engine.session.held)
         for node in self.nodes:
-            engines = [engine for engine in self.engines if engine.node is node]
-            held = {ref.slot for engine in engines for ref in engine.session.held}
+            held = held_at[node.name]
             if node.state is not None and node.state.reserved_slots() != held:
                 reserved = len(node.state.reserved_slots())
                 found.append(f"{node.name} holds {reserved} slots for engines, they hold {len(held)}")
@@ -196,12 +205,12 @@ class SimulatedRun:
         return found
 
     def _until(self, end: float, is_over: Callable[[], bool]) -> None:
-        count = 0
-        while not is_over() and self.world.step(end):
+        count, times = 0, -(-len(self.nodes) // NODES_FEW)
+        while (count % times or not is_over()) and self.world.step(end):
             count += 1
-            if count % CHECK_EVERY == 0:
+            if count % (CHECK_EVERY * times) == 0:
                 self._check()
-            if count > EVENTS_MAX:
+            if count > EVENTS_MAX * times:
                 raise Violation("too many events: there is an endless loop")
         self._check()
 
@@ -224,8 +233,9 @@ class SimulatedRun:
     def _audit(self, node: Node) -> None:
         """Check that every readable block holds the bytes of its key, whether anybody reads it or not."""
         for block in [] if node.state is None else node.state.blocks():
-            if node.memory.read(block.slot) != self.world.right[block.key]:
-                raise Violation(f"{node.name} holds wrong bytes in slot {block.slot:#x}, as block {block.position}")
+            if node.memory.read(block.slot.index) != self.world.right[block.key]:
+                place = f"in slot {block.slot.index:#x}, as block {block.position}"
+                raise Violation(f"{node.name} holds wrong bytes {place}")
 
     def _check_end(self) -> None:
         unequal = self._unequal()
@@ -233,6 +243,7 @@ class SimulatedRun:
             raise Violation(f"after everything ended, {unequal[0]}")
         for lookup in self.lookups:
             lookup.directory.check_invariants()
+        known = [lookup.keys_by_node() for lookup in self.lookups]
         for node in self.nodes:
             if node.state is None:
                 raise Violation(f"{node.name} does not serve after everything ended")
@@ -244,7 +255,11 @@ class SimulatedRun:
                     raise Violation(f"{node.name} has {counts[state]} slots {state} after everything ended")
             held = {key for key, _ in node.runtime.inventory()} if node.runtime is not None else set()
             self._check_disks(node, held)
-            said = {key for lookup in self.lookups for key in lookup.keys_of(node.node_id)}
+            if pool_tiers.MARKS_EVERY_SECONDS < CONVERGE_SECONDS:
+                node.check_marks()
+            if node.runtime is not None:
+                node.runtime.meetings.state.check_progress(node.clock())
+            said = {key for keys in known for key in keys.get(node.node_id, ())}
             if held != said:
                 raise Violation(
                     f"the directory says {node.name} holds {len(said)} blocks, it holds {len(held)}: "
@@ -293,8 +308,10 @@ class SimulatedRun:
         hosts = [n.host for n in self.nodes] + [shard.host for shard in self.lookups]
         one, other = hosts[fault.target % len(hosts)], hosts[fault.other % len(hosts)]
         kind = fault.kind
-        if kind in ("crash_node", "lose_node"):
-            self._crash_node(node, fault.seconds, with_memory=kind == "lose_node")
+        if kind in ("crash_node", "lose_node", "cut_short"):
+            if kind == "cut_short":
+                node.memory.cut_short()  # whoever touches the rest ends, as the node itself
+            self._crash_node(node, fault.seconds, with_memory=kind != "crash_node")
         elif kind == "pause_node":
             node.pause(fault.seconds)
         elif kind == "crash_engine":
@@ -345,6 +362,8 @@ class SimulatedRun:
             self.engines[engine_index].change_weights()
         elif kind == "wedge":
             node.wedge(fault.seconds)
+        elif kind == "mute_node":
+            node.silence("reads" if fault.number % 2 else "handshakes", fault.seconds)
         elif kind == "drain":
             if node.runtime is not None:
                 node.runtime.drain()
@@ -358,7 +377,8 @@ class SimulatedRun:
         self.world.note("operator", f"clears {mark.kind.value} {mark.name}")
         self.world.counters["clears"] += 1
         for node, seconds in zip(self.nodes, clear.heard, strict=True):
-            self.world.at(seconds, node.receive, node.clear, mark)
+            if seconds < math.inf:
+                self.world.at(seconds, node.receive, node.clear, mark)
 
     def _mark_of(self, clear: TimedClear) -> Mark:
         at, named = STARTED_AT + self.world.now, list(self.world.owners)

@@ -6,10 +6,12 @@ A schedule is data, so the shortest one that still fails can be found by leaving
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvservice.config import LOOKUP_PARTITIONS_MAX
 from kvservice.units import BlockHash
 
 # What an operator clears.
@@ -18,6 +20,10 @@ CLEARS: tuple[ClearKind, ...] = ("everything", "prompt", "prompt", "tenant", "mo
 HEARS_SECONDS_MAX = 1.5  # until the last node hears of a clear, if it lives
 FAULTS_SECONDS = 3.0  # Virtual seconds with faults. After them everything is healed.
 PROMPTS = 3  # Prompts that requests begin with: few, so that many requests share blocks.
+# Of a wide schedule: a prompt begins with its number in one byte; a node asks as often as in a small schedule, and has
+# faults more seldom, so that most of them meet nodes that still work; a lookup partition has as many nodes as the page
+# of growth gives it.
+WIDE_PROMPTS_MAX, ASKS_PER_NODE, NODES_PER_FAULT, NODES_PER_LOOKUP = 256, 4, 4, 250
 # Few blocks already lead to every state, and short runs can be played by the thousand.
 PROMPT_BLOCKS_MAX = 8
 
@@ -65,12 +71,18 @@ FAULTS: dict[str, int] = {
     "line_twice": 3,
     "line_slow": 4,
     "reset": 0,  # drawn separately, as those of tiers are
+    "mute_node": 0,  # as well
+    "cut_short": 0,  # and this: the segment of a node, which then dies
     **dict.fromkeys(TIER_FAULTS, 0),
 }
 TierWriteSetting = Literal["evicted", "stored", "reused"]  # as the settings say it
 MEMORY_NODE_FAULTS = ("garble", "garble", "garble", "wedge", "crash_node", "lose_node", "pause_node")
 # One schedule of so many has clears; all of these have tiers too.
 CLEARS_EVERY, CLEARS_AT = 24, 14
+MUTES_EVERY, MUTES_AT = 12, 4  # those with nodes that answer no handshake
+MAPS_EVERY, MAPS_AT = 11, 10  # those whose nodes are of one machine and map each other
+SLICES_EVERY, SLICES_AT = 8, 7  # one schedule of so many does every call a block at a time
+GOING_FAULTS = ("crash_engine", "crash_engine", "stop_engine", "crash_at_store", "cut", "line_loss")
 # Far longer than the leases of the simulation.
 FROZEN_SECONDS_MAX = 60.0
 
@@ -109,7 +121,7 @@ class TimedClear:
     at: float
     what: ClearKind
     number: int  # which prompt, tenant or model
-    heard: tuple[float, ...]  # seconds until each node hears of it
+    heard: tuple[float, ...]  # seconds until each node hears of it; infinite: nobody tells it
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,8 @@ class Schedule:
     disk_blocks: int = 0  # what the budget of each node's disk holds
     clears: tuple[TimedClear, ...] = ()
     tails: bool = False  # engines store and ask for the beginnings of blocks
+    maps_peers: bool = False  # nodes read each other's memory, and not over the network
+    slices: bool = False  # calls are done a block at a time, and others have their turns in between
     memory_nodes: int = 0  # the last of the nodes: they accept what others evict, and have no engines
 
 
@@ -144,6 +158,12 @@ def with_memory_node(made: Schedule) -> Schedule:
     ]
     made = replace(made, nodes=made.nodes + 1, rates=(*made.rates, 1.0), memory_nodes=1)
     return _with_faults(made, faults)
+
+
+def with_deaf_nodes(made: Schedule) -> Schedule:
+    """The same schedule with clears of which only the first node is told. All nodes use one object store."""
+    clears = tuple(replace(each, heard=(each.heard[0], *[math.inf] * (made.nodes - 1))) for each in made.clears)
+    return replace(made, clears=clears, tiers=("objects",))
 
 
 def make_schedule(seed: int) -> Schedule:
@@ -166,18 +186,7 @@ def make_schedule(seed: int) -> Schedule:
                 round(rng.random() * 0.1, 4),
             )
         )
-    kinds, weights = list(FAULTS), list(FAULTS.values())
-    faults = [
-        Fault(
-            round(_moment(rng, asks), 4),
-            rng.choices(kinds, weights)[0],
-            rng.randrange(12),
-            rng.randrange(12),
-            round(0.02 + 1.5 * rng.random() ** 2, 4),
-            rng.randrange(1 << 16),
-        )
-        for _ in range(rng.randint(0, 8))
-    ]
+    faults = _faults(rng, asks, rng.randint(0, 8), 12)
     made = Schedule(
         seed,
         nodes,
@@ -200,7 +209,62 @@ def make_schedule(seed: int) -> Schedule:
         made = _with_faults(made, resets)
     if seed % 3 == 2:
         made = _with_tiers(made, rng, asks)
+    if seed % MUTES_EVERY == MUTES_AT:
+        made = _with_mutes(made)
+    if seed % MAPS_EVERY == MAPS_AT:
+        made = _with_mapped_peers(made)
+    if seed % SLICES_EVERY == SLICES_AT:
+        made = _with_slices(made)
     return _with_clears(made) if seed % CLEARS_EVERY == CLEARS_AT else made
+
+
+def make_wide_schedule(seed: int, nodes: int) -> Schedule:
+    """Many nodes with an engine each, and faults in proportion. Without tiers, clears and tenants."""
+    rng = random.Random(f"{seed} of {nodes} nodes")
+    asks = []
+    for _ in range(ASKS_PER_NODE * nodes):
+        decode_at = rng.randrange(nodes) if rng.random() < 0.1 else -1
+        blocks = rng.randint(1, PROMPT_BLOCKS_MAX)
+        asks.append(
+            Ask(
+                round(rng.random() * FAULTS_SECONDS, 4),
+                rng.randrange(nodes),
+                rng.randrange(min(max(nodes // 4, PROMPTS), WIDE_PROMPTS_MAX)),
+                blocks - rng.randint(0, blocks // 2),
+                rng.randrange(3),
+                blocks,
+                decode_at,
+                round(rng.random() * 0.1, 4),
+            )
+        )
+    faults = _faults(rng, asks, nodes // NODES_PER_FAULT, 1 << 20)
+    return Schedule(
+        seed,
+        nodes,
+        min(2 + nodes // NODES_PER_LOOKUP, LOOKUP_PARTITIONS_MAX),
+        nodes,
+        3,
+        tuple(sorted(asks, key=lambda ask: ask.at)),
+        tuple(sorted(faults, key=lambda fault: fault.at)),
+        models=1,
+        copy_delay=0.3,
+        rates=tuple(round(1 + rng.uniform(-0.005, 0.005), 5) for _ in range(nodes)),
+    )
+
+
+def _faults(rng: random.Random, asks: list[Ask], count: int, targets: int) -> list[Fault]:
+    kinds, weights = list(FAULTS), list(FAULTS.values())
+    return [
+        Fault(
+            round(_moment(rng, asks), 4),
+            rng.choices(kinds, weights)[0],
+            rng.randrange(targets),
+            rng.randrange(targets),
+            round(0.02 + 1.5 * rng.random() ** 2, 4),
+            rng.randrange(1 << 16),
+        )
+        for _ in range(count)
+    ]
 
 
 def _with_tiers(made: Schedule, rng: random.Random, asks: list[Ask]) -> Schedule:
@@ -222,6 +286,52 @@ def _with_tiers(made: Schedule, rng: random.Random, asks: list[Ask]) -> Schedule
         tier_write=write,
         disk_blocks=rng.choice((3, 8, 40)),
     )
+
+
+def _with_mutes(made: Schedule) -> Schedule:
+    """Nodes that answer no handshake, mostly at the beginning, when all meet. Drawn from numbers of their own."""
+    rng = random.Random(f"mutes of {made.seed}")
+    mutes = [
+        Fault(
+            round(FAULTS_SECONDS * rng.random() ** 2, 4),
+            "mute_node",
+            rng.randrange(12),
+            0,
+            round(3.0 * rng.random(), 4),
+            rng.randrange(2),
+        )
+        for _ in range(rng.randint(1, 4))
+    ]
+    return _with_faults(made, mutes)
+
+
+def _with_mapped_peers(made: Schedule) -> Schedule:
+    """Nodes of one machine, whose files are cut short or removed while others map them. Drawn from numbers of their
+    own."""
+    rng = random.Random(f"mapped peers of {made.seed}")
+    asks = list(made.asks)
+    faults = [
+        Fault(
+            round(_moment(rng, asks), 4),
+            rng.choice(("cut_short", "cut_short", "lose_node", "crash_node")),
+            rng.randrange(12),
+            0,
+            round(rng.random(), 4),
+            0,
+        )
+        for _ in range(rng.randint(1, 4))
+    ]
+    return replace(_with_faults(made, faults), maps_peers=True)
+
+
+def _with_slices(made: Schedule) -> Schedule:
+    """With engines that go while their calls wait for a turn. Drawn from numbers of their own."""
+    rng = random.Random(f"slices of {made.seed}")
+    faults = [
+        Fault(round(_moment(rng, list(made.asks)), 4), rng.choice(GOING_FAULTS), rng.randrange(12), 0, 0.5, 0)
+        for _ in range(rng.randint(1, 4))
+    ]
+    return replace(_with_faults(made, faults), slices=True)
 
 
 def _with_clears(made: Schedule) -> Schedule:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvservice.codec.coder import Coder
+from kvservice.core.block.marks import Mark
 from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, is_file_of, pack_file_header, unpack_file_header
 from kvservice.core.segment.digest import digest_payload
@@ -37,6 +38,7 @@ class TierStore:
         self.name = name
         self.is_shared = is_shared
         self.files: dict[BlockKey, bytes] = {}
+        self.marks: list[Mark] = []  # of clears
         self.orphans: set[BlockKey] = set()  # files that a fault of the device kept from being listed or erased
         self.lost: set[BlockKey] = set()  # files that a fault of the device took away
         self.is_unusable = False  # at the next start
@@ -304,3 +306,19 @@ class SimTier:
     def _check_slot(self, payload: memoryview, before: bytes, what: str) -> None:
         if self._store.checks_slots and self._header(payload) != before:
             raise Violation(f"slot {self._slot(payload):#x} was given away while the {self.name} tier {what}")
+
+
+class SimSharedTier(SimTier):
+    """A SimTier that keeps the marks of clears for nodes that hear of them from nobody else."""
+
+    def load_marks(self) -> tuple[Mark, ...]:
+        self._check_store()
+        return tuple(self._store.marks)
+
+    def keep_marks(self, marks: Sequence[Mark]) -> None:
+        self._check_store()
+        self._store.marks += marks
+
+    def _check_store(self) -> None:
+        if self._store.has("error"):
+            raise TierError("the store does not answer")

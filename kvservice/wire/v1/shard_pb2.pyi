@@ -41,16 +41,33 @@ class WindowGroup(_message.Message):
     is_state: bool
     def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., sliding_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., is_state: bool = ...) -> None: ...
 
-class BlockRef(_message.Message):
-    __slots__ = ("slot", "generation")
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    slot: int
-    generation: int
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "authorization")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    AUTHORIZATION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    authorization: str
+    def __init__(self, protocol_version: _Optional[int] = ..., authorization: _Optional[str] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("reason", "text", "attributes")
+    class AttributesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    text: str
+    attributes: _containers.ScalarMap[str, str]
+    def __init__(self, reason: _Optional[str] = ..., text: _Optional[str] = ..., attributes: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout", "window_groups", "hears_removals", "attempt", "protocol_version")
+    __slots__ = ("engine_id", "model", "namespace", "fingerprint", "layout", "window_groups", "hears_removals", "attempt")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -59,7 +76,6 @@ class AttachRequest(_message.Message):
     WINDOW_GROUPS_FIELD_NUMBER: _ClassVar[int]
     HEARS_REMOVALS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     engine_id: bytes
     model: str
     namespace: str
@@ -68,8 +84,7 @@ class AttachRequest(_message.Message):
     window_groups: _containers.RepeatedCompositeFieldContainer[WindowGroup]
     hears_removals: bool
     attempt: int
-    protocol_version: int
-    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., window_groups: _Optional[_Iterable[_Union[WindowGroup, _Mapping]]] = ..., hears_removals: bool = ..., attempt: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, engine_id: _Optional[bytes] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., window_groups: _Optional[_Iterable[_Union[WindowGroup, _Mapping]]] = ..., hears_removals: bool = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("attachment_id", "node_id", "epoch", "lease_seconds", "segment_path", "geometry", "tenant_key", "public_key", "may_publish", "quota_bytes")
@@ -95,30 +110,6 @@ class Attached(_message.Message):
     quota_bytes: int
     def __init__(self, attachment_id: _Optional[int] = ..., node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., segment_path: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., tenant_key: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., may_publish: bool = ..., quota_bytes: _Optional[int] = ...) -> None: ...
 
-class Heartbeat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class AttachEvent(_message.Message):
-    __slots__ = ("attached", "heartbeat")
-    ATTACHED_FIELD_NUMBER: _ClassVar[int]
-    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    attached: Attached
-    heartbeat: Heartbeat
-    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
-
-class DetachRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch")
-    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    attachment_id: int
-    epoch: int
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
-
-class DetachReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class Hints(_message.Message):
     __slots__ = ("pin_seconds", "prefetch", "write_down", "share", "no_store", "reuse_seconds", "last_turn")
     PIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -138,9 +129,7 @@ class Hints(_message.Message):
     def __init__(self, pin_seconds: _Optional[float] = ..., prefetch: bool = ..., write_down: bool = ..., share: bool = ..., no_store: bool = ..., reuse_seconds: _Optional[float] = ..., last_turn: bool = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "keys", "skip", "timeout_seconds", "recompute_seconds_per_block", "handoff", "handoff_node", "tail_at", "hints", "request_id")
-    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("keys", "skip", "timeout_seconds", "recompute_seconds_per_block", "handoff", "handoff_node", "tail_at", "hints", "request_id")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SKIP_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -150,8 +139,6 @@ class AcquireRequest(_message.Message):
     TAIL_AT_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    attachment_id: int
-    epoch: int
     keys: bytes
     skip: int
     timeout_seconds: float
@@ -161,7 +148,7 @@ class AcquireRequest(_message.Message):
     tail_at: int
     hints: Hints
     request_id: str
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ..., tail_at: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, keys: _Optional[bytes] = ..., skip: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., recompute_seconds_per_block: _Optional[float] = ..., handoff: _Optional[bytes] = ..., handoff_node: _Optional[str] = ..., tail_at: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
     __slots__ = ("lease_id", "blocks", "fetched_count", "miss", "window_blocks", "window_counts", "not_admitted", "skipped_held", "tier_count", "tail_index", "farthest")
@@ -177,63 +164,57 @@ class AcquireReply(_message.Message):
     TAIL_INDEX_FIELD_NUMBER: _ClassVar[int]
     FARTHEST_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
-    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
+    blocks: bytes
     fetched_count: int
     miss: str
-    window_blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
+    window_blocks: bytes
     window_counts: _containers.RepeatedScalarFieldContainer[int]
     not_admitted: bool
     skipped_held: int
     tier_count: int
     tail_index: int
     farthest: str
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., window_blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., window_counts: _Optional[_Iterable[int]] = ..., not_admitted: bool = ..., skipped_held: _Optional[int] = ..., tier_count: _Optional[int] = ..., tail_index: _Optional[int] = ..., farthest: _Optional[str] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[bytes] = ..., fetched_count: _Optional[int] = ..., miss: _Optional[str] = ..., window_blocks: _Optional[bytes] = ..., window_counts: _Optional[_Iterable[int]] = ..., not_admitted: bool = ..., skipped_held: _Optional[int] = ..., tier_count: _Optional[int] = ..., tail_index: _Optional[int] = ..., farthest: _Optional[str] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "count", "group", "call")
-    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("count", "group", "call")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
-    attachment_id: int
-    epoch: int
     count: int
     group: int
     call: int
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., group: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
+    def __init__(self, count: _Optional[int] = ..., group: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("blocks",)
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
-    def __init__(self, blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ...) -> None: ...
+    blocks: bytes
+    def __init__(self, blocks: _Optional[bytes] = ...) -> None: ...
 
 class SealItem(_message.Message):
-    __slots__ = ("block", "key", "parent", "position", "route", "hints")
-    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("slot", "generation", "key", "parent", "position", "route", "hints")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
-    block: BlockRef
+    slot: int
+    generation: int
     key: bytes
     parent: bytes
     position: int
     route: int
     hints: Hints
-    def __init__(self, block: _Optional[_Union[BlockRef, _Mapping]] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., route: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., route: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
 class SealRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "items")
-    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("items",)
     ITEMS_FIELD_NUMBER: _ClassVar[int]
-    attachment_id: int
-    epoch: int
     items: _containers.RepeatedCompositeFieldContainer[SealItem]
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., items: _Optional[_Iterable[_Union[SealItem, _Mapping]]] = ...) -> None: ...
+    def __init__(self, items: _Optional[_Iterable[_Union[SealItem, _Mapping]]] = ...) -> None: ...
 
 class SealReply(_message.Message):
     __slots__ = ("statuses",)
@@ -242,46 +223,26 @@ class SealReply(_message.Message):
     def __init__(self, statuses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "blocks")
-    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("blocks",)
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    attachment_id: int
-    epoch: int
-    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ...) -> None: ...
-
-class AbortReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    blocks: bytes
+    def __init__(self, blocks: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "lease_ids")
-    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("lease_ids",)
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
-    attachment_id: int
-    epoch: int
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class ReleaseReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "lease_ids", "statement", "reports")
-    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("lease_ids", "statement", "reports")
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     STATEMENT_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
-    attachment_id: int
-    epoch: int
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     statement: Statement
     reports: _containers.RepeatedCompositeFieldContainer[RequestReport]
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., statement: _Optional[_Union[Statement, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[RequestReport, _Mapping]]] = ...) -> None: ...
+    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., statement: _Optional[_Union[Statement, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[RequestReport, _Mapping]]] = ...) -> None: ...
 
 class Statement(_message.Message):
     __slots__ = ("calls", "open_calls", "slots", "handoffs")
@@ -326,34 +287,18 @@ class RenewReply(_message.Message):
     def __init__(self, removed: _Optional[bytes] = ..., removed_lost: _Optional[int] = ...) -> None: ...
 
 class OpenHandoffRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "handoff", "call")
-    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("handoff", "call")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
-    attachment_id: int
-    epoch: int
     handoff: bytes
     call: int
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., handoff: _Optional[bytes] = ..., call: _Optional[int] = ...) -> None: ...
-
-class OpenHandoffReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    def __init__(self, handoff: _Optional[bytes] = ..., call: _Optional[int] = ...) -> None: ...
 
 class CloseHandoffRequest(_message.Message):
-    __slots__ = ("attachment_id", "epoch", "handoff")
-    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("handoff",)
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
-    attachment_id: int
-    epoch: int
     handoff: bytes
-    def __init__(self, attachment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., handoff: _Optional[bytes] = ...) -> None: ...
-
-class CloseHandoffReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    def __init__(self, handoff: _Optional[bytes] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
     __slots__ = ("protocol_version",)
@@ -589,7 +534,7 @@ class ModelHits(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ..., asked_blocks: _Optional[int] = ..., hit_local_blocks: _Optional[int] = ..., hit_remote_blocks: _Optional[int] = ..., hit_tier_blocks: _Optional[int] = ...) -> None: ...
 
 class AttachedEngine(_message.Message):
-    __slots__ = ("engine", "model", "namespace", "fingerprint", "tenant", "block_tokens", "attached_seconds", "seconds_per_block")
+    __slots__ = ("engine", "model", "namespace", "fingerprint", "tenant", "block_tokens", "attached_seconds", "seconds_per_block", "pid")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -598,6 +543,7 @@ class AttachedEngine(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
     engine: str
     model: str
     namespace: str
@@ -606,7 +552,8 @@ class AttachedEngine(_message.Message):
     block_tokens: int
     attached_seconds: float
     seconds_per_block: float
-    def __init__(self, engine: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., block_tokens: _Optional[int] = ..., attached_seconds: _Optional[float] = ..., seconds_per_block: _Optional[float] = ...) -> None: ...
+    pid: int
+    def __init__(self, engine: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., block_tokens: _Optional[int] = ..., attached_seconds: _Optional[float] = ..., seconds_per_block: _Optional[float] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class CounterWindow(_message.Message):
     __slots__ = ("name", "seconds", "counters")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 
 from kvservice.units import BlockKey
@@ -52,11 +52,13 @@ class FirstIn:
             if key in self._blocks:
                 self._blocks[key].used_at, self._blocks[key].touch = now, self._tick
 
-    def pin(self, key: BlockKey) -> None:
-        self._blocks[key].is_pinned = True
+    def pin(self, keys: Collection[BlockKey]) -> None:
+        for key in keys:
+            self._blocks[key].is_pinned = True
 
-    def unpin(self, key: BlockKey) -> None:
-        self._blocks[key].is_pinned = False
+    def unpin(self, keys: Collection[BlockKey]) -> None:
+        for key in keys:
+            self._blocks[key].is_pinned = False
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
         return self._next(set(), size_class, may_go)

@@ -354,7 +354,7 @@ def test_a_promise_that_the_slots_do_not_keep_is_a_miss(
     async def late(*arguments: Any) -> AcquireResult:
         found = await ask(*arguments)
         first, second, third = found.blocks
-        return replace(found, blocks=(first, replace(second, generation=second.generation + 2), third))
+        return replace(found, blocks=(first, second._replace(generation=Generation(second.generation + 2)), third))
 
     monkeypatch.setattr(session, "ask", late)
     with cache.get(range(12)) as hit:

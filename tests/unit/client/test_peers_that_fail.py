@@ -1,8 +1,9 @@
-"""What a client makes of servers that refuse, fail and fall silent: real gRPC servers, which do as the test says."""
+"""What a client makes of servers that refuse, fail and fall silent: real servers, which do as the test says."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import grpc
 import pytest
 
 from kvservice.breaker import FAILURES_TO_OPEN
-from kvservice.client import shard as shard_client
+from kvservice.client import engine_link
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
-from kvservice.core.messages import Holder
-from kvservice.errors import KVServiceError, Unavailable
+from kvservice.core.messages import Attachment, Holder
+from kvservice.errors import DeadlineExceeded, KVServiceError, NotAttached, Unauthenticated, Unavailable
 from kvservice.lookup.client import LookupClient
 from kvservice.testing.builders import make_chain, make_spec
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BootEpoch, NodeId
+from kvservice.wire.frames import REFUSED, REQUEST_BYTES_MAX, Frame, FrameKind, FrameReader, encode_failure, pack_frame
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
 CHAIN = make_chain(4)
@@ -100,33 +103,117 @@ async def test_an_answer_of_a_partition_forgives_its_failures(served: tuple[Scri
     assert not lookup.counters.get("lookup_skipped")
 
 
-class SilentShard(shard_pb2_grpc.EngineServiceServicer):
-    """Attaches, and then says nothing, as a stopped process."""
+class SilentShard:
+    """Attaches, and then says nothing, as a stopped process; or something else that the test wants."""
 
-    async def Attach(
-        self, request: shard_pb2.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[shard_pb2.AttachEvent]:
+    def __init__(self, then: bytes = b"", after: float = 0.05, silent_to: FrameKind | None = None) -> None:
+        self.heard: list[Frame] = []
+        self._then, self._after, self._silent_to = then, after, silent_to
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         attached = shard_pb2.Attached(attachment_id=1, node_id="n", epoch=1, lease_seconds=10.0, segment_path="/none")
         attached.geometry.slab_bytes, attached.geometry.slab_count = 1 << 20, 4
-        yield shard_pb2.AttachEvent(attached=attached)
-        await asyncio.Event().wait()
+        frames = FrameReader(REQUEST_BYTES_MAX)
+        while data := await reader.read(1 << 16):
+            for frame in frames.feed(data):
+                self.heard.append(frame)
+                if frame.kind == self._silent_to:
+                    continue
+                if frame.kind == FrameKind.HELLO:
+                    writer.write(pack_frame(FrameKind.HELLO, frame.call))
+                if frame.kind == FrameKind.ATTACH:
+                    writer.write(pack_frame(FrameKind.ATTACH, frame.call, attached.SerializeToString()))
+                    if self._after:
+                        await asyncio.sleep(self._after)
+                    writer.write(self._then)
+        writer.close()
 
 
-async def test_a_shard_whose_stream_is_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_client, "STREAM_SILENCE_SECONDS", 0.2)
-    server, lost = grpc.aio.server(), asyncio.Queue[str]()
-    shard_pb2_grpc.add_EngineServiceServicer_to_server(SilentShard(), server)
-    server.add_insecure_port(f"unix:{tmp_path}/socket")
-    await server.start()
-    client = ShardClient(str(tmp_path / "socket"))
-    try:
+@contextlib.asynccontextmanager
+async def at_shard(shard: SilentShard, path: Path) -> AsyncIterator[tuple[ShardClient, Attachment, asyncio.Queue[str]]]:
+    """A client that is attached to this shard, and what it is told of the end."""
+    lost, client = asyncio.Queue[str](), ShardClient(str(path))
+    async with await asyncio.start_unix_server(shard.serve, str(path)):
         attachment = await client.attach(make_spec(), lost.put_nowait)
-        async with asyncio.timeout(20):
-            assert "no heartbeat" in await lost.get()
-        with pytest.raises(KVServiceError):
-            await client.reserve(attachment.attachment_id, 1)
-    except Unavailable as error:
-        pytest.fail(f"it never attached: {error}")
-    finally:
+        yield client, attachment, lost
         await client.close()
-        await server.stop(0)
+
+
+async def test_a_shard_that_is_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_link, "SILENCE_SECONDS", 0.2)
+    async with at_shard(SilentShard(), tmp_path / "s") as (client, attachment, lost), asyncio.timeout(20):
+        assert "no heartbeat" in await lost.get()
+        with pytest.raises(NotAttached):
+            await client.reserve(attachment.attachment_id, 1)
+
+
+@pytest.mark.parametrize("kind", [FrameKind.HELLO, FrameKind.ATTACH], ids=["hello", "attach"])
+async def test_a_shard_that_answers_nothing_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: FrameKind
+) -> None:
+    """It listens, and is stopped: the kernel takes the connection for it."""
+    monkeypatch.setattr("kvservice.client.shard.ATTACH_SECONDS", 0.1)
+    shard = SilentShard(silent_to=kind)
+    with pytest.raises(Unavailable, match=r"did not answer within 0.1 s"):
+        async with at_shard(shard, tmp_path / "s"):
+            pass
+    assert shard.heard[0].kind == FrameKind.HELLO
+
+
+async def test_a_call_ends_by_its_deadline_and_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvservice.client.shard.CALL_SECONDS", 0.1)
+    shard = SilentShard()
+    async with at_shard(shard, tmp_path / "s") as (client, attachment, lost):
+        with pytest.raises(DeadlineExceeded, match=r"Reserve at .* no answer within 0.1 s"):
+            await client.reserve(attachment.attachment_id, 1)
+        asked = next(frame.call for frame in shard.heard if frame.kind == FrameKind.RESERVE)
+        await eventually_async(lambda: Frame(FrameKind.CANCEL, 0, asked, b"") in shard.heard, "the call to be given up")
+        assert lost.empty()
+        with pytest.raises(DeadlineExceeded):
+            await client.detach(attachment.attachment_id)
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        (b"\xff" * 64, "cannot be read"),
+        (pack_frame(FrameKind.GOODBYE, 0, encode_failure(Unauthenticated("token revoked")), REFUSED), "token revoked"),
+    ],
+    ids=["noise", "goodbye"],
+)
+async def test_what_a_shard_says_last_is_why_the_engine_lost_it(tmp_path: Path, then: bytes, reason: str) -> None:
+    async with at_shard(SilentShard(then), tmp_path / "s") as (_, _, lost), asyncio.timeout(20):
+        assert reason in await lost.get()
+        assert lost.empty(), "told once"
+
+
+async def test_an_end_that_comes_with_the_answer_is_no_attachment(tmp_path: Path) -> None:
+    shard = SilentShard(b"\xff" * 64, after=0.0)
+    with pytest.raises(Unavailable, match="cannot be read"):
+        async with at_shard(shard, tmp_path / "s"):
+            pass
+
+
+async def test_a_shard_that_reads_nothing_costs_a_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does not take is refused here, at once."""
+    async with at_shard(SilentShard(), tmp_path / "s") as (client, attachment, _):
+        link = client._links[attachment.attachment_id]
+        assert link._transport is not None
+        monkeypatch.setattr(link, "_transport", Unread(link._transport))
+        with pytest.raises(Unavailable, match="does not read"):
+            await client.reserve(attachment.attachment_id, 1)
+
+
+class Unread:
+    """A transport whose other end reads nothing."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def get_write_buffer_size(self) -> int:
+        return engine_link.UNSENT_BYTES_MAX + 1
+
+    def abort(self) -> None:
+        self._transport.abort()

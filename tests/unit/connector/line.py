@@ -7,12 +7,23 @@ from collections.abc import Sequence
 from itertools import count, takewhile
 
 from kvservice.connector.plan import PoolInfo
+from kvservice.core.block.window_groups import group_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, MissReason, RequestReport, SealItem
 from kvservice.core.segment.geometry import Geometry, slot_index
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import BlockRef
 from kvservice.session.session import AcquireAnswer
-from kvservice.units import AttachmentId, BlockHash, BlockKey, BootEpoch, Generation, HandoffId, LeaseId, NodeId
+from kvservice.units import (
+    AttachmentId,
+    BlockHash,
+    BlockKey,
+    BootEpoch,
+    Generation,
+    HandoffId,
+    LeaseId,
+    NodeId,
+    SlotIndex,
+)
 
 BLOCK = 16
 LAYOUT = SlotLayout(layer_count=2, kv_head_count=2, cell_bytes=1024, block_tokens=BLOCK)
@@ -34,6 +45,16 @@ def keys_of(hashes: Sequence[BlockHash], tenant_key: bytes = b"") -> list[BlockK
 def hashes(prompt: int, blocks: int, shared: int = 0) -> list[BlockHash]:
     """A chain; the first `shared` blocks are the same for every prompt."""
     return [BlockHash(f"{0 if i < shared else prompt:07d}-{i:08d}".encode().ljust(32)) for i in range(blocks)]
+
+
+def refs(*slots: int) -> tuple[BlockRef, ...]:
+    return tuple(BlockRef(SlotIndex(slot), Generation(2)) for slot in slots)
+
+
+def chains(count: int) -> list[list[BlockKey]]:
+    """The keys of prompt 1: of the full blocks, and of those of group 1."""
+    full = keys_of(hashes(1, count))
+    return [full, [group_key(key, 1) for key in full]]
 
 
 class Pins:

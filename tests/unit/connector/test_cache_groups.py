@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.connector.cache_groups import EngineGroup, OneGroup, SeveralGroups, is_whole, load_entries
+from kvservice.connector.cache_groups import EngineGroup, OneGroup, SeveralGroups, Table, is_whole, load_entries
 from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, Wait
-from kvservice.connector.scheduler.store_plan import plan_store
+from kvservice.connector.scheduler.request import EngineRequest
+from kvservice.connector.scheduler.store_plan import StorePart, plan_store
 from kvservice.core.block.keys import span_route
-from kvservice.core.block.window_groups import WINDOW_BIT, Window, WindowGroup, group_key
+from kvservice.core.block.window_groups import WINDOW_BIT, Window, WindowGroup
 from kvservice.core.messages import AcquireResult, MissReason
 from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import BlockRef
-from kvservice.units import BlockKey, Generation, LeaseId, SlotIndex
-from tests.unit.connector.line import BLOCK, Line, Pins, hashes, keys_of, pool_info
+from kvservice.units import Generation, LeaseId
+from tests.unit.connector.line import BLOCK, Line, Pins, chains, hashes, keys_of, pool_info, refs
 
 LAYOUT = SlotLayout(1, 1, 512, BLOCK)
 WINDOWED = WindowGroup(LAYOUT, Window(sliding_tokens=2 * BLOCK + 1))  # two blocks
 # Two groups of windows around a full one.
 GROUPS = SeveralGroups((EngineGroup(1), EngineGroup(0), EngineGroup(1)), (WINDOWED,), BLOCK)
-
-
-def refs(*slots: int) -> tuple[BlockRef, ...]:
-    return tuple(BlockRef(SlotIndex(slot), Generation(2)) for slot in slots)
-
-
-def chains(count: int) -> list[list[BlockKey]]:
-    full = keys_of(hashes(1, count))
-    return [full, [group_key(key, 1) for key in full]]
 
 
 def table(count: int, window_from: int = 0) -> tuple[list[int], ...]:
@@ -92,16 +84,17 @@ def test_promise_without_its_windows_is_not_whole() -> None:
     assert is_whole(OneGroup(), AcquireResult(LeaseId(1), refs(0, 1, 2), 0, MissReason.NONE))
 
 
+def part_of(count: int, blocks: Table) -> StorePart:
+    """What a request with so many full blocks stores."""
+    keys, *window_keys = chains(count)
+    return StorePart(EngineRequest("r", keys, window_keys), [], count, blocks)
+
+
 def test_store_takes_every_group_but_not_what_a_window_left() -> None:
     free = iter(range(50, 90))
+    part = part_of(4, table(4, window_from=2))
     planned = plan_store(
-        GROUPS,
-        chains(4),
-        table(4, window_from=2),
-        0,
-        4,
-        {chains(4)[0][1]},
-        lambda count, group: refs(*(next(free) for _ in range(count))),
+        GROUPS, [part], {chains(4)[0][1]}, 99, lambda count, group: refs(*(next(free) for _ in range(count)))
     )
     full, windowed = chains(4)
     assert [item.key for item in planned.items] == [full[0], full[2], windowed[2], full[3], windowed[3]]
@@ -117,14 +110,16 @@ def test_store_takes_every_group_but_not_what_a_window_left() -> None:
         (0, 104),
         (2, 304),
     ]
-    assert (planned.done, planned.put_off, planned.unused) == (4, 0, [])
+    assert (part.done, planned.put_off, planned.unused) == (4, 0, [])
+    assert (part.found, part.positions) == (5, [0, 2, 3])
 
 
 def test_position_without_all_its_slots_is_put_off_whole() -> None:
     offered = {0: refs(0, 1, 2, 3), 1: refs(10, 11)}
-    planned = plan_store(GROUPS, chains(4), table(4), 0, 4, (), lambda count, group: offered[group][:count])
+    part = part_of(4, table(4))
+    planned = plan_store(GROUPS, [part], (), 99, lambda count, group: offered[group][:count])
     assert [item.ref.slot for item in planned.items] == [0, 10, 1, 11]
-    assert (planned.done, planned.put_off) == (2, 2)
+    assert (part.done, planned.put_off) == (2, 2)
     assert set(planned.unused) == set(refs(2, 3)), "a slot would be lost"
 
 

@@ -10,26 +10,17 @@ from kvservice.connector.cache_groups import NULL_BLOCK, EngineGroup, SeveralGro
 from kvservice.connector.plan import StepPlan, StepReport, StorePlan
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, Wait
-from kvservice.connector.scheduler.store_plan import plan_store
-from kvservice.core.block.window_groups import WINDOW_BIT, Window, WindowGroup, group_key
+from kvservice.connector.scheduler.request import EngineRequest
+from kvservice.connector.scheduler.store_plan import StorePart, plan_store
+from kvservice.core.block.window_groups import WINDOW_BIT, Window, WindowGroup
 from kvservice.core.messages import AcquireResult, MissReason
 from kvservice.core.segment.layout import SlotLayout
-from kvservice.core.segment.refs import BlockRef
-from kvservice.units import BlockKey, Generation, LeaseId, SlotIndex
-from tests.unit.connector.line import BLOCK, Line, Pins, hashes, keys_of, pool_info
+from kvservice.units import LeaseId
+from tests.unit.connector.line import BLOCK, Line, Pins, chains, hashes, keys_of, pool_info, refs
 
 STATE = WindowGroup(SlotLayout(2, 1, 512, BLOCK), Window(is_state=True))
 # Two groups of states around a full one, as vLLM makes them.
 GROUPS = SeveralGroups((EngineGroup(1), EngineGroup(0), EngineGroup(1)), (STATE,), BLOCK)
-
-
-def refs(*slots: int) -> tuple[BlockRef, ...]:
-    return tuple(BlockRef(SlotIndex(slot), Generation(2)) for slot in slots)
-
-
-def chains(count: int) -> list[list[BlockKey]]:
-    full = keys_of(hashes(1, count))
-    return [full, [group_key(key, 1) for key in full]]
 
 
 def table(count: int, *states: int) -> tuple[list[int], ...]:
@@ -92,11 +83,13 @@ def test_hit_without_its_state_is_a_failed_load() -> None:
 
 def test_store_has_one_state_for_all_layers() -> None:
     free = iter(range(50, 90))
-    planned = plan_store(GROUPS, chains(4), table(4, 3), 0, 4, (), lambda count, _: refs(*[next(free)] * count))
+    keys, states = chains(4)
+    part = StorePart(EngineRequest("r", keys, [states]), [], 4, table(4, 3))
+    planned = plan_store(GROUPS, [part], (), 99, lambda count, _: refs(*[next(free)] * count))
     assert [item.position for item in planned.items] == [0, 1, 2, 3, WINDOW_BIT | 3]
     assert [(e.engine_group, e.block_id) for e in planned.entries[-2:]] == [(0, 104), (2, 304)]
     assert len({entry.ref for entry in planned.entries[-2:]}) == 1
-    assert planned.done == 4
+    assert part.done == 4
 
 
 class Engine:

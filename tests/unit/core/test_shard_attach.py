@@ -8,11 +8,12 @@ import pytest
 
 from kvservice.core import events as ev
 from kvservice.core.actions import Reply
+from kvservice.core.attachments import ATTACHMENTS_MAX
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, WindowGroup
 from kvservice.core.messages import EngineSpec, MissReason, SealStatus
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.refs import BlockRef
-from kvservice.core.shard import ATTACHMENTS_MAX, ShardState
+from kvservice.core.shard import ShardState
 from kvservice.discovery import EPOCH_MAX
 from kvservice.errors import Exhausted, FingerprintMismatch, InvalidRequest, NotAttached, Unavailable, UnsupportedLayout
 from kvservice.testing.builders import SMALL, CoreHarness, make_chain, make_layout, make_spec
@@ -220,8 +221,8 @@ def test_attachment_numbers_fit_a_message_in_any_year(epoch: int) -> None:
     (answer,) = state.handle(ev.Attach(1, make_spec()), 0.0)
     assert isinstance(answer, Reply)
     number = answer.value.attachment  # type: ignore[attr-defined]
-    request = shard_pb2.ReserveRequest(attachment_id=number, epoch=epoch)
-    read = shard_pb2.ReserveRequest.FromString(request.SerializeToString())
+    said = shard_pb2.Attached(attachment_id=number, epoch=epoch)
+    read = shard_pb2.Attached.FromString(said.SerializeToString())
     assert (read.attachment_id, read.epoch) == (number, epoch)
     assert number >> 20 == epoch, "numbers of other boots are others"
 

@@ -68,7 +68,7 @@ def test_the_header_is_written_before_announce_and_answer() -> None:
     harness.write(refs[0], CHAIN[0])
     harness.begin_seal(engine, harness.items(refs, CHAIN))
     digest = harness.digest_now(refs[0].slot, CHAIN[0])
-    actions = harness.send(ev.Digested(refs[0].slot, CHAIN[0], digest))
+    actions = harness.send(ev.Digested((ev.SlotDigest(refs[0].slot, CHAIN[0], digest),)))
     assert [type(action) for action in actions] == [act.WriteHeader, act.Announce, act.Reply]
 
 
@@ -170,9 +170,13 @@ def test_a_batch_is_answered_once_when_its_last_digest_is_known() -> None:
     for left in (2, 1, 0):
         assert harness.open(op)
         wanted = harness.digests.pop()
-        harness.send(ev.Digested(wanted.slot, wanted.key, harness.digest_now(wanted.slot, wanted.key)))
+        harness.send(
+            ev.Digested((ev.SlotDigest(wanted.slot, wanted.key, harness.digest_now(wanted.slot, wanted.key)),))
+        )
         assert len(harness.digests) == left
-        assert harness.send(ev.Digested(wanted.slot, wanted.key, 0)) == [], "a digest that nobody asked for"
+        assert harness.send(ev.Digested((ev.SlotDigest(wanted.slot, wanted.key, 0),))) == [], (
+            "a digest that nobody asked for"
+        )
     assert harness.statuses(op) == [SealStatus.SEALED] * 3
 
 
@@ -198,7 +202,7 @@ def test_what_no_header_can_hold_is_refused_without_side_effect(change: dict[str
     engine = harness.attach()
     refs = harness.reserve(engine, 2)
     good, bad = harness.items(refs, CHAIN)
-    op = harness.begin_seal(engine, (good, dataclasses.replace(bad, **change)))  # type: ignore[arg-type]
+    op = harness.begin_seal(engine, (good, bad._replace(**change)))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest):
         harness.statuses(op)
     assert not harness.digests
@@ -264,7 +268,7 @@ def test_a_second_model_takes_the_slab_whose_blocks_are_oldest() -> None:
     harness.store(small, OTHER)
     harness.hit(small, OTHER[:4])
     harness.advance(11.0)
-    old = {slab_of(block.slot) for block in harness.state.blocks() if block.key in OTHER[4:]}
+    old = {slab_of(block.slot.index) for block in harness.state.blocks() if block.key in OTHER[4:]}
     refs = harness.reserve(large, 1)
     assert {slab_of(ref.slot) for ref in refs} == old
     assert harness.keys_held() == set(OTHER[:4])
@@ -366,7 +370,7 @@ def test_every_sealed_block_survives_a_restart() -> None:
 def test_a_block_whose_bytes_do_not_verify_is_dropped() -> None:
     harness = CoreHarness()
     harness.store(harness.attach(), CHAIN)
-    bad = next(block.slot for block in harness.state.blocks() if block.key == CHAIN[1])
+    bad = next(block.slot.index for block in harness.state.blocks() if block.key == CHAIN[1])
     harness.contents[bad] = content_of(CHAIN[0])
     harness.restart()
     assert harness.keys_held() == set(CHAIN) - {CHAIN[1]}

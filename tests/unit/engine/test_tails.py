@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from kvservice.engine.loop import ReferenceEngine, RequestOutput
 from kvservice.engine.model import PagedModel
@@ -60,6 +61,22 @@ def test_three_tokens_are_hit_and_four_computed() -> None:
         assert output.token_ids[0] == generated(model, longer, 1)[0]
         counters = engine.all_counters()
         assert (counters["load_tails"], counters["store_tails_planned"]) == (1, 2), "7 tokens have another name than 3"
+
+
+@pytest.mark.parametrize("kind", ["grouped heads", "latent v2"])
+def test_behind_a_tail_is_nothing_that_others_left(kind: str) -> None:
+    """The engine's memory is full of what others computed. The block of a tail comes back with zeros behind it."""
+    longer = prompt(7, seed=1)
+    with engine_of(make(kind), 16) as engine:
+        for text in (longer[:3], longer):
+            for layer in engine.model.kv.layers:
+                layer.fill_(7.0)
+            (output,) = generate(engine, [text], Sampling(max_tokens=1))
+            engine.forget()
+        assert output.loaded_tokens == 3
+        behind = torch.stack([layer[:, :, 7:].flatten(1) for layer in engine.model.kv.layers])
+        is_blank = (behind == 0).all(2).all(0)
+        assert is_blank.sum() == 1, "the one block that was loaded"
 
 
 @pytest.mark.parametrize("block_tokens", [16, 128])

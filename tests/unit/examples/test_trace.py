@@ -20,7 +20,7 @@ def test_one_trace_leads_from_the_engine_to_the_peer() -> None:
     rows = [(len(line) - len(line.lstrip()), *line.split()[:1], line) for line in done.stdout.splitlines()]
     assert [(depth, name) for depth, name, _ in rows] == [
         (0, "acquire"),
-        (2, "EngineService/Acquire"),
+        (2, "Engine/Acquire"),
         (4, "resolve"),
         (4, "locate"),
         (6, "PeerService/Locate"),

@@ -38,7 +38,7 @@ def counted(*folders: str) -> Iterator[tuple[str, str]]:
 
 def of_shard() -> set[str]:
     found = {(file, name) for file, name in counted(*SHARD) if file not in (*OF_LOOKUP, *OF_ROUTER)}
-    names = {f"transfer_{name}" if file == "transfer/puller.py" else name for file, name in found}
+    names = {f"transfer_{name}" if file.startswith("transfer/") else name for file, name in found}
     return {name for name in names if not name.startswith("takeover_x")} | {"takeover_ok"}
 
 

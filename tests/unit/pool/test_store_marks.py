@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvservice.core.messages import SealItem
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.errors import TierError, Unavailable
 from kvservice.pool import runtime as pool_runtime
+from kvservice.pool import tiers as pool_tiers
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_specs import OBJECTS, TierSpec
@@ -72,6 +74,26 @@ async def test_a_node_that_was_away_learns_of_a_clear_from_the_store(opened: Ope
     back = await opened("away")
     assert back.inventory() == [] and back.tier_states()[0].phase is TierPhase.OPEN
     assert len(back.state.freshness.marks.all()) == 1
+
+
+async def test_a_running_node_learns_of_a_clear_from_the_store(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the store joins the two nodes. A mark is taken once, and a store that fails is asked again."""
+    monkeypatch.setattr(pool_tiers, "MARKS_EVERY_SECONDS", 0.02)
+    one, other = await opened("one"), await opened("other")
+    await is_open(one)
+    await is_open(other)
+    await store(one)
+    await store(other)
+    load = ObjectTier.load_marks
+    monkeypatch.setattr(ObjectTier, "load_marks", lambda tier: 1 / 0)
+    await eventually_async(lambda: one.stats().counters.get("tier_objects_marks_failed", 0), "the store fails")
+    monkeypatch.setattr(ObjectTier, "load_marks", load)
+    await other.clear([everything()])
+    await eventually_async(lambda: one.inventory() == [], "what was there is gone")
+    assert one.stats().counters["clears"] == 1
+    await store(one)
+    await asyncio.sleep(0.1)
+    assert len(one.inventory()) == len(CHAIN) and one.stats().counters["clears"] == 1
 
 
 async def test_what_is_not_in_the_store_is_told_to_it(opened: Opened, tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import FingerprintMismatch, Unavailable
 from kvservice.pool.port import PoolPort
 from kvservice.session import session as module
+from kvservice.session import stock
 from kvservice.session.session import HEARTBEAT_SECONDS_MAX, AcquireAnswer, Session
 from kvservice.testing.eventually import eventually
 from kvservice.testing.fake_pool import FakePool
-from kvservice.units import AttachmentId, BlockKey, HandoffId, MiB, SlotIndex, SpanRoute
+from kvservice.units import AttachmentId, BlockKey, HandoffId, LeaseId, MiB, SlotIndex, SpanRoute
 from tests.unit.connector.line import LAYOUT
 
 SPEC = EngineSpec(b"e" * 16, "m", Fingerprint.of({"model": "m"}), LAYOUT)
@@ -108,7 +109,7 @@ def test_expected_stores_enlarge_the_stock(bench: Bench) -> None:
 
 
 def test_an_idle_engine_gives_its_stock_back_and_gets_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STOCK_IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(stock, "STOCK_IDLE_SECONDS", 0.3)
     monkeypatch.setattr(module, "TICK_SECONDS", 0.05)
     attachment = bench.start()
     eventually(lambda: bench.pool.reserved, "slots reserved ahead")
@@ -133,7 +134,7 @@ def test_the_stock_leaves_most_of_a_tenants_quota_to_its_blocks(bench: Bench) ->
     bench.start()
     bench.session.expect(64)
     eventually(lambda: bench.pool.reserved, "slots reserved ahead")
-    eventually(lambda: bench.session._stocks[0], "a stock of slots")
+    eventually(lambda: bench.session.has_slots, "a stock of slots")
     assert len(bench.pool.reserved) <= 2
 
 
@@ -501,3 +502,33 @@ def _store(bench: Bench, attachment: Attachment, keys: tuple[BlockKey, ...]) -> 
     items = [SealItem(ref, key, None, 0, SpanRoute(0)) for ref, key in zip(refs, keys, strict=True)]
     bench.session.seal(attachment.attachment_id, items)
     eventually(lambda: set(keys) <= set(bench.pool.sealed), "the blocks sealed")
+
+
+def test_what_a_step_ends_is_one_call_of_each_kind(bench: Bench) -> None:
+    """However many copies and requests end between two looks of the loop."""
+    attachment = bench.start()
+    eventually(lambda: bench.session.has_slots, "slots reserved ahead")
+    refs = bench.session.take_slots(attachment.attachment_id, 6)
+    calls: list[tuple[str, int]] = []
+    for method in ("seal", "abort", "release"):
+        unpatched = getattr(bench.pool, method)
+
+        async def counted(
+            attachment: AttachmentId, values: object, *, of: str = method, call: object = unpatched
+        ) -> object:
+            calls.append((of, len(values)))  # type: ignore[arg-type]
+            return await call(attachment, values)  # type: ignore[operator]
+
+        setattr(bench.pool, method, counted)
+    entered, leave = threading.Event(), threading.Event()
+    bench.on_loop(lambda: (entered.set(), leave.wait(5.0)))  # type: ignore[func-returns-value]
+    entered.wait(5.0)
+    for ref, key in zip(refs, KEYS, strict=False):
+        bench.session.seal(attachment.attachment_id, [SealItem(ref, key, None, 0, SpanRoute(0))])
+    for ref in refs[4:]:
+        bench.session.abort(attachment.attachment_id, [ref])
+    for lease in (1, 2, 3):
+        bench.session.release(attachment.attachment_id, LeaseId(lease))
+    leave.set()
+    eventually(lambda: len(calls) >= 3, "the calls", detail=lambda: calls)
+    assert sorted(calls) == [("abort", 2), ("release", 3), ("seal", 4)]

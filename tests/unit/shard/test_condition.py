@@ -18,7 +18,8 @@ from kvservice.core.messages import AcquireRequest
 from kvservice.errors import Unavailable
 from kvservice.observe import logs
 from kvservice.observe.condition import Condition
-from kvservice.shard.server import ShardServer, ShardServerConfig
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.units import MiB, NodeId
 

@@ -50,6 +50,19 @@ def test_another_node_reads_what_one_has_kept(opened: Opened) -> None:
     assert opened("b").load_marks() == (), "of another namespace"
 
 
+def test_an_object_is_read_once(tmp_path: Path, opened: Opened) -> None:
+    """A node asks now and then. Objects of marks never change, so that costs a listing."""
+    one, other = opened(), opened()
+    one.keep_marks([ACME])
+    assert other.load_marks() == (ACME,)
+    (path,) = marks_in(tmp_path)
+    path.write_bytes(b"damaged since")
+    one.keep_marks([PROMPT])
+    assert other.load_marks() == (ACME, PROMPT)
+    path.unlink()
+    assert other.load_marks() == (PROMPT,)
+
+
 def test_the_same_marks_are_one_object(tmp_path: Path, opened: Opened) -> None:
     for tier in (opened(), opened()):
         tier.keep_marks([ACME, PROMPT])

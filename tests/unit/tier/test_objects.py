@@ -153,6 +153,7 @@ def test_a_full_queue_drops_writes_only(
     monkeypatch: pytest.MonkeyPatch, tier: ObjectTier, blocks: BlocksOfTier
 ) -> None:
     blocks.write(1)
+    eventually(lambda: tier._writes.count == 0, "the first write left its lane")
     monkeypatch.setattr(objects, "WRITES_WAITING_MAX", 2)
     monkeypatch.setattr(tier._writes, "count_max", 0)
     monkeypatch.setattr(tier._writes, "count", 1)

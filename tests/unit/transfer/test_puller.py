@@ -21,6 +21,7 @@ from kvservice.testing.eventually import eventually
 from kvservice.testing.fake_transport import FakeNetwork, Faults
 from kvservice.transfer.base import Copy
 from kvservice.transfer.puller import DoneCallback, Puller, PullItem, PullJob
+from kvservice.transfer.ways import pack_ways
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
 from tests.integration.engine import content
 
@@ -92,7 +93,7 @@ def rig() -> Iterator[Rig]:
     for segment in made:
         segment.assign_slab(0, PAYLOAD)
     network = FakeNetwork()
-    description = network.transport(made[1]).describe()
+    description = pack_ways({"fake": network.transport(made[1]).describe()})
     clock = Clock()
     puller = Puller(made[0], lambda: network.transport(made[0]), clock)
     puller.start()
@@ -204,13 +205,13 @@ def test_nothing_is_accepted_after_the_deadline(rig: Rig) -> None:
 
 
 def test_handle_outside_the_peer_is_a_failure_not_a_read(rig: Rig) -> None:
-    handle = replace(rig.publish(0, key(0)), slot=SlotIndex(500 << 16))
+    handle = rig.publish(0, key(0))._replace(slot=SlotIndex(500 << 16))
     assert rig.pull([handle]) == (FAILED,)
 
 
 def test_unreachable_peer_fails_at_once(rig: Rig) -> None:
     handle = rig.publish(0, key(0))
-    rig.description = b"nowhere"
+    rig.description = pack_ways({"fake": b"nowhere"})
     assert rig.pull([handle]) == (FAILED,)
 
 
@@ -375,3 +376,51 @@ def test_counters_are_read_while_the_puller_adds_new_ones(rig: Rig) -> None:
     finally:
         is_read.set()
         adding.join()
+
+
+def greet(rig: Rig, description: bytes | None = None) -> queue.SimpleQueue[bool]:
+    met: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    rig.puller.greet(NodeId("peer"), BootEpoch(rig.source.epoch), description or rig.description, met.put)
+    return met
+
+
+def test_a_greeted_peer_is_connected_and_read_once(rig: Rig) -> None:
+    """The first pull from it finds the connection, and the page that was read harms no slot."""
+    before = bytes(rig.reader.payload(SlotIndex(20), PAYLOAD))
+    assert greet(rig).get(timeout=10) is True
+    assert bytes(rig.reader.payload(SlotIndex(20), PAYLOAD)) == before
+    assert rig.pull([rig.publish(0, key(0))]) == (OK,)
+    assert rig.puller.counters()["connects"] == 1
+
+
+def test_a_peer_that_cannot_be_connected_is_not_met(rig: Rig) -> None:
+    assert greet(rig, b"nobody").get(timeout=10) is False
+    rig.faults.refuse = True
+    assert greet(rig).get(timeout=10) is False
+    assert all(rig.puller._scratch_free)
+
+
+def test_a_greeting_that_fails_leaves_no_connection(rig: Rig) -> None:
+    rig.faults.fail = True
+    assert greet(rig).get(timeout=10) is False
+    rig.faults.fail = False
+    assert greet(rig).get(timeout=10) is True
+    assert rig.puller.counters()["connects"] == 2
+
+
+def test_a_peer_that_never_answers_a_greeting_delays_no_pull(rig: Rig) -> None:
+    """A second greeting of it is refused, so that they do not pile up."""
+    rig.faults.holds = lambda copies: copies[0].remote_offset == 0
+    waiting = greet(rig)
+    assert greet(rig).get(timeout=10) is False
+    rig.clock.now += 10.0
+    assert rig.pull([rig.publish(0, key(0))]) == (OK,)
+    assert waiting.empty()
+    rig.puller.close()
+    assert waiting.get(timeout=10) is False
+    assert greet(rig).get(timeout=10) is False, "the puller has ended"
+
+
+def test_pulls_that_take_all_scratch_space_go_first(rig: Rig) -> None:
+    rig.puller._scratch_free = [False] * len(rig.puller._scratch_free)
+    assert greet(rig).get(timeout=10) is False

@@ -12,10 +12,11 @@ from kvservice.core.block.fingerprint import FIELDS_MAX
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX
 from kvservice.core.messages import Statement
 from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
+from kvservice.core.segment.refs import REF_BYTES, PackedRefs
 from kvservice.errors import FingerprintMismatch, InvalidRequest
 from kvservice.units import HandoffId, SlotIndex
 from kvservice.wire import codec
-from kvservice.wire.serving import LISTS_BYTES_MAX, REPLY_BYTES_MAX
+from kvservice.wire.frames import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
 from kvservice.wire.status import ATTRIBUTES_BYTES_MAX, TEXT_BYTES_MAX, status_text
 from kvservice.wire.v1 import common_pb2, shard_pb2
 
@@ -32,7 +33,6 @@ class Counted(list[object]):
 @pytest.mark.parametrize(
     ("decode", "most"),
     [
-        (codec.decode_refs, codec.BLOCKS_PER_MESSAGE_MAX),
         (codec.decode_seal_items, codec.BLOCKS_PER_MESSAGE_MAX),
         (codec.decode_lease_ids, codec.LEASES_PER_MESSAGE_MAX),
     ],
@@ -42,6 +42,12 @@ def test_lists_are_counted_before_they_are_decoded(decode: Callable[[object], ob
         decode(Counted([None] * (most + 1)))
     with pytest.raises(AssertionError):
         decode(Counted([None] * most))
+
+
+@pytest.mark.parametrize("size", [REF_BYTES * codec.BLOCKS_PER_MESSAGE_MAX + REF_BYTES, 7, REF_BYTES + 1])
+def test_too_many_blocks_and_parts_of_one_are_refused(size: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"{size} bytes of blocks"):
+        codec.decode_refs(bytes(size))
 
 
 def test_fingerprint_and_window_groups_are_counted_first() -> None:
@@ -65,7 +71,7 @@ def test_a_statement_is_counted_first() -> None:
     message = codec.encode_statement(whole)
     assert codec.decode_statement(message) == whole
     leases = range(codec.LEASES_PER_MESSAGE_MAX)
-    assert shard_pb2.RenewRequest(lease_ids=leases, statement=message).ByteSize() < LISTS_BYTES_MAX
+    assert shard_pb2.RenewRequest(lease_ids=leases, statement=message).ByteSize() < REQUEST_BYTES_MAX
     for more in ({"open_calls": [1]}, {"slots": [1]}, {"handoffs": bytes(16)}, {"handoffs": b"x"}):
         larger = shard_pb2.Statement()
         larger.MergeFrom(message)
@@ -85,26 +91,27 @@ def test_an_engines_speed_is_a_finite_number(seconds: float) -> None:
 
 def test_the_largest_seal_that_is_meant_fits_a_request() -> None:
     item = shard_pb2.SealItem(
-        block=shard_pb2.BlockRef(slot=(1 << 48) - 1, generation=(1 << 64) - 1),
+        slot=(1 << 48) - 1,
+        generation=(1 << 64) - 1,
         key=bytes(16),
         parent=bytes(16),
         position=(1 << 32) - 1,
         route=(1 << 32) - 1,
     )
-    request = shard_pb2.SealRequest(attachment_id=1 << 60, epoch=1 << 60, items=[item] * codec.BLOCKS_PER_MESSAGE_MAX)
-    assert request.ByteSize() < LISTS_BYTES_MAX
+    request = shard_pb2.SealRequest(items=[item] * codec.BLOCKS_PER_MESSAGE_MAX)
+    assert request.ByteSize() < REQUEST_BYTES_MAX
 
 
 def test_the_largest_promise_that_is_meant_fits_a_reply() -> None:
     """Every window can be as long as the hit."""
-    block = shard_pb2.BlockRef(slot=(1 << 48) - 1, generation=(1 << 64) - 1)
+    block = PackedRefs.of([(1 << 48) - 1, (1 << 64) - 1]).data
     count = codec.BLOCKS_PER_MESSAGE_MAX
     reply = shard_pb2.AcquireReply(
-        blocks=[block] * count,
-        window_blocks=[block] * (count * WINDOW_GROUPS_MAX),
+        blocks=block * count,
+        window_blocks=block * (count * WINDOW_GROUPS_MAX),
         window_counts=[count] * WINDOW_GROUPS_MAX,
     )
-    assert reply.ByteSize() < REPLY_BYTES_MAX // 5
+    assert reply.ByteSize() < REPLY_BYTES_MAX
     assert [len(window) for window in codec.decode_acquired(reply).window_blocks] == [count] * WINDOW_GROUPS_MAX
 
 
@@ -112,7 +119,7 @@ def test_the_largest_promise_that_is_meant_fits_a_reply() -> None:
     "counts", [[codec.BLOCKS_PER_MESSAGE_MAX + 1], [0] * (WINDOW_GROUPS_MAX + 1)], ids=["long window", "many windows"]
 )
 def test_a_promise_of_more_windows_than_meant_is_refused(counts: list[int]) -> None:
-    blocks = [shard_pb2.BlockRef(slot=1, generation=2)] * sum(counts)
+    blocks = bytes(REF_BYTES * sum(counts))
     with pytest.raises(InvalidRequest, match="window groups of at most"):
         codec.decode_acquired(shard_pb2.AcquireReply(window_blocks=blocks, window_counts=counts))
 

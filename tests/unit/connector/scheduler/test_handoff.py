@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.connector.plan import StepReport
-from kvservice.connector.scheduler.half import IDLE_SECONDS, IDLE_SECONDS_HANDOFF
+from kvservice.connector.scheduler.half import IDLE_SECONDS, IDLE_SECONDS_MAX
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_transfer_params
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request import RequestState
@@ -147,7 +147,7 @@ def test_decode_waits_longer_for_its_handoff_than_for_a_fetch() -> None:
     (_, _, wanted) = line.asked[0]
     assert wanted.handoff == HERE and wanted.timeout_seconds == 60.0
     assert scheduler.matched("r", 0, 70, 59.0) == Wait()
-    assert scheduler.idle_seconds() == IDLE_SECONDS_HANDOFF
+    assert scheduler.idle_seconds() == IDLE_SECONDS_MAX
     scheduler.on_new_request("other", hashes(2, 4), 0.0)
     assert scheduler.idle_seconds() == IDLE_SECONDS
     line.answer(4)

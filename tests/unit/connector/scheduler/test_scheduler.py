@@ -9,7 +9,7 @@ import pytest
 
 from kvservice.connector.options import Offload
 from kvservice.connector.plan import StepPlan, StepReport
-from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.half import IDLE_SECONDS, IDLE_SECONDS_MAX, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.stores import REPORT_SECONDS_MAX
@@ -504,3 +504,69 @@ def test_prompts_only_does_not_store_what_is_generated(offload: Offload) -> None
     plans.append(plan_step(scheduler))
     assert [entry.block_id for plan in plans for store in plan.stores for entry in store.entries] == [100, 101]
     assert line.expected == 0
+
+
+def test_what_a_step_fills_is_one_store_and_one_seal() -> None:
+    """Also a block that two requests fill in the same step."""
+    line, calls = Line(), []
+    scheduler = half(line)
+    chains = {name: hashes(number, 2, shared=1) for number, name in enumerate("abc", 1)}
+    for name, chain in chains.items():
+        scheduler.on_new_request(name, chain, 0.0, may_read=False)
+        scheduler.allocated(name, [], 0)
+    take, seal = line.take_slots, line.seal
+    line.take_slots = lambda *asked: calls.append(("take", asked[1])) or take(*asked)  # type: ignore[func-returns-value,method-assign]
+    line.seal = lambda of, items: calls.append(("seal", len(items))) or seal(of, items)  # type: ignore[func-returns-value,method-assign]
+    plan = plan_step(scheduler, [(name, chain, 2 * BLOCK, lambda: range(9)) for name, chain in chains.items()])
+    scheduler.reported(report(plan))
+    assert calls == [("take", 4), ("seal", 4)]
+    assert len({item.key for item in line.sealed}) == 4
+    assert line.expected == 0
+    scheduler.check_invariants()
+
+
+def test_behind_the_first_that_finds_no_slot_all_wait() -> None:
+    """A block whose prefix is not stored yet is no hit for anybody."""
+    line = Line(slots=1)
+    scheduler = half(line)
+    chains = {name: hashes(number, 2, shared=1) for number, name in enumerate("ab", 1)}
+    for name, chain in chains.items():
+        scheduler.on_new_request(name, chain, 0.0, may_read=False)
+        scheduler.allocated(name, [], 0)
+    scheduled = [(name, chain, 2 * BLOCK, lambda: range(9)) for name, chain in chains.items()]
+    plan = StepPlan()
+    scheduler.begin_step(plan, 0.0)
+    assert scheduler.plan_stores(plan, scheduled) == ["a", "b"], "both are named again in the next step"
+    scheduler.reported(report(plan))
+    line.free = 8
+    scheduler.reported(report(plan_step(scheduler, scheduled)))
+    assert [item.position for item in line.sealed] == [0, 1, 1]
+    plan = StepPlan()
+    scheduler.begin_step(plan, 0.0)
+    assert scheduler.plan_stores(plan, scheduled) == []
+
+
+def test_a_hand_off_is_a_store_of_its_own() -> None:
+    line = Line()
+    scheduler = half(line)
+    scheduler.on_new_request("a", hashes(1, 1), 0.0, may_read=False)
+    scheduler.on_new_request("w", hashes(2, 1), 0.0, may_read=False, wants=Prefill(HandoffId(b"h" * 16)))
+    for name in "aw":
+        scheduler.allocated(name, [], 0)
+    scheduled = [(name, hashes(number, 1), BLOCK, lambda: range(9)) for number, name in enumerate("aw", 1)]
+    first, second = plan_step(scheduler, scheduled).stores
+    scheduler.reported(StepReport(stored={first.store_id: 1}))
+    assert [item.key for item in line.sealed] == keys_of(hashes(2, 1)), "its reader waits for nobody else's copy"
+    scheduler.reported(StepReport(failed={second.store_id: 1}))
+    scheduler.check_invariants()
+
+
+def test_an_idle_engine_waits_longer_until_it_asks_again() -> None:
+    """Empty steps take the cores that a fetch needs; the answer ends the wait at once."""
+    scheduler = half(Line())
+    scheduler.on_new_request("a", hashes(1, 2), 0.0)
+    waits = [scheduler.idle_seconds() for _ in range(5000)]
+    assert waits[:2] == [IDLE_SECONDS, 2 * IDLE_SECONDS]
+    assert waits[-1] == IDLE_SECONDS_MAX
+    scheduler.on_new_request("b", hashes(2, 2), 0.0)
+    assert scheduler.idle_seconds() == IDLE_SECONDS

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvservice.api.pool_thread import PoolThread
+from kvservice.api.program import AttachedProgram
 from kvservice.connector.sglang import page_pool
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
 from kvservice.connector.sglang.storage import TRAILING_PAGES, PageStorage
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment
 from kvservice.errors import ConfigError
 from kvservice.testing.eventually import eventually
 from tests.unit.connector.sglang.host_memory import (
@@ -54,6 +57,41 @@ def test_pages_come_back_whole_at_other_places(thread: PoolThread) -> None:
     assert made.counters["loaded_pages"] == 6
     assert made.counters["stored_pages"] == 6
     assert not [name for name in made.counters if name.startswith(("missed", "failed", "dropped"))]
+
+
+def test_what_the_pool_does_not_want_is_not_stored(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool says at a question that nothing like this prompt comes back. SGLang hears that all is done, because it
+    warns of pages that fail. When the pool says otherwise, it is stored again."""
+    memory, pages = HostMemory(), page_hashes(PROMPT)
+    made = storage(memory, thread=thread)
+    ask, is_wanted = AttachedProgram.ask, False
+
+    async def answer(self: AttachedProgram, attachment: Attachment, request: AcquireRequest) -> AcquireResult | None:
+        result = await ask(self, attachment, request)
+        return None if result is None else replace(result, admitted=is_wanted)
+
+    monkeypatch.setattr(AttachedProgram, "ask", answer)
+    assert made.find(None, pages) == 0
+    stored(memory, made, pages[:3], [0, 1, 2])
+    assert made.store(pages[:3], wanted(pages[3:], [3, 4, 5])) == [True] * 3, "as SGLang goes on with a prompt"
+    assert made.counters["dropped_not_admitted"] == 6 and not made.counters["stored_pages"]
+    other = page_hashes([7, *PROMPT])
+    stored(memory, made, other[:1], [6])
+    assert made.counters["stored_pages"] == 1, "nobody asked for it, so nobody refused it"
+    is_wanted = True
+    assert made.find(None, pages) == 0
+    stored(memory, made, pages, [0, 1, 2, 3, 4, 5])
+    assert made.counters["stored_pages"] == 7
+
+
+def test_counts_are_taken_once(thread: PoolThread) -> None:
+    memory, pages = HostMemory(), page_hashes(PROMPT)
+    made = storage(memory, thread=thread)
+    assert made.take_counts() == {}
+    stored(memory, made, pages, [0, 1, 2, 3, 4, 5])
+    assert made.take_counts() == {"stored_pages": 6}
+    made.find(None, pages[:2])
+    assert made.take_counts() == {"asked_pages": 2, "found_pages": 2}
 
 
 def test_a_prefix_ends_at_the_first_page_not_stored(thread: PoolThread) -> None:

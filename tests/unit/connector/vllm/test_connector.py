@@ -124,7 +124,7 @@ class StepOutput:
     def scheduled_new_reqs(self) -> list[Any]:
         return [SimpleNamespace(req_id=name, num_computed_tokens=count) for name, count in self.before.items()]
 
-    scheduled_cached_reqs = SimpleNamespace(req_ids=[], num_computed_tokens=[])
+    scheduled_cached_reqs = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set())
 
     @property
     def kv_connector_block_state(self) -> Any:
@@ -149,7 +149,7 @@ class Pair:
         """What is computed before the pool is there is not stored."""
         session = self.scheduler._session
         if session is not None:
-            eventually(lambda: all(session._stocks), "slots of every group", detail=self.scheduler.counters)
+            eventually(lambda: session.has_slots, "slots of every group", detail=self.scheduler.counters)
 
     def step(self, output: StepOutput) -> Any:
         metadata = self.scheduler.build_connector_meta(output)

@@ -53,7 +53,7 @@ class Several(Pair):
         self.block_pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
         self.scheduler.bind_gpu_block_pool(self.block_pool)
         sessions: list[Any] = [child._session for child in self.children]
-        eventually(lambda: all(all(session._stocks) for session in sessions), "slots of every pool")
+        eventually(lambda: all(session.has_slots for session in sessions), "slots of every pool")
 
     @property
     def children(self) -> list[KVServiceConnector]:

@@ -12,8 +12,9 @@ import torch
 
 from kvservice.connector.options import DeferStores, Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
+from kvservice.connector.worker import copier
 from kvservice.connector.worker.block_copier import BlockCopier
-from kvservice.connector.worker.copier import InlineCopier
+from kvservice.connector.worker.copier import NO_DIGESTS, InlineCopier
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.copying.message import Direction
 from kvservice.core.segment.digest import digest_payload
@@ -105,6 +106,39 @@ def test_block_survives_a_slot_between_any_two_layouts(segment: Segment, source:
         assert torch.equal(other[layer][others], untouched[layer][others]), "a neighbour was written"
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_tail_is_stored_with_zeros_behind_it(segment: Segment, order: str) -> None:
+    """Each rank zeroes behind its own heads, whatever the other has written so far."""
+    whole = engine_tensors(ORDERS[order])
+    ranks = [range(2), range(2, 4)]
+    workers = [WorkerHalf(BlockCopier([t[:, r.start : r.stop] for t in whole], r), Verify.OFF) for r in ranks]
+    ref = write_header(segment, slot_index(0, 3), 1)
+    for worker in workers:
+        worker.start_loads(StepPlan(pool=info(segment)))
+        worker.store(StepPlan(stores=[StorePlan(1, (CopyEntry(2, ref, KEY, tokens=5),))]))
+        report = worker.take_report()
+        assert report is not None and report.stored == {1: 1}
+    other = engine_tensors(ORDERS["LBHNC"])
+    reader = WorkerHalf(BlockCopier(other, range(HEADS)), Verify.FULL)
+    assert load(segment, reader, write_header(segment, slot_index(0, 3), 2), 4)
+    for layer, there in zip(whole, other, strict=True):
+        assert torch.equal(there[4, :, :5], layer[2, :, :5])
+        assert not there[4, :, 5:].any(), "what other requests left in the block"
+
+
+def test_a_tail_of_unknown_bytes_is_not_stored(segment: Segment) -> None:
+    """Where nobody knows which bytes are behind it, it may hold what others left."""
+    layers = engine_tensors(ORDERS["LBHNC"])
+    nobody = torch.empty(0, dtype=torch.int64)
+    worker = WorkerHalf(BlockCopier(layers, range(HEADS), token_of=nobody), Verify.OFF)
+    worker.start_loads(StepPlan(pool=info(segment)))
+    ref = write_header(segment, slot_index(0, 3), 1)
+    worker.store(StepPlan(stores=[StorePlan(1, (CopyEntry(2, ref, KEY, tokens=5),))]))
+    report = worker.take_report()
+    assert report is not None and not report.stored and report.failed == {1: 1}
+    assert report.counters["store_tail_not_blanked"] == 1
+
+
 def test_slot_of_another_size_is_not_written(segment: Segment) -> None:
     worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.OFF)
     slot, before = slot_index(0, 0), bytes(segment.payload(slot_index(0, 0), LAYOUT.payload_bytes))
@@ -192,6 +226,7 @@ class HandTicket:
         self.done = False
         self.copied = True
         self.borrowed = 0
+        self.digests = NO_DIGESTS
 
     def succeeded(self) -> bool:
         return self.copied
@@ -362,14 +397,38 @@ def test_one_flipped_bit_fails_a_verified_load(segment: Segment) -> None:
     assert not load(segment, worker, ref, 0)
 
 
-def test_sampled_verification_looks_at_one_block_in_sixteen(segment: Segment) -> None:
-    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.SAMPLED)
+@pytest.mark.parametrize(
+    ("verify", "one_pass", "looked_at"),
+    [
+        (Verify.SAMPLED, True, 32),
+        (Verify.SAMPLED, False, 2),
+        (Verify.FULL, True, 32),
+        (Verify.FULL, False, 32),
+        (Verify.OFF, True, 0),
+        (Verify.OFF, False, 0),
+    ],
+)
+def test_a_digest_that_costs_nothing_is_always_looked_at(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch, verify: Verify, one_pass: bool, looked_at: int
+) -> None:
+    """By default. Where it is another pass over the bytes, one block in sixteen is looked at."""
+    monkeypatch.setattr(copier, "in_one_pass", lambda: one_pass)
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), verify)
     ref = write_header(segment, slot_index(0, 0), 2)
     for _ in range(32):
         assert load(segment, worker, ref, 0)
     report = worker.take_report()
     assert report is not None
-    assert report.counters["load_verified_blocks"] == 2
+    assert report.counters.get("load_verified_blocks", 0) == looked_at
+
+
+def test_one_flipped_bit_fails_every_load_by_default(segment: Segment) -> None:
+    worker = WorkerHalf(BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS)), Verify.SAMPLED)
+    ref = write_header(segment, slot_index(0, 0), 2)
+    segment.payload(slot_index(0, 0), LAYOUT.payload_bytes)[77] ^= 1
+    assert not any(load(segment, worker, ref, 0) for _ in range(3))
+    report = worker.take_report()
+    assert report is not None and report.counters["load_corrupt"] == 3 and report.suspects == {ref}
 
 
 def test_nothing_is_written_into_a_slot_not_reserved_for_it(segment: Segment) -> None:

@@ -25,7 +25,7 @@ from kvservice.testing.builders import (
     make_spec,
     run_of,
 )
-from kvservice.units import MiB, SpanRoute
+from kvservice.units import BlockKey, MiB, SpanRoute
 
 CHAIN, OTHER = make_chain(3), make_chain(3, "other")
 DISK = TierRules("disk", budget_bytes=100 * MiB, write=WriteMoment.STORED)
@@ -183,6 +183,34 @@ def test_a_clear_by_a_wrong_clock_is_refused(late: float) -> None:
     harness = CoreHarness()
     with pytest.raises(InvalidRequest, match="set the clocks"):
         harness.clear(*MODEL, at=WALL + harness.now + late)
+
+
+def test_a_clear_counts_by_the_clock_as_it_is_now() -> None:
+    """The machine started before its clock was set, or it slept: later it must not refuse the time of day."""
+    harness = CoreHarness()
+    engine = harness.attach()
+    harness.store(engine, CHAIN)
+    late = 2 * FUTURE_SECONDS_MAX
+    with pytest.raises(InvalidRequest, match="set the clocks"):
+        harness.clear(*MODEL, at=WALL + late)
+    harness.send(ev.ClockSet(WALL + late))
+    assert harness.clear(*MODEL, at=WALL + late).blocks == len(CHAIN)
+    assert harness.count("clock_steps") == 1
+
+
+@pytest.mark.parametrize(("limit", "held"), [(100.0, OTHER), (0.0, CHAIN + OTHER)])
+def test_what_a_clock_ahead_made_young_does_not_stay(limit: float, held: tuple[BlockKey, ...]) -> None:
+    """Its age would reach the limit an hour late. Without a limit it may stay."""
+    harness = CoreHarness(slab_count=2, tiers=(DISK,), max_age=limit)
+    engine = harness.attach()
+    harness.send(ev.ClockSet(WALL + 3600.0))
+    harness.store(engine, CHAIN)
+    harness.send(ev.ClockSet(WALL))
+    harness.advance(1.0)
+    harness.store(engine, OTHER)
+    assert harness.keys_held() == set(held)
+    harness.send(ev.ClockSet(WALL + 3.0))
+    assert harness.keys_held() == set(held), "a step ahead makes nothing too young"
 
 
 @pytest.mark.parametrize("count", [0, CLEAR_MARKS_MAX + 1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvservice.core import events as ev
@@ -27,7 +25,7 @@ def store(harness: CoreHarness, engine: AttachmentId, hints: Hints) -> None:
     refs = harness.reserve(engine, len(CHAIN))
     for ref, key in zip(refs, CHAIN, strict=True):
         harness.write(ref, key)
-    items = tuple(replace(item, hints=hints) for item in harness.items(refs, CHAIN))
+    items = tuple(item._replace(hints=hints) for item in harness.items(refs, CHAIN))
     harness.begin_seal(engine, items)
     harness.digest_all()
 
@@ -110,7 +108,7 @@ def test_a_leaving_node_holds_nothing() -> None:
     harness = CoreHarness(slab_count=8)
     engine = harness.attach()
     refs = harness.reserve(engine, len(CHAIN))
-    items = tuple(replace(item, hints=PIN) for item in harness.items(refs, CHAIN))
+    items = tuple(item._replace(hints=PIN) for item in harness.items(refs, CHAIN))
     harness.begin_seal(engine, items)
     harness.send(ev.Drain())
     harness.digest_all()

@@ -15,6 +15,7 @@ from kvservice.core.explain.records import RequestRecords
 from kvservice.core.messages import LocateResult
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.refs import BlockHandle
+from kvservice.core.slices import DEFAULT_SLICES, Slices
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import NO_KEY, BlockStore, Want
 from kvservice.core.store.eviction import LeafFirstReuse
@@ -70,6 +71,7 @@ class Bench:
             model_of=lambda attachment: "model",
             fingerprint_of=lambda attachment: b"",
             freshness=Freshness(),
+            slices=Slices(DEFAULT_SLICES, self.actions.append),
         )
         self.pulls = Pulls(context)
         self.owner = Owner(self.store)

@@ -207,7 +207,7 @@ def test_window_blocks_are_held_with_their_prefix(lost: bool) -> None:
         (ref,) = harness.reserve(engine, group=1)
         key = group_key(CHAIN[position], 1)
         (item,) = harness.items([ref], [key])
-        harness.begin_seal(engine, (replace(item, parent=None, position=1 << 31 | position),))
+        harness.begin_seal(engine, (item._replace(parent=None, position=1 << 31 | position),))
         harness.digest_all()
     found = result(harness, harness.warm(CHAIN, spec=spec))
     assert (found.held, found.miss) == ((2, MissReason.WINDOW) if lost else (3, MissReason.NONE))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core import events as ev
+from kvservice.core.attachments import ATTACHMENTS_OF_TENANT_MAX
 from kvservice.core.block.tenants import OTHERS, Accounts, TenantLimits, TenantUsage, tag_of
 from kvservice.core.messages import MissReason, SealStatus, TakeOverItem
-from kvservice.core.shard import ATTACHMENTS_OF_TENANT_MAX
 from kvservice.errors import Exhausted, FingerprintMismatch, InvalidRequest
 from kvservice.testing.builders import LARGE, SMALL, CoreHarness, make_chain, make_holder, make_located, make_spec
 from kvservice.units import MiB, SpanRoute

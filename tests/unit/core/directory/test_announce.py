@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvservice.core.actions import Announce, Retract
 from kvservice.core.directory import announce
 from kvservice.core.directory.announce import Announcer, Update
 from kvservice.core.directory.membership import AnnounceOutcome
@@ -25,11 +26,11 @@ class Shard:
 
     def add(self, number: int) -> None:
         self.held[key(number)] = SpanRoute(number)
-        self.announcer.add(key(number), SpanRoute(number))
+        self.announcer.change([Announce(key(number), SpanRoute(number))])
 
     def remove(self, number: int) -> None:
         del self.held[key(number)]
-        self.announcer.remove(key(number), SpanRoute(number))
+        self.announcer.change([Retract(key(number), SpanRoute(number))])
 
     def exchange(
         self, outcome: AnnounceOutcome = AnnounceOutcome.APPLIED, epoch: int = EPOCH, partition: int = 0

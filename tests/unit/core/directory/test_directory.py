@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvservice.core.actions import Announce, Retract
 from kvservice.core.block.keys import pack_keys, unpack_keys
 from kvservice.core.directory import announce
 from kvservice.core.directory import directory as directory_module
@@ -231,7 +232,14 @@ def test_changes_are_recorded_for_watchers_only() -> None:
         Change(A, pack_keys(keys(5)), reset=True),
         Change(B, reset=True),
     ]
-    assert {(change.node, change.reset) for change in directory.changes[3:]} == {(A, True), (B, True)}
+    assert set(directory.changes[3:]) == {Change(node, reset=True, hidden=True) for node in (A, B)}
+
+
+def test_who_leaves_is_said_to_count_no_more() -> None:
+    directory = directory_with(a=range(2))
+    directory.record_changes = True
+    directory.apply(A, 2, leaving=True, now=0.0)
+    assert directory.changes == [Change(A, reset=True, hidden=True)]
 
 
 def test_watchers_hear_of_nodes_that_hide_return_or_move() -> None:
@@ -343,9 +351,7 @@ def test_words_of_an_earlier_boot_change_nothing_of_the_next(seed: int, monkeypa
     earlier = Announcer(1, lambda: list(held.items()))
     old, new = node("a", 1), node("a", 2)
     said = talk(earlier, directory, old)
-    for key in keys(8, 9):
-        earlier.add(key, SpanRoute(0))
-    earlier.remove(keys(0)[0], SpanRoute(0))
+    earlier.change([*(Announce(key, SpanRoute(0)) for key in keys(8, 9)), Retract(keys(0)[0], SpanRoute(0))])
     said += talk(earlier, directory, old)
     said.append(earlier.farewell(0))
     late = said * 2

@@ -20,7 +20,7 @@ from kvservice.core.drain.sender import (
     weights,
 )
 from kvservice.core.messages import Holder, MissReason, Peer, TakeOverItem, TakeOverResult
-from kvservice.core.store.blocks import Block
+from kvservice.core.store.slots import Block, Slot
 from kvservice.errors import Exhausted, InvalidRequest, Unavailable, UnsupportedLayout
 from kvservice.testing.builders import (
     LARGE,
@@ -32,7 +32,7 @@ from kvservice.testing.builders import (
     make_spec,
     run_of,
 )
-from kvservice.units import AttachmentId, BlockKey, MiB, NodeId, SlotIndex, SpanRoute
+from kvservice.units import AttachmentId, BlockKey, Generation, MiB, NodeId, SlotIndex, SpanRoute
 
 CHAIN = make_chain(4)
 OTHER = make_chain(3, "other")
@@ -233,7 +233,7 @@ def test_a_second_drain_only_shortens_the_first(shard: Leaver, engine: Attachmen
 
 
 def block(key: BlockKey, size: int = SMALL) -> Block:
-    return Block(key, SlotIndex(0), size, 0, 0, SpanRoute(0), is_secondary=False)
+    return Block(key, Slot(SlotIndex(0), size, Generation(0)), 0, 0, SpanRoute(0), is_secondary=False)
 
 
 def test_a_chain_stays_on_one_node() -> None:
@@ -324,6 +324,22 @@ def test_a_secondary_copy_becomes_primary_without_a_read() -> None:
     assert not any(one.is_secondary for one in receiver.state.blocks())
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_copy_that_became_primary_is_so_after_a_restart(is_read: bool) -> None:
+    """Else the next start takes the last copy for a secondary one, which goes first. What is read keeps its header."""
+    receiver = Receiver()
+    engine = receiver.attach()
+    op = receiver.acquire(engine, CHAIN)
+    receiver.fetch_all(op, CHAIN)
+    if not is_read:
+        receiver.release(engine, receiver.result(op).lease_id)
+    before = dict(receiver.headers)
+    receiver.taken(receiver.offer(CHAIN))
+    assert (receiver.headers == before) is is_read
+    receiver.restart()
+    assert {block.is_secondary for block in receiver.state.blocks()} == {is_read}
+
+
 def test_room_is_made_only_of_what_was_used_earlier() -> None:
     receiver = Receiver(slab_count=2)  # 8 slots
     engine = receiver.attach()
@@ -348,6 +364,19 @@ def test_a_shard_full_of_what_was_used_later_takes_nothing() -> None:
     assert receiver.taken(op) == TakeOverResult((False,) * 3, full=True)
     assert receiver.keys_held() == set(CHAIN)
     assert len(receiver.remote_releases) == 1
+
+
+def test_a_secondary_copy_makes_room_for_the_last_copy() -> None:
+    """However recently it was used: another node has it, and of what is offered nobody else has any."""
+    receiver = Receiver(slab_count=1)
+    engine = receiver.attach()
+    op = receiver.acquire(engine, CHAIN)
+    receiver.fetch_all(op, CHAIN)
+    receiver.release(engine, receiver.result(op).lease_id)
+    op = receiver.offer(OTHER, idle=50.0)
+    receiver.finish()
+    assert receiver.taken(op) == TakeOverResult((True,) * 3, full=False)
+    assert receiver.keys_held() == {*OTHER, CHAIN[0]}
 
 
 @pytest.mark.parametrize("answered", ["waits", "timed_out", "cancelled"])
@@ -489,6 +518,22 @@ def test_a_copy_that_is_gone_is_not_counted_as_safe(shard: Leaver, engine: Attac
     shard.answer()
     progress = shard.state.progress(shard.now)
     assert (progress.blocks_elsewhere, progress.blocks_handed, progress.blocks_lost) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("others", [(SECOND,), ()])
+def test_a_block_that_was_not_kept_is_offered_once_more(
+    shard: Leaver, engine: AttachmentId, others: tuple[Holder, ...]
+) -> None:
+    """A read failed, or its tenant's quota there is full. It goes to another node, if there is one."""
+    shard.store(engine, CHAIN[:1])
+    shard.begin()
+    shard.find(peer(), *[peer(holder, free=0) for holder in others])
+    shard.answer(kept=False)
+    assert [offer.peer for offer in shard.offers] == [PEER, *(others or (PEER,))]
+    shard.answer(kept=False)
+    progress = shard.state.progress(shard.now)
+    assert (shard.phase, len(shard.offers), progress.blocks_lost) == (DrainPhase.GONE, 2, 1)
+    assert "1 blocks were kept by no other node" in progress.note
 
 
 def test_a_peer_that_is_full_for_one_size_is_offered_the_others(shard: Leaver, engine: AttachmentId) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.core.segment.header import SlotHeader, pack_header, unpack_header
-from kvservice.core.segment.header_checks import is_as_located, is_as_promised, is_reserved
+from kvservice.core.segment.header_checks import (
+    are_as_located,
+    are_as_promised,
+    is_as_located,
+    is_as_promised,
+    is_reserved,
+)
 from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
@@ -43,4 +50,9 @@ def test_checks_of_bytes_are_those_of_the_fields(
     located = header is not None and is_block and header.digest == DIGEST
     assert is_reserved(bytes(data), EPOCH, ref, BYTES) == (fits and asked % 2 == 1)
     assert is_as_promised(bytes(data), EPOCH, ref, KEY, BYTES) == (is_block and asked % 2 == 0)
+    rows = np.frombuffer(pack_header(RIGHT) + bytes(data), "<u8").reshape(2, 8)
+    together = are_as_promised(rows, EPOCH, [BlockRef(SLOT, RIGHT.generation), ref], [KEY, KEY], [BYTES, BYTES])
+    assert together == (is_block and asked % 2 == 0)
+    handles = [BlockHandle(KEY, SLOT, each, BYTES, DIGEST, 2) for each in (RIGHT.generation, asked)]
+    assert are_as_located(rows, handles, EPOCH) == located
     assert is_as_located(bytes(data), BlockHandle(KEY, SLOT, asked, BYTES, DIGEST, 2), EPOCH) == located

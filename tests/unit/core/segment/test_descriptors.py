@@ -100,6 +100,32 @@ def test_runs_are_exactly_the_bytes_of_the_blocks(given_layouts: tuple[RegionLay
     assert runs.byte_count == len(blocks) * len(region.layer_offsets) * region.heads * slot.cell_bytes
 
 
+@given(layouts(), st.data())
+def test_whole_slots_come_in_the_order_of_their_bytes(
+    given_layouts: tuple[RegionLayout, SlotLayout], data: st.DataObject
+) -> None:
+    """So that a digest over the runs is the digest of the slot, whoever merged them."""
+    region, slot = given_layouts
+    template = CopyTemplate(region, slot)
+    count = region.block_count // slot.parts
+    blocks = data.draw(st.permutations(range(region.block_count)))[: count * slot.parts]
+    places = data.draw(st.permutations(range(8)))[:count]
+    payloads = [place * slot.payload_bytes for place in places]
+    runs, ends = template.expand_by_slot(blocks, payloads[: len(blocks) // slot.parts])
+    parts = [payload + part * slot.part_bytes for payload in payloads for part in range(slot.parts)]
+    assert bytes_of(runs) == model(region, slot, blocks, parts)
+    begin = 0
+    for payload, end in zip(payloads, ends.tolist(), strict=True):
+        segment, lengths = runs.segment[begin:end], runs.lengths[begin:end]
+        assert (segment[1:] >= segment[:-1] + lengths[:-1]).all() and segment[0] >= payload
+        if template.fills_slots:
+            assert segment[0] == payload and lengths.sum() == slot.payload_bytes
+            assert (segment[1:] == segment[:-1] + lengths[:-1]).all()
+        begin = end
+    assert begin == runs.lengths.size
+    assert template.fills_slots == (region.heads == slot.kv_head_count)
+
+
 @given(layouts(), st.integers(0, 64))
 def test_rounds_through_a_small_buffer_carry_the_same_bytes(
     given_layouts: tuple[RegionLayout, SlotLayout], spare: int

@@ -89,9 +89,9 @@ def test_a_primary_leaf_goes_before_a_secondary_parent() -> None:
 def test_a_pinned_block_and_its_prefix_are_never_victims() -> None:
     policy = LeafFirstLru()
     add_chain(policy, "abc")
-    policy.pin(key("b"))
+    policy.pin([key("b")])
     assert drain(policy) == "c"
-    policy.unpin(key("b"))
+    policy.unpin([key("b")])
     assert drain(policy) == "ba"
 
 
@@ -100,8 +100,18 @@ def test_a_block_pinned_between_question_and_answer_is_skipped() -> None:
     add(policy, "a")
     add(policy, "b")
     assert policy.victim(SIZE) == key("a")
-    policy.pin(key("a"))
+    policy.pin([key("a")])
     assert policy.victim(SIZE) == key("b")
+
+
+def test_a_block_that_was_used_while_it_was_pinned_is_named_once() -> None:
+    policy = LeafFirstLru()
+    add(policy, "a")
+    policy.pin([key("a")])
+    assert policy.victim(SIZE) is None
+    touch(policy, "a")
+    policy.unpin([key("a")])
+    assert policy.coldest(10) == [key("a")]
 
 
 def test_touching_a_new_leaf_keeps_its_ancestors() -> None:
@@ -252,14 +262,14 @@ def test_whatever_is_claimed_everything_can_be_evicted(
         elif what == "touch":
             touch(policy, "".join(chr(97 + index % 8) for index in range(one, one + position)))
         elif what in ("pin", "unpin") and held.get(one) is (what == "unpin"):
-            (policy.pin if what == "pin" else policy.unpin)(key(name))
+            (policy.pin if what == "pin" else policy.unpin)([key(name)])
             held[one] = what == "pin"
         policy.check_invariants()
         victim = policy.victim(SIZE)
         assert victim is None or held[victim[0] - 97] is False
     for one, pinned in held.items():
         if pinned:
-            policy.unpin(key(chr(97 + one)))
+            policy.unpin([key(chr(97 + one))])
     assert len(drain(policy)) == len(held)
 
 

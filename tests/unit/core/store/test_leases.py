@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from kvservice.core.store.leases import Lease, LeaseTable
-from kvservice.units import LeaseId, SlotIndex
+from kvservice.core.store.slots import Slot
+from kvservice.units import Generation, LeaseId, SlotIndex
 
 ENGINE, PEER = ("engine", 1), ("peer", "node")
+SLOTS = [Slot(SlotIndex(number), 1, Generation(0)) for number in range(4)]
 
 
 def grant(table: LeaseTable, holder: tuple[str, int | str] = ENGINE, now: float = 0.0, duration: float = 10.0) -> Lease:
-    lease = table.grant(holder, (SlotIndex(1), SlotIndex(2)), now, duration)
+    lease = table.grant(holder, (SLOTS[1], SLOTS[2]), now, duration)
     table.check_invariants()
     return lease
 
@@ -101,7 +103,7 @@ def test_the_end_of_a_holder_ends_its_leases_only() -> None:
 def test_slots_are_counted_once_per_lease() -> None:
     table = LeaseTable()
     grant(table)
-    table.grant(PEER, (SlotIndex(2), SlotIndex(2), SlotIndex(3)), 0.0, 1.0)
+    table.grant(PEER, (SLOTS[2], SLOTS[2], SLOTS[3]), 0.0, 1.0)
     assert table.slots() == {1: 1, 2: 3, 3: 1}
 
 

@@ -110,7 +110,7 @@ def test_without_anything_learnt_both_policies_choose_alike(steps: list[tuple[st
             elif what == "touch":
                 policy.touch([key(number - number % 3 + i) for i in range(3)], 0.0)
             elif what == "pin" and number in held:
-                (policy.unpin if number in pinned else policy.pin)(key(number))
+                (policy.unpin if number in pinned else policy.pin)([key(number)])
             elif what == "evict" and (victim := policy.victim(1)) is not None:
                 policy.remove(victim)
             policy.check_invariants()
@@ -120,3 +120,17 @@ def test_without_anything_learnt_both_policies_choose_alike(steps: list[tuple[st
             pinned ^= {number}
         elif what == "evict" and (gone := chosen.pop()) is not None:
             held.discard(int.from_bytes(gone, "big"))
+
+
+def test_hits_of_a_chain_count_as_those_of_its_blocks() -> None:
+    together, alone = ReuseMemory(), ReuseMemory()
+    for number in range(400):
+        for memory in (together, alone):
+            memory.on_evict(key(number), number % 3, number, 100)
+        uses = [number % 5, 31, 4]
+        hits = [0] * KINDS
+        for count in uses:
+            hits[kind_of(count)] += 1
+            alone.on_hit(count, 7)
+        together.on_hits(hits, 7 * len(uses))
+        assert together.credits() == alone.credits()

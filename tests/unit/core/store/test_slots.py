@@ -38,7 +38,7 @@ def bring(table: SlotTable, state: SlotState) -> Slot:
     elif state in (SlotState.SEALED, SlotState.LEASED):
         table.seal(slot)
         if state is SlotState.LEASED:
-            table.pin(slot)
+            table.pin([slot])
     assert slot.state is state
     return slot
 
@@ -55,8 +55,8 @@ def apply(table: SlotTable, slot: Slot, event: SlotEvent) -> None:
     else:
         {
             SlotEvent.SEAL: table.seal,
-            SlotEvent.PIN: table.pin,
-            SlotEvent.UNPIN: table.unpin,
+            SlotEvent.PIN: lambda slot: table.pin([slot]),
+            SlotEvent.UNPIN: lambda slot: table.unpin([slot]),
             SlotEvent.QUARANTINE: table.quarantine,
         }[event](slot)
 
@@ -183,13 +183,13 @@ def test_a_slab_is_given_away_once() -> None:
 def test_pins_are_counted_and_the_last_one_ends_the_lease() -> None:
     table = make_table()
     slot = bring(table, SlotState.LEASED)
-    table.pin(slot)
-    table.unpin(slot)
+    table.pin([slot])
+    assert table.unpin([slot]) == []
     assert slot.state is SlotState.LEASED
-    table.unpin(slot)
+    assert table.unpin([slot]) == [slot]
     assert slot.state is SlotState.SEALED
     with pytest.raises(AssertionError):
-        table.unpin(slot)
+        table.unpin([slot])
 
 
 def test_counts_name_every_state_and_add_up_to_the_capacity() -> None:
@@ -219,3 +219,16 @@ def test_the_check_finds_what_is_broken(damage: str) -> None:
         table._free_slabs.clear()
     with pytest.raises(AssertionError):
         table.check_invariants()
+
+
+def test_slots_of_two_sizes_are_pinned_in_one_pass() -> None:
+    table = make_table(slab_count=2)
+    table.assign_slab(2 * SMALL)
+    slots = [take(table), take(table, 2 * SMALL), take(table)]
+    for slot in slots:
+        table.seal(slot)
+    table.pin(slots)
+    assert table.byte_counts()["leased"] == 4 * SMALL
+    table.check_invariants()
+    assert table.unpin(slots) == slots and table.byte_counts()["sealed"] == 4 * SMALL
+    table.check_invariants()

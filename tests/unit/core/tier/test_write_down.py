@@ -13,7 +13,7 @@ from kvservice.core.messages import AcquireRequest
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
 from kvservice.core.tier.rules import TierRules, WriteMoment
 from kvservice.core.tier.tier_block import TierBlock
-from kvservice.core.tier.tiers import CLEAN_SECONDS
+from kvservice.core.tier.tiers import CLEAN_SECONDS, HOLD_SECONDS
 from kvservice.testing.builders import SMALL, CoreHarness, make_chain
 from kvservice.units import BlockKey, MiB, SpanRoute
 
@@ -44,7 +44,7 @@ def test_a_stored_block_is_written_and_pinned_meanwhile() -> None:
     ((block, slot),) = write.items
     assert (block.key, block.payload_bytes, block.position) == (chain[0], SMALL, 0)
     held = {one.key: one for one in harness.state.blocks()}[block.key]
-    assert (slot, block.digest, block.route) == (held.slot, held.digest, held.route)
+    assert (slot, block.digest, block.route) == (held.slot.index, held.digest, held.route)
     assert harness.slots("leased") == 1, "what is being written stays in memory"
     assert harness.write_all() == list(chain) and harness.slots("leased") == 0
     (usage,) = harness.state.tier_usage()
@@ -137,8 +137,8 @@ def test_a_full_queue_drops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvservice.core.tier.write_queue.QUEUE_MAX", 3)
     harness, chain = harness_with(disk()), make_chain(6)
     harness.store(harness.attach(), chain)
-    assert harness.write_all() == list(chain[:4]), "one is being written and three wait"
-    assert harness.count("tier_disk_dropped_full") == 2
+    assert harness.write_all() == list(chain[:3]), "three wait"
+    assert harness.count("tier_disk_dropped_full") == 3
 
 
 def test_a_tier_without_room_drops_what_is_larger() -> None:
@@ -151,8 +151,52 @@ def test_a_job_has_as_many_blocks_as_its_bytes_allow() -> None:
     harness = harness_with(disk(), slab_count=64)
     chain = make_chain(30)
     harness.store(harness.attach(), chain)
-    assert [len(write.items) for write in harness.writes()] == [1, 1, 1] + [1] * 13 + [1], "4 MiB are in flight"
+    assert [len(write.items) for write in harness.writes()] == [16, 1], "4 MiB are in flight"
     assert harness.write_all() == list(chain)
+
+
+def test_what_is_stored_while_a_tier_writes_is_one_job() -> None:
+    """One job is written while the next gathers: each end of a job is an event that engines wait for."""
+    harness, chain = harness_with(disk(), slab_count=64), make_chain(8)
+    engine = harness.attach()
+    for end in range(1, 9):
+        harness.store(engine, chain[:end], end - 1)
+    first, second = harness.writes()
+    assert (len(first.items), len(second.items)) == (1, 1)
+    harness.written(first, True)
+    (third,) = harness.writes()[1:]
+    assert [block.key for block, _ in third.items] == list(chain[2:])
+
+
+def test_no_write_begins_while_an_engine_waits_for_a_digest() -> None:
+    """Not for long, however many engines store: here one stores a block before the digest of the last is there."""
+    harness, chain = harness_with(disk(), slab_count=64), make_chain(40)
+    engine = harness.attach()
+
+    def begin(number: int) -> None:
+        (ref,) = harness.reserve(engine, 1)
+        harness.write(ref, chain[number])
+        harness.begin_seal(engine, harness.items([ref], chain, number))
+
+    def digest() -> None:
+        wanted = harness.digests.popleft()
+        found = ev.SlotDigest(wanted.slot, wanted.key, harness.digest_now(wanted.slot, wanted.key))
+        harness.send(ev.Digested((found,)))
+
+    begin(0)
+    began = harness.now
+    for number in range(1, 40):
+        begin(number)
+        digest()
+        if harness.writes():
+            break
+        assert harness.now < began + HOLD_SECONDS
+        assert (harness.state.next_deadline() or 0.0) <= began + HOLD_SECONDS
+        harness.advance(0.003)
+    (write,) = harness.writes()
+    assert 3 < len(write.items) <= number, "what was stored meanwhile goes together"
+    digest()
+    assert len(harness.writes()) == 2, "nobody waits any more"
 
 
 def test_a_failed_write_leaves_no_trace_and_the_tier_rests() -> None:

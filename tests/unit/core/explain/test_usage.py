@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvservice.core.bounded_table import BoundedTable
+from kvservice.core.explain.usage import OTHERS, UsageTable
 from kvservice.core.messages import UsageRow
-from kvservice.core.usage import OTHERS, UsageTable
 
 
 def test_the_entry_used_longest_ago_leaves_a_full_table() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvservice.core.counter_windows import SAMPLE_SECONDS, CounterWindow, CounterWindows
+from kvservice.core.explain.counter_windows import SAMPLE_SECONDS, CounterWindow, CounterWindows
 
 
 def windows_after(seconds: int, per_second: int = 1) -> dict[str, CounterWindow]:

@@ -1,0 +1,103 @@
+"""Goes through the requests of one of vLLM's steps that may have filled a block, for the scheduler half.
+
+It reads what vLLM hands over and imports nothing of it. Used on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvservice.connector.cache_groups import Table
+from kvservice.connector.plan import StepPlan
+from kvservice.connector.scheduler.due import DueRing
+from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvservice.connector.vllm.events import StoredEvents
+    from kvservice.connector.vllm.sharing import SharedRequests
+    from kvservice.connector.vllm.state_tables import StateTables
+
+
+def hashes_of(request: Request, pages: SharedRequests | None) -> Sequence[Any]:
+    """The hashes that name its blocks so far. The list grows."""
+    return request.block_hashes if pages is None else pages.hashes(request)
+
+
+def table_of(block_ids: tuple[list[int], ...]) -> Table:
+    """The block ids, a list for each KV cache group, in the form that the scheduler half takes."""
+    return block_ids[0] if len(block_ids) == 1 else block_ids
+
+
+class StepWalk:
+    def __init__(
+        self,
+        live: Mapping[str, Request],
+        block_tokens: int,
+        group_count: int,
+        *,
+        events: StoredEvents | None = None,
+        pages: SharedRequests | None = None,
+        states: StateTables | None = None,
+    ) -> None:
+        """`live` are the engine's requests. `block_tokens` are those of a position, `group_count` counts the engine's
+        KV cache groups."""
+        self._live = live
+        self._due = DueRing(block_tokens)
+        self._group_count = group_count
+        self._events = events
+        self._pages = pages
+        self._states = states
+        self._shown: list[str] = []  # requests of the step being planned
+
+    def plan_stores(self, scheduler: SchedulerHalf, plan: StepPlan, output: SchedulerOutput) -> None:
+        """Have the scheduler half plan the stores of the step. Costs what the step changes, not what it computes."""
+        preempted = output.preempted_req_ids or ()
+        for request_id in preempted:
+            self._due.forget(request_id)
+        behind = self._shown = []
+        try:
+            behind = scheduler.plan_stores(plan, self._scheduled(plan, output), preempted)
+        finally:  # when it fails, all of this step are due again
+            self._due.look_next(behind)
+
+    def ended(self, request_id: str) -> None:
+        """The request has ended."""
+        self._due.forget(request_id)
+
+    def _scheduled(self, plan: StepPlan, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, BlockIds]]:
+        """(request id, block hashes, tokens computed when this step ends, its block ids) of requests that are due."""
+        state = output.kv_connector_block_state
+        if state is None:
+            return
+
+        def block_ids(request_id: str) -> Table:
+            found = state.get_block_ids(request_id)
+            return table_of(found or tuple([] for _ in range(self._group_count)))
+
+        begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        fresh = (*begins, *output.scheduled_cached_reqs.resumed_req_ids)
+        tokens = output.num_scheduled_tokens
+        probes = self._pages is not None and self._pages.is_waiting
+        self._shown += self._due.begin_step(tokens, output.total_num_scheduled_tokens, tokens if probes else fresh)
+        for request_id in self._shown:
+            request = self._live.get(request_id)
+            if request is None:
+                continue
+            if self._events is not None:
+                self._events.note(request)
+            # vLLM counts the step's tokens to the request once it has asked for this plan.
+            begin = begins.get(request_id, request.num_computed_tokens)
+            end = begin + tokens[request_id]
+            self._due.look_again(request_id, end)
+            ids: BlockIds = functools.partial(block_ids, request_id)
+            if probes:
+                assert self._pages is not None
+                self._pages.probe(plan, request, end, ids())
+            if self._states is not None:
+                ids = self._states.of_step(state, request_id, ids, begin, end)
+            yield request_id, hashes_of(request, self._pages), end, ids

@@ -1,0 +1,35 @@
+"""The pool of a program: one, however many models attach at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvservice.api.layout import Layout
+from kvservice.api.pool_thread import PoolThread
+from kvservice.pool.runtime import PoolRuntime
+from kvservice.session.options import Mode, PoolOptions
+from kvservice.units import MiB
+
+
+def test_programs_that_attach_at_once_share_one_pool() -> None:
+    thread = PoolThread(PoolOptions(mode=Mode.EMBEDDED, memory=8 * MiB))
+    opened: list[PoolRuntime] = []
+    open_one = thread._open_embedded
+    assert open_one is not None
+
+    async def counted() -> PoolRuntime:
+        await asyncio.sleep(0)  # the other one has its turn
+        opened.append(await open_one())
+        return opened[-1]
+
+    async def attach_both() -> None:
+        layout = Layout(16, (4096,), "uint8")
+        await asyncio.gather(*(thread.attach_program(name, layout, {"model": name}, name) for name in ("a", "b")))
+
+    thread._open_embedded = counted
+    try:
+        thread.loop.wait(attach_both())
+        assert len(opened) == 1 and len(thread.attached) == 2
+    finally:
+        thread.loop.wait(thread.close())
+        thread.loop.stop()

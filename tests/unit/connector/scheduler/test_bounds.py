@@ -1,0 +1,60 @@
+"""What the scheduler half remembers of blocks is bounded: what was noted first goes first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvservice.connector.plan import StepReport
+from kvservice.connector.scheduler import half as half_module
+from kvservice.connector.scheduler import known_keys, near_eviction, stores
+from kvservice.connector.scheduler.known_keys import KnownKeys
+from kvservice.connector.scheduler.near_eviction import NearEviction
+from kvservice.connector.scheduler.request import EngineRequest
+from kvservice.core.segment.refs import BlockRef
+from kvservice.units import Generation, SlotIndex
+from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
+from tests.unit.connector.scheduler.test_scheduler import half, plan_step, report
+
+MOST = 4
+
+
+def test_known_keys_forget_what_was_learnt_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_keys, "KNOWN_KEYS_MAX", MOST)
+    known, keys = KnownKeys(), keys_of(hashes(1, MOST + 2))
+    known.learn(keys[:MOST])
+    known.learn(keys[:1])  # learnt again, so it is the newest
+    known.learn(keys[MOST:])
+    assert [key in known for key in keys] == [True, False, False, True, True, True]
+
+
+def test_names_near_eviction_forget_what_was_noted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_eviction, "NAMES_MAX", MOST)
+    chain = hashes(1, MOST + 2)
+    nothing: Any = None
+    near = NearEviction(nothing, nothing, 1)
+    near.note(EngineRequest("r", keys_of(chain)), chain, len(chain))
+    assert list(near._names) == chain[2:]
+
+
+def test_blocks_told_of_beyond_the_bound_are_told_as_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "KNOWN_KEYS_MAX", MOST)
+    line, chain = Line(), hashes(1, MOST + 2)
+    scheduler = half_module.SchedulerHalf(
+        line, keys_of, pool_info, block_tokens=BLOCK, worker_count=1, fetch_timeout_seconds=2.0, remember_stored=True
+    )
+    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    plan = plan_step(scheduler, [("r", chain, len(chain) * BLOCK, lambda: range(9))])
+    scheduler.reported(report(plan))
+    assert [block.block_hash for block in scheduler.take_stored()] == chain
+    assert scheduler.take_removed() == chain[:2]
+
+
+def test_suspects_beyond_the_bound_are_the_newest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half_module, "SUSPECTS_MAX", MOST)
+    scheduler = half(Line())
+    for first in (0, MOST):
+        refs = {BlockRef(SlotIndex(first + i), Generation(2)) for i in range(MOST)}
+        scheduler.reported(StepReport(suspects=refs))
+    assert {ref.slot for ref in scheduler._suspects} == set(range(MOST, 2 * MOST))
