@@ -56,11 +56,11 @@ AUDIT_VENV := .venv-audit
 AUDIT_INSTALLED := $(AUDIT_VENV)/.installed
 LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/docs.txt requirements/helm.txt requirements/fuzz.txt requirements/fuse.txt requirements/lmcache.txt requirements/sglang.txt requirements/vllm-next.txt requirements/routers.txt
 
-BENCHMARKS := $(filter-out __init__ guard report summary figures pictures layerwise_link mirror_reads tier_figures sharing sharing_table,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out __init__ committed goals crowd crowd_engine scale scale_figures soak stepped_shard wide guard report summary figures pictures layerwise_link mirror_reads tier_figures sharing sharing_table,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm --ignore tests/unit/connector/offloading -m "not processes"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all vllm-versions coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-sglang demo-tiers demo-two-engines bench bench-blend bench-engine bench-guard bench-peers bench-sharing bench-tiers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all vllm-versions coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-sglang demo-tiers demo-two-engines bench bench-blend bench-engine bench-goals bench-guard bench-peers bench-scale soak bench-sharing bench-tiers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -271,12 +271,15 @@ demo-tiers: $(INSTALLED) $(MODEL) ## Watch prompts come back from a disk after a
 bench-guard: $(INSTALLED) ## Check the ratios that matter against their goals in one run; fails beyond their noise
 	$(BIN)/python -m benchmarks.guard
 
-bench: $(INSTALLED) $(MODEL) ## Run every benchmark; writes JSON, a table and a plot into benchmarks/results/
+bench-goals: $(INSTALLED) ## Hold every goal against its committed figure; fails for a goal without one of a clean commit
+	$(BIN)/python -m benchmarks.goals
+
+bench: $(INSTALLED) $(MODEL) ## Run every benchmark of minutes; writes JSON, a table and a plot into benchmarks/results/
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
 	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.figures
 
-bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Compare with Mooncake Store, Redis and Ray's object store in one run
+bench-peers: $(INSTALLED) $(PEERS_INSTALLED) $(LMCACHE_INSTALLED) ## Compare with Mooncake Store, LMCache, KVCR, Redis and Ray's object store
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.figures
@@ -288,7 +291,8 @@ bench-blend: $(INSTALLED) $(MODEL) ## Measure reuse that is no prefix: KL and ti
 	$(BIN)/python -m benchmarks.pictures
 
 bench-sharing: $(INSTALLED) $(SGLANG_INSTALLED) $(MODEL) ## Compare K and V of vLLM, SGLang and transformers, and what each says from another one's
-	$(BIN)/python -m benchmarks.sharing
+	$(BIN)/python -m benchmarks.sharing --dtype float32
+	$(BIN)/python -m benchmarks.sharing --dtype bfloat16
 	$(BIN)/python -m benchmarks.figures
 
 bench-tiers: $(INSTALLED) $(LMCACHE_INSTALLED) ## Measure disk and object tiers beside plain calls, NIXL and LMCache, and whether they slow an engine
@@ -296,11 +300,20 @@ bench-tiers: $(INSTALLED) $(LMCACHE_INSTALLED) ## Measure disk and object tiers 
 	$(BIN)/python -m benchmarks.tier_disk
 	$(BIN)/python -m benchmarks.tier_objects
 
+bench-scale: $(INSTALLED) ## Measure 32 shards and 64 engines, restart all of them under load, and simulate 1,000 nodes
+	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m benchmarks.wide
+	$(BIN)/python -m benchmarks.figures
+
+MINUTES ?= 60
+soak: $(INSTALLED) ## Store, evict, read and fail for an hour (MINUTES=60): right bytes, balanced books, flat memory
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+
 bench-engine: $(INSTALLED) ## Measure the reference engine: host tiers of three sizes, operations on blocks, phases of a step
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.summary
 
-$(PEERS_INSTALLED): requirements/peers.txt scripts/new-peers.sh | $(INSTALLED)
+$(PEERS_INSTALLED): requirements/peers.txt requirements/kvcr.txt scripts/new-peers.sh | $(INSTALLED)
 	scripts/new-peers.sh "$(PYTHON)" "$(PEERS_VENV)"
 	touch $@
 

@@ -9,62 +9,23 @@ place says which command measures it again.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable
 
-from benchmarks import tier_figures
+from benchmarks import scale_figures, tier_figures
+from benchmarks.committed import Figures, Results, Unclean
+from benchmarks.goals import judged, read
+from benchmarks.memory import markdown as memory_table
 from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
-from benchmarks.report import RESULTS, ROOT
+from benchmarks.report import ROOT
 from benchmarks.sharing_table import sharing_tables
-from benchmarks.summary import LOOKUP_GOALS_MS
 
 _NAMES = ("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md", "disk-worth.md")
-_HOWTO = ("traces.md", "monitor.md", "share-engines.md")
+_HOWTO = ("traces.md", "monitor.md", "share-engines.md", "size-the-pool.md")
 PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, "codecs.md", *(f"howto/{name}" for name in _HOWTO)))
-AGAIN = "to be measured again"
 SIZES = {65536: "64 KiB", 737280: "720 KiB", 2097152: "2 MiB"}
 MORE_IN_FLIGHT = "7745369e8af1"  # of this commit's peers.json: 96 MiB of a pull were in flight, 24 may be now
 _BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
-Figures = dict[str, Any]
-
-
-class Unclean(Exception):
-    """A result of a tree with uncommitted changes, which nobody can check out again."""
-
-    def __init__(self, command: str) -> None:
-        super().__init__(f"{AGAIN}: `{command}`")
-
-
-class Results:
-    def __init__(self, folder: Path = RESULTS) -> None:
-        self._folder = folder
-
-    def document(self, name: str) -> Figures:
-        """The result, if it may be cited. Raises Unclean if not, or if there is none yet."""
-        path = self._folder / f"{name}.json"
-        if not path.exists():
-            raise Unclean(f"python -m benchmarks.{name}")
-        found: Figures = json.loads(path.read_text())
-        if not is_clean(found):
-            raise Unclean(_command(name, found))
-        return found
-
-    def figures(self, name: str) -> Figures:
-        found: Figures = self.document(name)["figures"]
-        return found
-
-
-def _command(name: str, document: Figures) -> str:
-    """The command that measures this result again."""
-    command = re.sub(r" --out \S+", "", document["command"])
-    return command if name == document["benchmark"] else f"{command} --out benchmarks/results/{name}.json"
-
-
-def is_clean(document: Figures) -> bool:
-    return re.fullmatch(r"[0-9a-f]{12}", document["commit"]) is not None
 
 
 def peers(results: Results) -> str:
@@ -116,6 +77,8 @@ DEFAULTS = {
     ("write, same node", "kvservice"): "kvservice, what the engine waits for",
     ("write, same node", "memcpy"): "memcpy into fresh memory",
     ("read over TCP", "Mooncake Store"): "Mooncake Store, not verified",
+    ("read of a peer, same machine", "raw NIXL"): "raw NIXL, by shared memory",
+    ("read of a peer, same machine", "Mooncake Store"): "Mooncake Store, over TCP, not verified",
 }
 
 
@@ -124,7 +87,7 @@ def bandwidth(results: Results) -> str:
     for what, who, size, rate in bandwidth_rows(results.figures("peers")):
         by_row.setdefault((what, who), {})[size] = rate
     lines = ["| GB/s | " + " | ".join(SIZES.values()) + " |", "|---|" + "---|" * len(SIZES)]
-    for section in ("read, same node", "write, same node", "read over TCP"):
+    for section in ("read, same node", "write, same node", "read of a peer, same machine", "read over TCP"):
         for number, (what, who) in enumerate([key for key in by_row if key[0] == section]):
             name = DEFAULTS.get((what, who), NAMES[who])
             head = f"**{section}**: {name}" if number == 0 else name
@@ -183,195 +146,17 @@ def first_token(results: Results) -> str:
     return "\n".join(lines)
 
 
-# -- goals: (what, goal, (seen, met), where), the middle one asked for, since its result may be unclean ----
-
-Seen = tuple[str, str]
-Row = tuple[str, str, Callable[[Results], Seen], str]
-ONE_AND_TWO = {"1 partition": "one lookup partition", "2 partitions": "two"}
-
-
-def _lookup(name: str) -> Callable[[Results], Seen]:
-    """The figures for both numbers of lookup partitions. A goal is met if both meet it."""
-
-    def seen(results: Results) -> Seen:
-        texts, missed = [], []
-        for key, shards in ONE_AND_TWO.items():
-            found = {keys: results.figures(name)[key]["mirror"]["one_reader"][keys] for keys in LOOKUP_GOALS_MS}
-            p50 = {keys: latency["p50_us"] / 1e3 for keys, latency in found.items()}
-            p99 = [latency["p99_us"] / 1e3 for latency in found.values()]
-            texts.append(f"{shards}: {_list(list(p50.values()))} ms; p99 {_list(p99)}")
-            missed += [f"{int(k):,} with {shards}" for k, goal in LOOKUP_GOALS_MS.items() if p50[k] > goal]
-        return "; ".join(texts), f"not {', '.join(missed)}" if missed else "yes"
-
-    return seen
-
-
-def _busy(results: Results) -> Seen:
-    texts = []
-    for key, shards in ONE_AND_TWO.items():
-        found = results.figures("lookup_latency")[key]["mirror"]["eight_readers"]
-        worst = max(found[keys]["p99_us"] for keys in LOOKUP_GOALS_MS) / 1e3
-        texts.append(
-            f"{shards}: {_list([found[keys]['p50_us'] / 1e3 for keys in LOOKUP_GOALS_MS])} ms, p99 up to {worst:.0f}"
-        )
-    return f"{'; '.join(texts)}: eight processes, two cores", "–"
-
-
-def _of_both(
-    name: str, read: Callable[[Figures], float], unit: str, enough: Callable[[float], bool]
-) -> Callable[[Results], Seen]:
-    def seen(results: Results) -> Seen:
-        found = {shards: read(results.figures(name)[key]) for key, shards in ONE_AND_TWO.items()}
-        texts = [f"{shards}: {value:,.3g} {unit}" for shards, value in found.items()]
-        return "; ".join(texts), "yes" if all(enough(value) for value in found.values()) else "no"
-
-    return seen
-
-
-def _ratios(name: str, way: str, goal: float) -> Callable[[Results], Seen]:
-    def seen(results: Results) -> Seen:
-        figures = results.figures(name)
-        found = {size: ways[way]["ratio"] for size, ways in figures.items() if isinstance(ways, dict) and way in ways}
-        met = [size for size, ratio in found.items() if ratio >= goal]
-        said = "yes" if len(met) == len(found) else f"at {', '.join(met)}" if met else "no"
-        return f"{' / '.join(f'{ratio:.2f}' for ratio in found.values())} ({', '.join(found)})", said if goal else "–"
-
-    return seen
-
-
-def _pulls(link: str) -> Callable[[Results], Seen]:
-    def seen(results: Results) -> Seen:
-        found = results.figures("transfer_bandwidth")["by_ucx_transport"]
-        ratios = [found[link][str(size)]["pull"]["ratio"] for size in SIZES]
-        return " / ".join(f"{ratio:.2f}" for ratio in ratios), "yes" if min(ratios) >= 0.9 else "no"
-
-    return seen
-
-
-def _cold(results: Results) -> Seen:
-    found = results.figures("cold_path")["throughput"]
-    ratio, low, high = found["with_to_without_p50"], found["noise_p25"], found["noise_p75"]
-    return f"{ratio:.3f}; noise {low:.2f} to {high:.2f}", "yes" if ratio >= 0.98 else "no"
-
-
-def _flood(results: Results) -> Seen:
-    found = results.figures("reliability_flood")
-    p99, p50 = (found[f"its {name} to that without the flood"]["figure"] for name in ("p99", "p50"))
-    return f"{p99:.1f} (p50: {p50:.1f})", "yes" if p99 <= 1.2 else "no"
-
-
-def _tier(name: str, read: Callable[[Figures], tuple[str, bool]]) -> Callable[[Results], Seen]:
-    def seen(results: Results) -> Seen:
-        said, met = read(results.figures(name))
-        return said, "yes" if met else "no"
-
-    return seen
-
-
-def _startup(read: Callable[[Figures], str]) -> Callable[[Results], Seen]:
-    return lambda results: (read(results.figures("startup")), "–")
-
-
-GOALS: Sequence[Row] = (
-    (
-        "lookup, 1 / 64 / 512 / 2,048 keys, 1 M blocks known, p50",
-        "0.05 / 0.1 / 0.1 / 0.25 ms",
-        _lookup("lookup_latency"),
-        "lookup_latency",
-    ),
-    ("the same, 10 M known", "the same", _lookup("lookup_latency_10m"), "lookup_latency_10m"),
-    (
-        "the same, 10 M known, huge pages in /dev/shm",
-        "the same",
-        _lookup("lookup_latency_10m_huge_pages"),
-        "lookup_latency_10m_huge_pages",
-    ),
-    ("the same, eight readers at once, 1 M, p50", "–", _busy, "lookup_latency"),
-    (
-        "mirror, bytes a block, 1 M",
-        "64",
-        _of_both("lookup_latency", lambda f: f["mirror"]["bytes_per_key"], "bytes", lambda value: value <= 64),
-        "lookup_latency",
-    ),
-    (
-        "mirror fed, keys a second of a core, 1 M",
-        "0.3 M",
-        _of_both(
-            "lookup_latency", lambda f: f["mirror"]["fed_keys_per_cpu_second"] / 1e6, "M", lambda value: value >= 0.3
-        ),
-        "lookup_latency",
-    ),
-    (
-        "gRPC, keys a second of a lookup partition's core, 1 M",
-        "4 M",
-        _of_both("lookup_latency", lambda f: f["resolved_keys_per_cpu_second"] / 1e6, "M", lambda value: value >= 4),
-        "lookup_latency",
-    ),
-    (
-        "load, sampled verification, to memcpy",
-        "0.9",
-        _ratios("local_bandwidth", "load, verify_load sampled", 0.9),
-        "local_bandwidth",
-    ),
-    ("the same, every block verified", "–", _ratios("local_bandwidth", "load, verify_load full", 0), "local_bandwidth"),
-    ("store, what the engine waits for, to memcpy", "0.9", _ratios("local_bandwidth", "store", 0.9), "local_bandwidth"),
-    (
-        "pull, verified, to raw NIXL over shared memory: 64 KiB / 720 KiB / 2 MiB",
-        "0.9",
-        _pulls("shared memory (UCX's choice)"),
-        "transfer_bandwidth",
-    ),
-    ("the same over TCP", "0.9", _pulls("tcp"), "transfer_bandwidth"),
-    ("throughput without any reuse, to that without the connector", "0.98", _cold, "cold_path"),
-    ("a tenant's p99 under another's flood, to that without", "1.2", _flood, "reliability_flood"),
-    (
-        "disk tier, write / read of 2 MiB to plain calls",
-        "0.9",
-        _tier("tier_disk", tier_figures.disk_goal),
-        "tier_disk",
-    ),
-    (
-        "object tier, put / get of an S3 API to bare obstore",
-        "0.9",
-        _tier("tier_objects", tier_figures.objects_goal),
-        "tier_objects",
-    ),
-    (
-        "p99 of reserve, seal and acquire with a busy disk tier, to that without",
-        "1.1",
-        _tier("tier_stall", tier_figures.stall_goal),
-        "tier_stall",
-    ),
-    (
-        "segment ready, per 100 GB, every page reserved",
-        "–",
-        _startup(lambda f: f"{f['segment_seconds_per_100_gb']:.0f} s"),
-        "startup",
-    ),
-    (
-        "shard takes up what an earlier one left, per GiB, every digest verified",
-        "–",
-        _startup(lambda f: f"{f['adoption_seconds_per_gib']:.1f} s"),
-        "startup",
-    ),
-    (
-        "engine attaches, p50 / p99",
-        "–",
-        _startup(lambda f: f"{f['attach_p50_ms']:.1f} / {f['attach_p99_ms']:.0f} ms"),
-        "startup",
-    ),
-)
-
-
 def goals(results: Results) -> str:
-    lines = ["| what | goal | seen | met | where |", "|---|---|---|---|---|"]
-    for what, goal, read, where in GOALS:
-        try:
-            seen, met = read(results)
-        except Unclean as error:
-            seen, met = str(error), "–"
-        lines.append(f"| {what} | {goal} | {seen} | {met} | `{where}.json` |")
+    lines = ["| goal | bound | seen | met | result |", "|---|---|---|---|---|"]
+    for goal, seen, met in judged(read(), results):
+        lines.append(f"| {goal.what} | {goal.bound} | {seen} | {met} | `{goal.result}.json` |")
     return "\n".join(lines)
+
+
+def goals_missed(results: Results) -> str:
+    """Each goal that is missed, with what was tried."""
+    missed = [(goal, seen) for goal, seen, met in judged(read(), results) if met == "no"]
+    return "\n".join(f"- **{goal.what}** ({goal.bound}): {seen}. {goal.tried}" for goal, seen in missed)
 
 
 def _row(what: str, cells: Iterable[str]) -> str:
@@ -462,10 +247,6 @@ def _ms(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}" if value >= 0.1 else f"{value:.3f}"
 
 
-def _list(values: Sequence[float]) -> str:
-    return " / ".join(f"{value:.3f}" for value in values)
-
-
 def _nats(value: float) -> str:
     return f"{value:.3f}" if value else "0"
 
@@ -533,17 +314,22 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "lookups": lookups,
     "handoff": handoff,
     "goals": goals,
+    "goals-missed": goals_missed,
     "first-token": first_token,
     "growth-units": growth_units,
     "growth-scales": growth_scales,
+    "scale-costs": lambda results: scale_figures.costs(results.document("scale")),
+    "scale-restart": lambda results: scale_figures.restart(results.document("scale")),
+    "wide": lambda results: scale_figures.wide(results.document("wide")),
     "traces-cost": traces_cost,
     "histograms-cost": histograms_cost,
     "blend": blend,
     "disk-worth": lambda results: tier_figures.disk_worth(results.figures("disk_worth")),
-    "sharing": lambda results: sharing_tables(results.figures("sharing")),
+    "sharing": sharing_tables,
     "tier-disk": lambda results: tier_figures.disk(results.figures("tier_disk")),
     "tier-objects": lambda results: tier_figures.objects(results.figures("tier_objects")),
     "codecs": lambda results: tier_figures.codecs(results.figures("codecs")),
+    "memory": lambda results: memory_table(results.figures("memory")),
     "tier-stall": lambda results: tier_figures.stall(results.figures("tier_stall")),
 }
 

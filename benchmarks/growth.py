@@ -28,6 +28,7 @@ import grpc
 
 from benchmarks.lookup_latency import lookup_partitions
 from benchmarks.report import default_out, picture_out, print_table, write_report
+from kvservice.core.actions import Announce
 from kvservice.core.block.keys import SPAN_BLOCKS, pack_keys, span_route
 from kvservice.core.directory.announce import UPDATE_KEYS_MAX, Announcer
 from kvservice.core.directory.directory import KEY_COUNT_MAX, Directory
@@ -146,8 +147,7 @@ def measure_announcer(keys: list[BlockKey], partitions: int) -> tuple[float, flo
     part = inventory[:100_000]
 
     def change() -> None:
-        for key, route in part:
-            one.add(key, route)
+        one.change([Announce(key, route) for key, route in part])
 
     return timed(change) / len(part), snapshot / (partitions * len(keys))
 

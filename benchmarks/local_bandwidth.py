@@ -4,7 +4,8 @@
 
 A real shard, a real attachment, and the connector's worker half with KV tensors as vLLM's CPU backend allocates them: a
 tensor a layer. The limit is one memcpy a slot, from slot to ordinary memory or back, on one core; it alternates with
-what is measured, and ratios are medians of neighbours. `sealed`: until the shard has the digests as well.
+what is measured, and ratios are medians of neighbours. `copy, then digest` is that memcpy with the library's digest of
+each slot behind it, and `one pass` what both are in C. `sealed`: until the shard has the digests as well.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.report import default_out, print_table, write_report
@@ -33,8 +35,10 @@ from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.core.block.keys import span_route
 from kvservice.core.messages import AcquireRequest, MissReason, SealItem, SealStatus
+from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import BlockRef
+from kvservice.memory.runs import copy_blocks
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import BlockKey, GiB, KiB, MiB
 from tests.integration.engine import Engine, chain, spec
@@ -67,9 +71,12 @@ class Worker:
             for part in range(parts)
         )
 
-    def load(self, blocks: Sequence[tuple[BlockRef, BlockKey]]) -> None:
-        entries = self._entries(blocks)
-        self._half.start_loads(StepPlan(pool=self._info, loads=[LoadPlan("request", entries)]))
+    def plan(self, blocks: Sequence[tuple[BlockRef, BlockKey]]) -> StepPlan:
+        """What the scheduler half sends for a load of them all."""
+        return StepPlan(pool=self._info, loads=[LoadPlan("request", self._entries(blocks))])
+
+    def load(self, plan: StepPlan) -> None:
+        self._half.start_loads(plan)
         assert self._half.take_loaded() == ({"request"}, set())
 
     def store(self, refs: Sequence[BlockRef], keys: Sequence[BlockKey]) -> None:
@@ -148,9 +155,24 @@ async def of_size(socket: str, block_bytes: int, total: int, rounds: int, parts:
         for row, offset in enumerate(offsets):
             ctypes.memmove(own + row * block_bytes, base + offset, block_bytes)
 
+    places, sizes = np.array(offsets), np.full(count, block_bytes)
+    rows, ends = np.arange(count) * block_bytes, np.arange(1, count + 1)
+    keys = [key for _, key in blocks]
+    own_bytes = memoryview(memory.numpy()).cast("B")  # type: ignore[arg-type]
+
+    def then_digest() -> None:
+        for row, offset in enumerate(offsets):
+            ctypes.memmove(own + row * block_bytes, base + offset, block_bytes)
+            digest_payload(own_bytes[row * block_bytes : (row + 1) * block_bytes], keys[row])
+
+    ways: dict[str, Work] = {
+        "copy, then digest": then_digest,
+        "one pass": lambda: copy_blocks(own, base, rows, places, sizes, ends, keys),
+    }
     workers = {verify: Worker(engine, layout, count, verify) for verify in Verify}
-    loads = {f"load, verify_load {v.value}": lambda w=w: w.load(blocks) for v, w in workers.items()}
-    found: dict[str, Any] = compare(count * block_bytes, rounds, out, **loads)
+    plan = workers[Verify.OFF].plan(blocks)
+    loads = {f"load, verify_load {v.value}": lambda w=w: w.load(plan) for v, w in workers.items()}
+    found: dict[str, Any] = compare(count * block_bytes, rounds, out, **ways, **loads)
     found |= await stores(engine, workers[Verify.OFF], layout, count, rounds, own)
     for worker in workers.values():
         worker.close()

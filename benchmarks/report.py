@@ -61,18 +61,28 @@ def commit() -> str:
 
     In a copy without .git it is what was noted when the copy was made, or 'unknown'.
     """
-    revision = _git("rev-parse", "--short=12", "HEAD")
+    revision = git("rev-parse", "--short=12", "HEAD")
     if revision is None:
         return COMMIT_NOTE.read_text().strip() if COMMIT_NOTE.exists() else "unknown"
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     return f"{revision}-dirty" if changed else revision
 
 
 def command_line() -> str:
-    """The command that repeats this run, from the root of the project."""
+    """The command that repeats this run, from the root of the project. It names no folder of this machine: another
+    checkout stands in it by its commit, any other folder as FOLDER."""
     main = sys.modules["__main__"].__spec__
     program = ["python", "-m", main.name] if main is not None and main.name else ["python", Path(sys.argv[0]).name]
-    return shlex.join([*program, *sys.argv[1:]])
+    return shlex.join([*program, *map(_repeatable, sys.argv[1:])])
+
+
+def _repeatable(argument: str) -> str:
+    """The argument, but for a folder, which is another one on every machine; one at the root, as /tmp, is not."""
+    path = Path(argument)
+    if not path.is_absolute() or len(path.parts) <= 2 or not path.is_dir():
+        return argument
+    revision = git("rev-parse", "--short=12", "HEAD", tree=path) if (path / ".git").exists() else None
+    return "FOLDER" if revision is None else f"CHECKOUT-OF-{revision}"
 
 
 def write_report(name: str, figures: Mapping[str, object], out: Path | None = None) -> Path:
@@ -128,9 +138,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git(*arguments: str) -> str | None:
+def git(*arguments: str, tree: Path = ROOT) -> str | None:
+    """What git says of a tree, this one by default; None if it fails or is not there."""
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["git", "-C", str(tree), *arguments], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import default_out, print_table, write_report
+from benchmarks.report import print_table, write_report
 from examples.demo.sglang_process import EngineProcess, SGLangProcess
 from examples.demo.stage import shipped_document
 from examples.demo.vllm_engine import VLLMProcess
@@ -255,12 +255,12 @@ def measure(bench: Bench, engines: Sequence[str]) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append", help="both by default")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--engine", choices=ENGINES[:2], action="append", help="beside transformers; both by default")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=129, help="of each prompt")
     parser.add_argument("--answer", type=int, default=16, help="greedy tokens")
-    parser.add_argument("--out", type=Path, default=default_out("sharing"))
+    parser.add_argument("--out", type=Path, help="benchmarks/results/sharing_DTYPE.json by default")
     arguments = parser.parse_args()
     from transformers import AutoTokenizer
 
@@ -273,19 +273,14 @@ def main() -> None:
     step = max((len(ids) - arguments.tokens) // arguments.prompts, 1)
     prompts = [ids[step * i : step * i + arguments.tokens] for i in range(arguments.prompts)]
     assert questions and len({tuple(prompt[:PAGE_TOKENS]) for prompt in prompts}) == len(prompts), "prompts differ"
-    figures: dict[str, object] = {
-        "prompts": len(prompts),
-        "prompt_tokens": arguments.tokens,
-        "answer": arguments.answer,
-    }
-    for dtype in arguments.dtype or ("float32", "bfloat16"):
-        with shard() as socket:
-            found = measure(Bench(folder, socket, dtype, prompts, arguments.answer), engines)
-        figures[dtype] = found
-        for rows in (found["pairs"], found["readers"]):
-            assert isinstance(rows, list)
-            print_table(list(rows[0]), [list(row.values()) for row in rows])
-    print(f"wrote {write_report('sharing', figures, arguments.out)}")
+    with shard() as socket:
+        found = measure(Bench(folder, socket, arguments.dtype, prompts, arguments.answer), engines)
+    for rows in (found["pairs"], found["readers"]):
+        assert isinstance(rows, list)
+        print_table(list(rows[0]), [list(row.values()) for row in rows])
+    asked = {"prompts": len(prompts), "prompt_tokens": arguments.tokens, "answer": arguments.answer}
+    name = f"sharing_{arguments.dtype}"
+    print(f"wrote {write_report(name, {**asked, **found}, arguments.out)}")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,31 @@
-"""The tables of docs/howto/share-engines.md from the result of `benchmarks.sharing`. Measures nothing."""
+"""The tables of docs/howto/share-engines.md from the results of `benchmarks.sharing`. Measures nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from benchmarks.committed import AGAIN, Figures, Results, Unclean
 
 DTYPES = ("float32", "bfloat16")
 
 
-def sharing_tables(figures: Mapping[str, Any]) -> str:
-    answer = figures["answer"]
+def sharing_tables(results: Results) -> str:
+    """Of each type that was measured, and which command measures the other one."""
+    figures: dict[str, Figures] = {}
+    missing = []
+    for dtype in DTYPES:
+        try:
+            figures[dtype] = results.figures(f"sharing_{dtype}")
+        except Unclean:
+            missing.append(f"{dtype.capitalize()} is {AGAIN}: `python -m benchmarks.sharing --dtype {dtype}`.")
+    return "\n\n".join([*([_tables(figures)] if figures else []), *missing])
+
+
+def _tables(figures: dict[str, Figures]) -> str:
+    asked = ", ".join(f"{found['prompts']} in {dtype}" for dtype, found in figures.items())
+    tokens = " and ".join(sorted({str(found["prompt_tokens"]) for found in figures.values()}))
+    answer = " or ".join(sorted({str(found["answer"]) for found in figures.values()}))
     lines = [
-        f"{figures['prompts']} prompts of {figures['prompt_tokens']} tokens, SmolLM2-135M, 2 cores without a GPU; "
-        "transformers is the reference engine:",
+        f"Prompts of {tokens} tokens ({asked}), SmolLM2-135M, 2 cores without a GPU; transformers is the reference "
+        "engine:",
         "",
         "| K and V of | and of | type | largest difference | mean | layer 0 | worst layer |",
         "|---|---|---|---|---|---|---|",
@@ -20,15 +33,15 @@ def sharing_tables(figures: Mapping[str, Any]) -> str:
     lines += [
         f"| {pair['one']} | {pair['other']} | {dtype} | {pair['max_difference']:.2g} | {pair['mean_difference']:.1e} | "
         f"{pair['layer_0_relative']:.1e} | {pair['worst_layer_relative']:.1e} |"
-        for dtype in DTYPES
-        for pair in figures[dtype]["pairs"]
+        for dtype, found in figures.items()
+        for pair in found["pairs"]
     ]
     lines += ["", "What transformers says behind each prompt from pages of", ""]
     lines += ["| pages of | type | KL, mean | KL, largest | same next token |", "|---|---|---|---|---|"]
     lines += [
         f"| {writer} | {dtype} | {found['kl_mean']:.1e} | {found['kl_max']:.1e} | {_share(found['next_token_equal'])} |"
-        for dtype in DTYPES
-        for writer, found in figures[dtype]["divergence"].items()
+        for dtype, measured in figures.items()
+        for writer, found in measured["divergence"].items()
         if writer != "transformers"
     ]
     lines += ["", f"Greedy answers of {answer} tokens, beside those from the reader's own K and V:", ""]
@@ -37,8 +50,8 @@ def sharing_tables(figures: Mapping[str, Any]) -> str:
     lines += [
         f"| {row['reader']} | {row['writer']} | {dtype} | {row['hit_tokens']:,} | {_share(row['greedy_agreement'])} | "
         f"{_share(row['tokens_agreement'])} |"
-        for dtype in DTYPES
-        for row in figures[dtype]["readers"]
+        for dtype, found in figures.items()
+        for row in found["readers"]
     ]
     return "\n".join(lines)
 

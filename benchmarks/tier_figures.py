@@ -37,13 +37,6 @@ def _cell(found: Figures) -> str:
     return f"{found['gb_per_second']:.2f}, {found['ratio']:.2f}, {found['cpu_seconds_per_gb']:.2f}"
 
 
-def disk_goal(figures: Figures) -> tuple[str, bool]:
-    """Write and read at 2 MiB to plain calls; whether both are at least 0.9."""
-    found = figures["sizes"][str(2 << 20)]["disk tier"]
-    ratios = [found[kind]["ratio"] for kind in ("write", "read")]
-    return " / ".join(f"{ratio:.2f}" for ratio in ratios), min(ratios) >= 0.9
-
-
 def objects(figures: Figures) -> str:
     lines = ["| store | way | under way | GB/s | bare obstore | share |", "|---|---|---|---|---|---|"]
     for name, rows in figures["stores"].items():
@@ -53,12 +46,6 @@ def objects(figures: Figures) -> str:
             lines.append(f"| {name} | {row['way']} | {row['at_once']} | {cells} |")
     late = ", ".join(f"{row['gb_per_second']:.2f} GB/s with {row['at_once']}" for row in figures["late"])
     return "\n".join([*lines, "", f"With an S3 API that answers 50 ms late: {late} reads under way."])
-
-
-def objects_goal(figures: Figures) -> tuple[str, bool]:
-    """Put and get of an S3 API to bare obstore; whether both are at least 0.9."""
-    ratios = [row["ratio"] for row in figures["stores"]["s3"]]
-    return " / ".join(f"{ratio:.2f}" for ratio in ratios), min(ratios) >= 0.9
 
 
 def disk_worth(figures: Figures) -> str:
@@ -113,9 +100,3 @@ def stall(figures: Figures) -> str:
         cells = [f"{found[name] / 1e3:.2f}, {ratios[name]:.2f}" for name in found]
         lines.append(f"| {WAYS[way]} | {' | '.join(cells)} | {max(figures['longest_step_ms'][way]):.0f} ms |")
     return "\n".join(lines)
-
-
-def stall_goal(figures: Figures) -> tuple[str, bool]:
-    """The largest p99 with a busy disk tier to that without one; whether it is at most 1.1."""
-    worst = max(figures["ratio"]["disk"].values())
-    return f"{worst:.2f}", worst <= figures["ratio_goal"]

@@ -8,7 +8,8 @@ process, as nice as a tier's threads, reads and writes files with plain calls as
 One process, one event loop, one pool of 64 blocks. Every 10 ms a request reserves 8 blocks in the full pool, seals
 them, and acquires a prompt of 8 blocks that is in memory. Every block that is sealed is written down, and another
 engine keeps reading prompts that only the tier has, so the disk is loaded both ways. The ways alternate in every round.
-The longest step is the longest time that the loop was in one callback, whoever made it.
+The longest step is the longest time that the loop was in one callback, whoever made it, the garbage collector among
+them. That is set as in a shard's process, or with `--plain-collector` as Python comes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import mmap
 import multiprocessing
 import os
@@ -32,6 +34,7 @@ from benchmarks.report import default_out, percentile, print_table, write_report
 from kvservice.aio import end_tasks
 from kvservice.core.messages import AcquireRequest, SealItem
 from kvservice.core.segment.geometry import plan_geometry
+from kvservice.garbage import keep_tables
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_specs import DISK, TierSpec
@@ -61,6 +64,7 @@ class Round:
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CALLS})
     longest_step: float = 0.0
+    longest_collection: float = 0.0  # a full one
     counters: dict[str, int] = field(default_factory=dict)
 
 
@@ -74,10 +78,21 @@ def longest_step(found: Round) -> Iterator[None]:
         run(handle)
         found.longest_step = max(found.longest_step, time.perf_counter() - began)
 
+    collecting = 0.0
+
+    def collected(phase: str, about: dict[str, int]) -> None:
+        nonlocal collecting
+        if phase == "start":
+            collecting = time.perf_counter()
+        elif about["generation"] == 2:
+            found.longest_collection = max(found.longest_collection, time.perf_counter() - collecting)
+
     asyncio.Handle._run = timed  # type: ignore[assignment, method-assign]
+    gc.callbacks.append(collected)
     try:
         yield
     finally:
+        gc.callbacks.remove(collected)
         asyncio.Handle._run = run  # type: ignore[method-assign]
 
 
@@ -212,6 +227,7 @@ def figures(rounds: dict[str, list[Round]]) -> dict[str, object]:
         "disk_to_beside": {name: median(p99["disk"][name]) / median(p99["beside"][name]) for name in CALLS},
         "ratio_goal": RATIO_GOAL,
         "longest_step_ms": {way: [each.longest_step * 1e3 for each in found] for way, found in rounds.items()},
+        "full_collection_ms": {way: [each.longest_collection * 1e3 for each in found] for way, found in rounds.items()},
         "step_goal_ms": STEP_GOAL_SECONDS * 1e3,
         "counters": {way: found[-1].counters for way, found in rounds.items()},
         "each_p99_us": p99,
@@ -225,7 +241,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400, help="of each way in each round")
     parser.add_argument("--block-bytes", type=int, default=1 * MiB)
     parser.add_argument("--out", type=Path, default=default_out("tier_stall"))
+    parser.add_argument("--plain-collector", action="store_true", help="leave Python's garbage collector as it comes")
     arguments = parser.parse_args()
+    if not arguments.plain_collector:
+        keep_tables()
     rounds: dict[str, list[Round]] = {way: [] for way in WAYS}
     for _ in range(arguments.rounds):
         for way in WAYS:
@@ -237,13 +256,20 @@ def main() -> None:
     assert isinstance(p99, dict)
     assert isinstance(ratio, dict)
     print_table(
-        ["tier", *(f"{name} p99 us" for name in CALLS), *(f"{name} ratio" for name in CALLS), "longest step ms"],
+        [
+            "tier",
+            *(f"{name} p99 us" for name in CALLS),
+            *(f"{name} ratio" for name in CALLS),
+            "longest step ms",
+            "full gc ms",
+        ],
         [
             [
                 way,
                 *(p99[way][name] for name in CALLS),
                 *(ratio.get(way, dict.fromkeys(CALLS, 1.0))[name] for name in CALLS),
                 max(each.longest_step for each in rounds[way]) * 1e3,
+                max(each.longest_collection for each in rounds[way]) * 1e3,
             ]
             for way in WAYS
         ],

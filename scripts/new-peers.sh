@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# new-peers.sh PYTHON DIR: install Mooncake Store and Redis, for comparison only, into an environment and a folder of
+# new-peers.sh PYTHON DIR: install Mooncake Store, Redis and KVCR, for comparison only, into an environment and a folder of
 # their own. Debian's packages are unpacked there, not installed, so the machine stays as it is.
 set -euo pipefail
 python=$1 folder=$2
 root=$PWD
 "$root/scripts/new-venv.sh" "$python" "$folder"
 "$folder/bin/pip" install --disable-pip-version-check --quiet --no-deps --require-hashes -r requirements/peers.txt
+"$folder/bin/pip" install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade \
+  --target "$folder/kvcr" -r requirements/kvcr.txt
 mkdir -p "$folder/deb"
 chmod 777 "$folder/deb" # apt downloads as another user
 cd "$folder/deb"

@@ -1,6 +1,6 @@
-"""Ours beside Mooncake Store, Redis, Ray's object store, raw NIXL and memcpy, one after the other on one machine.
+"""Ours beside Mooncake Store, LMCache, KVCR, Redis, Ray's object store, raw NIXL and memcpy, one after the other.
 
-    make bench-peers          or: python -m benchmarks.peers [--out PATH], once `make .venv-peers/.installed` was run
+    make bench-peers          or: python -m benchmarks.peers [--out PATH], once it has installed the peers
 
 Each peer runs in processes of its own, with its data in memory, and is asked for the same blocks and as many keys. What
 is ours comes from the benchmarks that measure it alone, run here with fewer rounds.
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import lmcache_server
 from benchmarks.report import ROOT, default_out, print_table, write_report
 from kvservice.testing.eventually import eventually
 from kvservice.units import KiB, MiB
@@ -108,12 +109,24 @@ def redis(options: argparse.Namespace) -> Figures:
         return last_line(subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
-def ray_store(options: argparse.Namespace) -> Figures:
+def ray(options: argparse.Namespace) -> Figures:
     program = [sys.executable, "-m", "benchmarks.peers.ray_program", *map(str, SIZES)]
     program += ["--total", str(options.total), "--rounds", str(options.rounds)]
     variables = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, env=variables, cwd=ROOT)
     return last_line(done.stdout)
+
+
+def kvcr(options: argparse.Namespace) -> Figures:
+    program = [sys.executable, str(HERE / "kvcr_program.py"), str(free_port()), *map(str, SIZES)]
+    program += ["--total", str(options.total), "--rounds", str(options.rounds)]
+    program += ["--keys", str(options.keys), "--calls", str(options.calls)]
+    variables = {**os.environ, "PYTHONPATH": str(VENV / "kvcr"), "NIXL_LOG_LEVEL": "WARN"}
+    return last_line(subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, env=variables).stdout)
+
+
+def lmcache(options: argparse.Namespace) -> Figures:
+    return lmcache_server.measured(SIZES, LOOKUP_KEYS, options.rounds)
 
 
 def ours(module: str, *arguments: str) -> Figures:
@@ -156,6 +169,20 @@ def bandwidth_rows(found: dict[str, Figures]) -> list[tuple[str, str, int, float
             ("read over TCP", "kvservice, all verified", size, pulled["gb_per_second"]),
             ("read over TCP", "Mooncake Store", size, found["mooncake"]["remote_gb_per_second"][str(size)]),
         ]
+        beside = next(iter(found["transfer"]["by_ucx_transport"].values()))[str(size)]
+        if "mapped" in beside:  # results of before have no such way
+            mapped = beside["mapped"]
+            rows += [
+                ("read of a peer, same machine", "memcpy", size, beside["memcpy"]["gb_per_second"]),
+                ("read of a peer, same machine", "raw NIXL", size, mapped["limit_gb_per_second"]),
+                ("read of a peer, same machine", "kvservice, all verified", size, mapped["gb_per_second"]),
+                (
+                    "read of a peer, same machine",
+                    "Mooncake Store",
+                    size,
+                    found["mooncake"]["remote_gb_per_second"][str(size)],
+                ),
+            ]
     return sorted(rows, key=lambda row: (row[0], row[2]))
 
 
@@ -185,16 +212,16 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--out", type=Path, default=default_out("peers"))
     options = parser.parse_args()
-    if not (VENV / "bin/mooncake_master").exists():
+    if not (VENV / "bin/mooncake_master").exists() or not lmcache_server.is_installed():
         raise SystemExit("the peers are not installed: make bench-peers")
     found: dict[str, Figures] = {}
     found["local"] = ours("local_bandwidth", "--total", str(options.total), "--rounds", str(options.rounds))
     found["transfer"] = ours("transfer_bandwidth")
     known = ["--keys", str(options.keys), "--calls", str(options.calls), "--partitions", "2"]
     found["lookup"] = ours("lookup_latency", *known)
-    for name, peer in (("mooncake", mooncake), ("redis", redis), ("ray", ray_store)):
-        print(f"== {name}", file=sys.stderr, flush=True)
-        found[name] = peer(options)
+    for peer in (mooncake, lmcache, kvcr, redis, ray):
+        print(f"== {peer.__name__}", file=sys.stderr, flush=True)
+        found[peer.__name__] = peer(options)
     print_table(
         ["", "who", "block", "GB/s"],
         [[what, who, f"{size // KiB} KiB", f"{rate:.2f}"] for what, who, size, rate in bandwidth_rows(found)],

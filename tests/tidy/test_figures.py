@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import AGAIN, BLOCKS, PAGES, Results, Unclean, is_clean, rendered
+from benchmarks.committed import AGAIN, Results, Unclean, is_clean
+from benchmarks.figures import BLOCKS, PAGES, rendered
 from benchmarks.report import RESULTS, ROOT
 
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

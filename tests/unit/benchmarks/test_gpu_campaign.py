@@ -142,7 +142,7 @@ def test_carried_requirement_is_the_one_of_the_cuda_image() -> None:
 
 
 def test_copy_without_git_has_the_commit_that_was_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_git", lambda *_: None)
+    monkeypatch.setattr(report, "git", lambda *_: None)
     monkeypatch.setattr(report, "COMMIT_NOTE", tmp_path / "commit")
     assert report.commit() == "unknown"
     (tmp_path / "commit").write_text("0123456789ab\n")
