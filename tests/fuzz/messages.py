@@ -26,6 +26,8 @@ VALID, ABSENT = 0.75, 0.08  # of the fields that have a valid value; the rest is
 FEW = (0, 1, 1, 1, 2, 2, 3, 7)
 MANY = (63, 512, 4097, 9000, 70_000, 400_000)
 MANY_ODDS = 0.02
+# Of one list: more than any server takes of a message. Gigabytes would hold the interpreter of the test for many seconds.
+LIST_BYTES_MAX = 6 << 20
 _F = FieldDescriptor
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 UNSIGNED = (0, 1, 2, 3, 15, 16, 63, 64, 255, 4095, 4096, 4097, 8192, 8193, 65_535, 65_536, 1 << 20, 1 << 31)
@@ -152,9 +154,12 @@ class Fuzzer:
         count = draw.choice(MANY) if self._is_rare(depth) else draw.choice(FEW)
         if one.type == _F.TYPE_MESSAGE:
             made = [self.message(one.message_type, depth + 1) for _ in range(min(count, 8))]
+            count = _bounded(count, sum(each.ByteSize() for each in made) // max(len(made), 1))
             return (made * (count // 8 + 1))[:count] if made else []
         if count > 16:
-            return [self._value(one, depth)] * count  # one value many times: also the same id twice
+            value = self._value(one, depth)
+            count = _bounded(count, len(value) if isinstance(value, (str, bytes)) else 1)
+            return [value] * count  # one value many times: also the same id twice
         return [self._value(one, depth) for _ in range(count)]
 
     def _value(self, one: FieldDescriptor, depth: int) -> object:
@@ -190,3 +195,8 @@ class Fuzzer:
         if one.type in (_F.TYPE_UINT32, _F.TYPE_FIXED32):
             return draw.choice((*UNSIGNED, U32, draw.getrandbits(32)))
         return draw.choice((*UNSIGNED[:-1], -1, -(1 << 31), draw.getrandbits(31)))  # signed: none in the contract today
+
+
+def _bounded(count: int, size: int) -> int:
+    """As many values of this size as a list may have."""
+    return min(count, max(LIST_BYTES_MAX // max(size, 1), 1))
