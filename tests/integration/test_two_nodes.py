@@ -45,7 +45,7 @@ async def test_blocks_of_one_node_are_promised_verified_on_another(cluster: Loca
     assert await a.store(keys) == [SealStatus.SEALED] * 100
     cluster.wait_until_known(keys)
     before = cluster.stats("n1").counters
-    result = await b.read_all(keys)
+    result = await b.read_all(keys, timeout=30.0)  # the shards meet now, and a busy machine takes long to make agents
     assert (len(result.blocks), result.fetched_count, result.miss) == (100, 100, MissReason.NONE)
     counters = cluster.stats("n1").counters
     assert counters["fetched_bytes"] - before.get("fetched_bytes", 0) == 100 * LAYOUT.payload_bytes
