@@ -60,7 +60,7 @@ def replay(
         )
         runs = len(plan.runs())
         found = play_all(
-            trace, plan, processes, lambda done: progress.update(f"run {done} of {runs} has ended", done, runs)
+            trace, plan, processes, lambda done: progress.update(f"{int(done)} of {runs} runs have ended", done, runs)
         )
     figures = report(trace, plan, found)
     if plot is not None:
