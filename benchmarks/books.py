@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHAIN_BLOCKS = 512
 STEP_BLOCKS = 16  # sealed by one call: what a step of an engine fills
 PAYLOAD_BYTES = 4096
-POLICY_FILES = ("eviction", "reuse", "kinds", "orders", "segments", "shadows", "worth", "worths")  # of core/store
+POLICY_FILES = ("eviction", "guard", "kinds", "orders", "shadows", "stretches", "worth", "worths")  # of core/store
 ROWS = {
     "blocks": "records of blocks, and the table by key",
     "slots": "records of slots",

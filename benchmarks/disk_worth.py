@@ -30,11 +30,11 @@ def study(trace: Trace, processes: int, *, settings: bool) -> dict[str, object]:
     count_from = len(trace.requests) // 2
     plan = Plan([memory], count_from=count_from)
     disk = memory * DISKS[0]
-    runs = [ReplayRun("reuse", memory, below=below) for below in (Below(), *(Below(memory * each) for each in DISKS))]
+    runs = [ReplayRun("default", memory, below=below) for below in (Below(), *(Below(memory * each) for each in DISKS))]
     if settings:
-        runs += [ReplayRun("reuse", memory, below=Below(disk, write)) for write in ("stored", "reused")]
+        runs += [ReplayRun("default", memory, below=Below(disk, write)) for write in ("stored", "reused")]
         belows = (Below(), Below(disk), Below(objects=trace.unique_count))
-        runs += [ReplayRun("reuse", memory, NODES, below=below) for below in belows]
+        runs += [ReplayRun("default", memory, NODES, below=below) for below in belows]
     rows = [
         {
             "nodes": run.nodes,

@@ -18,7 +18,7 @@ from kvservice.replay.study import Plan, default_capacities, play_all, report
 from kvservice.replay.synthetic import Workload, make_trace
 from kvservice.replay.trace import Trace, read_trace
 
-POLICIES = ("reuse", "lru", "s3-fifo", "belady")
+POLICIES = ("default", "lru", "s3-fifo", "belady")
 TRACE = Path("mooncake_conversation.jsonl")
 WORKLOADS = {
     "conversations": Workload(),
@@ -31,7 +31,7 @@ WORKLOADS = {
 
 
 def study(
-    trace: Trace, nodes: int, processes: int, policies: tuple[str, ...] = POLICIES, on_nodes: str = "reuse"
+    trace: Trace, nodes: int, processes: int, policies: tuple[str, ...] = POLICIES, on_nodes: str = "default"
 ) -> dict[str, object]:
     plan = Plan(default_capacities(trace), policies, nodes, on_nodes, len(trace.requests) // 2)
     found = play_all(trace, plan, processes)
@@ -53,7 +53,7 @@ def main() -> None:
     figures: dict[str, object] = {"seed": given.seed}
     for name, workload in WORKLOADS.items():
         made = make_trace(workload, given.seed, name)
-        figures[name] = study(made, 1, given.processes, ("reuse", "lru", "belady"))
+        figures[name] = study(made, 1, given.processes, ("default", "lru", "belady"))
     if given.trace.is_file():
         trace = read_trace(given.trace)
         found = study(trace, given.nodes, given.processes)

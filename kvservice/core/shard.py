@@ -43,11 +43,12 @@ from kvservice.core.segment.geometry import Geometry
 from kvservice.core.slices import DEFAULT_SLICES, Slices, SliceSizes, Work
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import NO_KEY, BlockStore
-from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
+from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.listing import SlotFilter, SlotPage, list_slots
 from kvservice.core.store.slots import RESERVED, SHOWN_STATES, Block, SlotState
+from kvservice.core.store.worth import GuardedWorth
 from kvservice.core.tier.rules import TierRules, TierUsage
 from kvservice.core.tier.spill import Spill, is_spill_offer
 from kvservice.core.tier.tiers import Tiers
@@ -86,7 +87,7 @@ class ShardState:
         self.counters: Counter[str] = Counter()
         self._actions: list[Action] = []
         self._readable: list[BlockKey] = []  # blocks that became readable in memory by the event being handled
-        self._store = BlockStore(geometry, epoch, policy or LeafFirstReuse(), self._actions.append, self._changed)
+        self._store = BlockStore(geometry, epoch, policy or GuardedWorth(), self._actions.append, self._changed)
         self._leases = LeaseTable()
         self._admission = Admission(lambda: self._store.table.capacity, self.counters)
         self.records = RequestRecords()

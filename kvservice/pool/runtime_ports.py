@@ -17,7 +17,8 @@ from kvservice.core.events import Event
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.slices import DEFAULT_SLICES, SliceSizes
-from kvservice.core.store.eviction import EvictionPolicy, LeafFirstReuse
+from kvservice.core.store.eviction import EvictionPolicy
+from kvservice.core.store.worth import GuardedWorth
 from kvservice.pool.coders import Coders
 from kvservice.pool.tier_specs import TierSpec
 from kvservice.transfer.puller import DoneCallback, PullJob, WritesEndedCallback
@@ -85,7 +86,7 @@ class PoolConfig:
     directory: Path = Path("/dev/shm")
     epoch_floor: int = 1  # the boot epoch is at least this, so that it grows even after the segment was lost
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)  # at the start; see PoolRuntime.set_tenants
-    eviction: Callable[[], EvictionPolicy] = LeafFirstReuse  # makes the policy of this pool; see pool.eviction
+    eviction: Callable[[], EvictionPolicy] = GuardedWorth  # makes the policy of this pool; see pool.eviction
     tiers: tuple[TierSpec, ...] = ()  # nearest first
     slices: SliceSizes = DEFAULT_SLICES  # how much of a long call is done at a time
     accept_spill: bool = False

@@ -9,7 +9,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 
 from kvservice.core.block.tenants import NOBODY
-from kvservice.core.store.eviction import EvictionPolicy, LeafFirstLru, LeafFirstReuse
+from kvservice.core.store.eviction import EvictionPolicy, LeafFirstLru
+from kvservice.core.store.worth import GuardedWorth
 from kvservice.units import BlockKey
 
 
@@ -169,7 +170,7 @@ class S3Fifo(_Flat):
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "reuse": LeafFirstReuse,
+    "default": GuardedWorth,
     "lru": LeafFirstLru,
     "plain-lru": PlainLru,
     "s3-fifo": S3Fifo,

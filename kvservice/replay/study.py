@@ -20,7 +20,7 @@ from kvservice.replay.policies import POLICIES
 from kvservice.replay.trace import BLOCK_TOKENS, Trace
 
 OPTIMUM = "belady"
-DEFAULT_POLICIES = ("reuse", "lru", OPTIMUM)
+DEFAULT_POLICIES = ("default", "lru", OPTIMUM)
 CAPACITY_SHARES = (128, 32, 16, 8, 4, 1)  # Parts of the blocks of a trace, from room for little to room for everything.
 # Bytes a second, from a slow disk to 200 Gbit/s; closest around 1 GB/s, where the decision changes.
 LINK_SPEEDS = (0.1e9, 0.25e9, 0.5e9, 0.75e9, 1e9, 1.25e9, 1.5e9, 2e9, 3e9, 6e9, 12e9, 25e9)
@@ -57,7 +57,7 @@ class Plan:
     capacities: Sequence[int]
     policies: Sequence[str] = DEFAULT_POLICIES
     nodes: int = 8
-    cluster_policy: str = "reuse"
+    cluster_policy: str = "default"
     count_from: int = 0  # requests that only warm the nodes up
     machine: Machine = field(default_factory=Machine)
     below: Sequence[Below] = ()  # tiers to try, each with every capacity

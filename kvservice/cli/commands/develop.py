@@ -20,7 +20,7 @@ def add(tree: typer.Typer) -> None:
         tree,
         GROUP,
         "kvservice replay trace.jsonl --nodes 8 --capacity 10000 --plot replay.png",
-        "kvservice replay trace.jsonl --nodes 1 --policy reuse --policy belady -o json",
+        "kvservice replay trace.jsonl --nodes 1 --policy default --policy belady -o json",
         "kvservice replay trace.jsonl --nodes 1 --capacity 5000 --disk 20000 --disk 80000 --disk-write evicted",
     )(replay)
     command(
@@ -44,7 +44,7 @@ def replay(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="reuse, lru, plain-lru, s3-fifo or belady. Repeat for more."),
+        typer.Option(metavar="NAME", help="default, lru, plain-lru, s3-fifo or belady. Repeat for more."),
     ] = None,
     disk: Annotated[
         list[int] | None,

@@ -1,15 +1,15 @@
-"""Which block is evicted first: leaves before the prefix they extend, secondary copies first, then the longest unused.
+"""What the shard asks of an eviction policy, and the policy `lru`: leaves first, then the longest unused.
 
 Only a block without resident children can be a victim, so a prefix is never evicted before its suffix. Among the
 candidates, secondary copies go first, because another node has the primary copy. Next is the block that has waited
-longest for its next use; blocks that were reused before are given credit (core.store.reuse says how much). Last, the
-deepest position goes first, which keeps the order right for blocks whose parent is not known (adopted after a restart).
-Blocks of window groups have neither parent nor children, and only those at the end of a hit are touched.
+longest since its last use. Last, the deepest position goes first, which keeps the order right for blocks whose parent
+is not known (adopted after a restart). Blocks of window groups have neither parent nor children, and only those at the
+end of a hit are touched.
 
 Time is counted in prompts, not in seconds, so an idle night ages nothing.
 
-Each size, tenant and kind of use has a lazy heap. An entry is pushed when a block becomes evictable or its rank
-changes, and checked when it is popped. Choosing a victim looks at the top of each heap. Pure.
+Each size and tenant has a lazy heap. An entry is pushed when a block becomes evictable or its rank changes, and checked
+when it is popped. Choosing a victim looks at the top of each heap. The default policy is core.store.worth. Pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Protocol
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.block.window_groups import WINDOW_BIT
-from kvservice.core.store.reuse import KINDS, USES_MAX, ReuseMemory, kind_of
+from kvservice.core.store.worth import GuardedWorth
 from kvservice.units import BlockKey
 
 
@@ -106,7 +106,6 @@ class _KnownBlock:
     account: str
     tick: int  # logical time of the last touch
     used_at: float  # the same in seconds
-    uses: int = 0  # how often it was used again, as far as core.store.reuse counts
     children: int = 0  # resident blocks that name this one as parent
 
     @property
@@ -117,16 +116,14 @@ class _KnownBlock:
 
 
 _Heap = list[tuple[_Rank, BlockKey]]
-_NO_CREDITS = (0,) * KINDS  # in ticks; a policy without a memory gives none
 
 
-class LeafFirst:
-    """What the policies have in common. `memory` computes the credits; without it no block gets credit."""
+class LeafFirstLru:
+    """The least recently used leaf goes first, however often it was used."""
 
-    def __init__(self, memory: ReuseMemory | None) -> None:
-        self._memory = memory
+    def __init__(self) -> None:
         self._entries: dict[BlockKey, _KnownBlock] = {}
-        self._heaps: dict[int, dict[str, list[_Heap]]] = {}  # by size, then by account, then by kind
+        self._heaps: dict[int, dict[str, _Heap]] = {}  # by size, then by account
         self._sizes: Counter[tuple[int, str]] = Counter()  # blocks of each size and account
         # Children of blocks that are not resident, by the parent's key and position. They are linked when the parent
         # comes, but only at that position: otherwise two blocks could be each other's parent and never be evicted.
@@ -150,8 +147,7 @@ class LeafFirst:
         above = self._entries.get(parent) if parent is not None else None
         if above is None or above.tick != self._tick:  # all blocks of one prompt get the same tick
             self._tick += 1
-        uses = 0 if self._memory is None else self._memory.on_insert(key, self._tick)
-        entry = _KnownBlock(None, position, is_secondary, size_class, account, self._tick, now, uses)
+        entry = _KnownBlock(None, position, is_secondary, size_class, account, self._tick, now)
         self._sizes[size_class, account] += 1
         entry.children = self._orphans.pop((key, position), 0)
         self._entries[key] = entry
@@ -163,8 +159,6 @@ class LeafFirst:
         assert key not in self._pinned
         entry = self._entries.pop(key)
         self._unlink(entry)
-        if self._memory is not None:
-            self._memory.on_evict(key, entry.uses, entry.tick, len(self._entries))
         place = (entry.size_class, entry.account)
         self._sizes[place] -= 1
         if not self._sizes[place]:  # so that tenants without blocks cost nothing
@@ -176,25 +170,16 @@ class LeafFirst:
     def touch(self, chain: Sequence[BlockKey], now: float) -> None:
         self._tick += 1
         tick, entries = self._tick, self._entries  # once: a chain has thousands of blocks, and each hit touches one
-        uses_max = 0 if self._memory is None else USES_MAX
-        hits, waited = [0] * KINDS, 0
         previous: BlockKey | None = None
         for key in chain:
             entry = entries.get(key)
             if entry is not None:
-                uses = entry.uses
-                hits[uses.bit_length()] += 1
-                waited += tick - entry.tick
-                if uses < uses_max:
-                    entry.uses = uses + 1
                 entry.tick, entry.used_at = tick, now
                 if entry.parent is None and previous is not None:
                     self._link(entry, previous)
                 if not entry.children:
                     self._offer(key, entry)
             previous = key
-        if self._memory is not None:
-            self._memory.on_hits(hits, waited)
 
     def pin(self, keys: Collection[BlockKey]) -> None:
         self._pinned.update(keys)
@@ -206,32 +191,24 @@ class LeafFirst:
             self._offer(key, self._entries[key])
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
-        credits = _NO_CREDITS if self._memory is None else self._memory.credits()
         best: tuple[_Rank, BlockKey] | None = None
-        for kind, heap in self._heaps_of(size_class, may_go):
-            if self._clean_top(heap, kind):
-                (is_primary, tick, order), key = heap[0]
-                found = ((is_primary, tick + credits[kind], order), key)
-                best = found if best is None or found < best else best
+        for heap in self._heaps_of(size_class, may_go):
+            if self._clean_top(heap):
+                best = heap[0] if best is None or heap[0] < best else best
         return None if best is None else best[1]
 
     def coldest(self, count: int) -> list[BlockKey]:
-        credits = _NO_CREDITS if self._memory is None else self._memory.credits()
         sources = list(self._heaps_of(None, None))
         found: dict[BlockKey, None] = {}
         left: dict[BlockKey, int] = {}  # for parents of blocks in `found`: children that are not in it
         popped: list[tuple[_Heap, tuple[_Rank, BlockKey]]] = []
-        queue: list[tuple[_Rank, BlockKey, int]] = []  # (rank with credit, key, source; -1 = its last child was found)
-
-        def put(rank: _Rank, key: BlockKey, kind: int, source: int) -> None:
-            is_primary, tick, order = rank
-            heapq.heappush(queue, ((is_primary, tick + credits[kind], order), key, source))
+        queue: list[tuple[_Rank, BlockKey, int]] = []  # (rank, key, source; -1 = its last child was found)
 
         def put_top_of(source: int) -> None:
-            kind, heap = sources[source]
-            if self._clean_top(heap, kind):
+            heap = sources[source]
+            if self._clean_top(heap):
                 popped.append((heap, heapq.heappop(heap)))
-                put(*popped[-1][1], kind, source)
+                heapq.heappush(queue, (*popped[-1][1], source))
 
         for source in range(len(sources)):
             put_top_of(source)
@@ -247,34 +224,34 @@ class LeafFirst:
             if entry.parent is not None and above is not None and above.position == entry.position - 1:
                 left[entry.parent] = left.get(entry.parent, above.children) - 1
                 if not left[entry.parent] and entry.parent not in self._pinned:
-                    put(above.rank, entry.parent, kind_of(above.uses), -1)
+                    heapq.heappush(queue, (above.rank, entry.parent, -1))
         for heap, item in popped:
             heapq.heappush(heap, item)
         return list(found)
 
-    def _heaps_of(self, size_class: int | None, may_go: Callable[[str], bool] | None) -> Iterator[tuple[int, _Heap]]:
-        """(kind of use, heap) for each heap of this size, or of any, whose account may lose blocks."""
+    def _heaps_of(self, size_class: int | None, may_go: Callable[[str], bool] | None) -> Iterator[_Heap]:
+        """Each heap of this size, or of any, whose account may lose blocks."""
         for size in list(self._heaps) if size_class is None else [size_class]:
-            for account, heaps in self._heaps.get(size, {}).items():
+            for account, heap in self._heaps.get(size, {}).items():
                 if may_go is None or may_go(account):
-                    yield from enumerate(heaps)
+                    yield heap
 
-    def _clean_top(self, heap: _Heap, kind: int) -> bool:
+    def _clean_top(self, heap: _Heap) -> bool:
         """Drop what is outdated or pinned from the top of a heap. Pinned blocks come back when they are unpinned, so a
         chain that is read costs the heaps nothing. Returns whether anything is left."""
         while heap:
             rank, key = heap[0]
-            if self._is_true(rank, key, kind):
+            if self._is_true(rank, key):
                 if key not in self._pinned:
                     return True
                 self._parked.add(key)
             heapq.heappop(heap)
         return False
 
-    def _is_true(self, rank: _Rank, key: BlockKey, kind: int) -> bool:
+    def _is_true(self, rank: _Rank, key: BlockKey) -> bool:
         """Whether a heap's entry is up to date. A block that was evicted and is back has a later tick."""
         entry = self._entries.get(key)
-        return entry is not None and entry.rank == rank and kind_of(entry.uses) == kind and not entry.children
+        return entry is not None and entry.rank == rank and not entry.children
 
     def last_touch(self, key: BlockKey) -> int:
         return self._entries[key].tick
@@ -283,7 +260,7 @@ class LeafFirst:
         return self._entries[key].used_at
 
     def uses(self, key: BlockKey) -> int:
-        return self._entries[key].uses
+        return 0
 
     def make_primary(self, key: BlockKey) -> None:
         entry = self._entries[key]
@@ -300,16 +277,12 @@ class LeafFirst:
     def _offer(self, key: BlockKey, entry: _KnownBlock) -> None:
         if entry.children:
             return
-        by_account = self._heaps.setdefault(entry.size_class, {})
-        heaps = by_account.get(entry.account)
-        if heaps is None:
-            heaps = by_account[entry.account] = [[] for _ in range(KINDS)]
-        heapq.heappush(heaps[kind_of(entry.uses)], (entry.rank, key))
-        if sum(map(len, heaps)) > 64 + 4 * self._sizes[entry.size_class, entry.account]:
+        heap = self._heaps.setdefault(entry.size_class, {}).setdefault(entry.account, [])
+        heapq.heappush(heap, (entry.rank, key))
+        if len(heap) > 64 + 4 * self._sizes[entry.size_class, entry.account]:
             # Touches leave outdated entries behind; this keeps memory in proportion to the blocks.
-            for kind, heap in enumerate(heaps):
-                heaps[kind] = list(dict.fromkeys(item for item in heap if self._is_true(*item, kind)))
-                heapq.heapify(heaps[kind])
+            heap[:] = dict.fromkeys(item for item in heap if self._is_true(*item))
+            heapq.heapify(heap)
 
     def _link(self, entry: _KnownBlock, parent: BlockKey | None) -> None:
         above = self._entries.get(parent) if parent is not None else None
@@ -360,33 +333,16 @@ class LeafFirst:
         for key, entry in self._entries.items():
             assert entry.children == children.pop((key, entry.position), 0), f"child count of {key.hex()} is off"
         assert children == self._orphans, "children of absent parents are miscounted"
-        if self._memory is not None:
-            self._memory.check_invariants()
         assert self._sizes == Counter((entry.size_class, entry.account) for entry in self._entries.values())
         assert self._parked <= self._pinned <= self._entries.keys(), "a block is held back that is not pinned, or gone"
         for size_class, account in self._sizes:
-            heaps = self._heaps.get(size_class, {}).get(account, [])
-            listed = {(rank, kind, key) for kind, heap in enumerate(heaps) for rank, key in heap}
+            listed = set(self._heaps.get(size_class, {}).get(account, []))
             for key, entry in self._entries.items():
                 if (entry.size_class, entry.account) == (size_class, account) and not entry.children:
-                    assert key in self._parked or (entry.rank, kind_of(entry.uses), key) in listed, (
+                    assert key in self._parked or (entry.rank, key) in listed, (
                         f"{key.hex()} is evictable but would never be found"
                     )
 
 
-class LeafFirstReuse(LeafFirst):
-    """The default: least recently used leaf first, with credit for blocks that were reused."""
-
-    def __init__(self) -> None:
-        super().__init__(ReuseMemory())
-
-
-class LeafFirstLru(LeafFirst):
-    """The least recently used leaf goes first, however often it was used."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-
-
 # By the setting `eviction`.
-POLICIES: dict[str, type[LeafFirstReuse] | type[LeafFirstLru]] = {"default": LeafFirstReuse, "lru": LeafFirstLru}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"default": GuardedWorth, "lru": LeafFirstLru}

@@ -25,8 +25,8 @@ from kvservice.core.context import ShardContext
 from kvservice.core.events import PullResult, TierFound, WrittenDown
 from kvservice.core.messages import Holder
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
-from kvservice.core.store.eviction import LeafFirstReuse
 from kvservice.core.store.slots import Block
+from kvservice.core.store.worth import GuardedWorth
 from kvservice.core.tier.books import TierBooks
 from kvservice.core.tier.rules import TierRules, TierUsage, WriteMoment, tier_holder
 from kvservice.core.tier.spill import Spill
@@ -91,7 +91,7 @@ class Tiers:
         self._tiers: dict[str, _Tier] = {}
         for each in rules:
             assert each.name not in self._tiers, "two tiers have one name"
-            books = None if each.is_shared else TierBooks(each.budget_bytes, LeafFirstReuse(), self._gone_from(each))
+            books = None if each.is_shared else TierBooks(each.budget_bytes, GuardedWorth(), self._gone_from(each))
             self._tiers[each.name] = _Tier(each, tier_holder(each.name), WriteQueue(memory_bytes), books)
         self._of_holder = {tier.holder.node_id: tier for tier in self._tiers.values()}
         self._moments = {tier.rules.write for tier in self._tiers.values()}

@@ -75,7 +75,7 @@ class Shard:
 
 def test_a_replay_node_decides_as_the_shard_does(trace: Trace) -> None:
     shard = Shard(8, has_directory=False)
-    node = ReplayNode("alone", 32, POLICIES["reuse"]())
+    node = ReplayNode("alone", 32, POLICIES["default"]())
     hits = 0
     for request in trace.requests:
         shard.core.now = 100.0 + request.at
@@ -88,7 +88,7 @@ def test_a_replay_node_decides_as_the_shard_does(trace: Trace) -> None:
 
 def test_two_replay_nodes_fetch_from_each_other_as_two_shards_do(trace: Trace) -> None:
     shards = [Shard(6, has_directory=True) for _ in range(2)]
-    cluster = Cluster(2, 48, POLICIES["reuse"])
+    cluster = Cluster(2, 48, POLICIES["default"])
     fetched = 0
     for number, request in enumerate(trace.requests):
         place = number % 2
@@ -157,9 +157,9 @@ def test_with_room_for_everything_only_first_times_miss(trace: Trace, policy: st
 
 def test_a_pool_finds_more_than_the_same_room_apart(trace: Trace) -> None:
     """Routing by holdings moves less."""
-    alone = Cluster(4, 400, POLICIES["reuse"], pooled=False).play(trace)
-    pooled = Cluster(4, 400, POLICIES["reuse"]).play(trace)
-    aware = Cluster(4, 400, POLICIES["reuse"], routing="kv-aware").play(trace)
+    alone = Cluster(4, 400, POLICIES["default"], pooled=False).play(trace)
+    pooled = Cluster(4, 400, POLICIES["default"]).play(trace)
+    aware = Cluster(4, 400, POLICIES["default"], routing="kv-aware").play(trace)
     assert alone.remote_hits == 0
     assert pooled.hit_rate > 1.5 * alone.hit_rate
     assert aware.hit_rate > 0.95 * pooled.hit_rate and 2 * aware.remote_hits < pooled.remote_hits
@@ -173,13 +173,13 @@ def test_a_scan_does_not_flush_what_is_used_again_and_again() -> None:
         again = number % 4 == 0
         rows.append(popular[noise.randrange(10)] if again else tuple(key_of(10_000 + 4 * number + j) for j in range(4)))
     scan = trace_of("scan", [Request(float(at), keys, 4 * 512, 0) for at, keys in enumerate(rows)])
-    reuse, lru = (Cluster(1, 100, POLICIES[name], pooled=False).play(scan, 500) for name in ("reuse", "lru"))
-    assert reuse.hit_rate > 1.5 * lru.hit_rate
+    default, lru = (Cluster(1, 100, POLICIES[name], pooled=False).play(scan, 500) for name in ("default", "lru"))
+    assert default.hit_rate > 1.5 * lru.hit_rate
 
 
 def test_a_change_of_what_is_popular_is_followed() -> None:
     """What was used often does not stay for ever: an eighth of the room is enough for it after a while."""
-    node = ReplayNode("node", 64, POLICIES["reuse"]())
+    node = ReplayNode("node", 64, POLICIES["default"]())
     for at in range(40):
         for prompt in range(16):
             node.serve(tuple(key_of(4 * prompt + j) for j in range(4)), float(at))
@@ -191,10 +191,10 @@ def test_a_change_of_what_is_popular_is_followed() -> None:
 @pytest.mark.processes
 def test_processes_answer_what_one_thread_answers(trace: Trace) -> None:
     """A wrong policy is named."""
-    plan = Plan([50, 200], ("reuse", "belady"), nodes=2)
+    plan = Plan([50, 200], ("default", "belady"), nodes=2)
     found = play_all(trace, plan)
-    assert [run.label for run, _ in found][:2] == ["reuse", "belady"]
+    assert [run.label for run, _ in found][:2] == ["default", "belady"]
     rows = report(trace, plan, found)["runs"]
     assert isinstance(rows, list) and {row["routing"] for row in rows} == {"round-robin", "kv-aware"}
-    with pytest.raises(InvalidRequest, match="there is no policy 'fifo'; choose from: reuse"):
+    with pytest.raises(InvalidRequest, match="there is no policy 'fifo'; choose from: default"):
         Plan([50], ("fifo",)).runs()

@@ -40,7 +40,7 @@ def test_a_replay_prints_one_row_for_each_way_and_draws_it(trace_file: Path, tmp
     plot = tmp_path / "replay.png"
     code, out, _ = run(trace_file, "--capacity", 100, "--capacity", 400, "--nodes", 2, "--plot", plot)
     assert code == 0
-    for row in ("reuse", "lru", "belady", "2 nodes, local only", "2 nodes, pooled, kv-aware", "12 GB/s"):
+    for row in ("default", "lru", "belady", "2 nodes, local only", "2 nodes, pooled, kv-aware", "12 GB/s"):
         assert row in out
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -64,7 +64,7 @@ def test_wrong_input_is_named_with_its_line(tmp_path: Path, trace_file: Path) ->
     code, out, errors = run(broken)
     assert (code, out) == (ExitCode.PROBLEM, "") and "line 2" in errors and "Traceback" not in errors
     code, _, errors = run(trace_file, "--policy", "best")
-    assert code == ExitCode.PROBLEM and "choose from: reuse" in errors
+    assert code == ExitCode.PROBLEM and "choose from: default" in errors
 
 
 def test_without_matplotlib_a_plot_is_refused_at_once(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_replay_prints_tiers_and_their_writes(tmp_path: Path) -> None:
             ids = [numbers.setdefault(key, len(numbers)) for key in request.keys]
             row = {"timestamp": int(request.at * 1000), "input_length": request.tokens, "hash_ids": ids}
             file.write(json.dumps(row) + "\n")
-    base = ["replay", str(path), "--capacity", "60", "--nodes", "2", "--policy", "reuse", "--disk", "300"]
+    base = ["replay", str(path), "--capacity", "60", "--nodes", "2", "--policy", "default", "--disk", "300"]
     done = CliRunner().invoke(app, [*base, "--disk-write", "evicted", "--disk-write", "reused", "--objects"])
     assert done.exit_code == 0 and "Tiers below the memory" in done.stdout and "objects" in done.stdout
     rows = json.loads(CliRunner().invoke(app, [*base, "-o", "json", "--token-bytes", "1KiB"]).stdout)["runs"]

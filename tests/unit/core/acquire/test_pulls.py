@@ -18,10 +18,10 @@ from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.slices import DEFAULT_SLICES, Slices
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import NO_KEY, BlockStore, Want
-from kvservice.core.store.eviction import LeafFirstReuse
 from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.slots import Slot, SlotState
+from kvservice.core.store.worth import GuardedWorth
 from kvservice.core.transitions import InvalidTransition
 from kvservice.testing.builders import SMALL, make_chain, make_holder, make_located
 from kvservice.units import BootEpoch, MiB, NodeId
@@ -54,7 +54,7 @@ class Bench:
     def __init__(self) -> None:
         self.actions: list[Action] = []
         geometry, counters = Geometry(MiB, 2), Counter[str]()
-        self.store = BlockStore(geometry, BootEpoch(1), LeafFirstReuse(), self.actions.append)
+        self.store = BlockStore(geometry, BootEpoch(1), GuardedWorth(), self.actions.append)
         context = ShardContext(
             NodeId("here"),
             BootEpoch(1),

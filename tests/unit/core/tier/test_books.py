@@ -6,7 +6,7 @@ import pytest
 
 from kvservice.core.block.tenants import TenantLimits, tag_of
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
-from kvservice.core.store.eviction import LeafFirstReuse
+from kvservice.core.store.worth import GuardedWorth
 from kvservice.core.tier.books import TierBooks
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.testing.builders import make_chain
@@ -26,7 +26,7 @@ class Books(TierBooks):
 
     def __init__(self, room: int) -> None:
         self.went: list[BlockKey] = []
-        super().__init__(room * FILE, LeafFirstReuse(), lambda block, _: self.went.append(block.key))
+        super().__init__(room * FILE, GuardedWorth(), lambda block, _: self.went.append(block.key))
 
     def write(self, key: BlockKey, account: str = "", now: float = 0.0) -> bool:
         if not self.reserve(block_of(key, account=account), None, account):

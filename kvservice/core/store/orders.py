@@ -1,0 +1,184 @@
+"""In which order the leaves of a cache go: the longest unused first, or those with the least worth first.
+
+An order holds entries of stretches that were leaves when they were put in, and checks them when they come to the top.
+So whoever makes a stretch a leaf, or moves it to another group, puts it in again; nobody takes one out. Both orders are
+total, so the same history always chooses the same victim. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from kvservice.core.store.stretches import Stretch
+from kvservice.core.store.worths import AGES
+
+Rank = tuple[float, int, int, int, int]  # (worth, kind and age, tick, precedence, number): the smallest goes first
+_Entry = tuple[int, int, int, Stretch]  # (tick, precedence, number, stretch)
+IsLeaf = Callable[[Stretch], bool]
+GARBAGE_MIN = 256  # entries of an order before outdated ones are swept out
+
+
+def _entry_of(stretch: Stretch) -> _Entry:
+    return (stretch.group.tick, stretch.precedence, stretch.number, stretch)
+
+
+class LeafOrder(Protocol):
+    def put(self, stretch: Stretch) -> None:
+        """It is a leaf now, or its group has changed."""
+        ...
+
+    def first(self) -> Stretch | None:
+        """The leaf that goes first. It stays."""
+        ...
+
+    def drop_first(self) -> None:
+        """Leave the first leaf out until it is put in again."""
+        ...
+
+    def rank(self, stretch: Stretch) -> Rank: ...
+
+    def in_order(self) -> Iterator[Stretch]:
+        """All leaves as they would go if none made another one a leaf. Changes nothing."""
+        ...
+
+
+class ByAge:
+    """The least recently used leaf goes first."""
+
+    def __init__(self, is_leaf: IsLeaf) -> None:
+        self._is_leaf = is_leaf
+        self._heap: list[_Entry] = []
+        self._sweep_at = GARBAGE_MIN
+
+    def put(self, stretch: Stretch) -> None:
+        heapq.heappush(self._heap, _entry_of(stretch))
+        if len(self._heap) > self._sweep_at:
+            self._heap = sorted({entry for entry in self._heap if self._is_true(entry)})
+            self._sweep_at = max(2 * len(self._heap), GARBAGE_MIN)
+
+    def first(self) -> Stretch | None:
+        heap = self._heap
+        while heap:
+            if self._is_true(heap[0]):
+                return heap[0][3]
+            heapq.heappop(heap)
+        return None
+
+    def drop_first(self) -> None:
+        heapq.heappop(self._heap)
+
+    def rank(self, stretch: Stretch) -> Rank:
+        return (0.0, 0, *_entry_of(stretch)[:3])
+
+    def in_order(self) -> Iterator[Stretch]:
+        for entry in sorted({entry for entry in self._heap if self._is_true(entry)}):
+            yield entry[3]
+
+    def _is_true(self, entry: _Entry) -> bool:
+        tick, precedence, _, stretch = entry
+        return tick == stretch.group.tick and precedence == stretch.precedence and self._is_leaf(stretch)
+
+
+class ByWorth:
+    """The leaf with the least worth goes first. Leaves of one kind and age lie in one cell, so when the worths change
+    only the cells are sorted again. What the running prompt uses goes last."""
+
+    def __init__(self, is_leaf: IsLeaf, table: Sequence[Sequence[float]]) -> None:
+        self._is_leaf = is_leaf
+        self._table = table
+        self._cells: dict[int, list[_Entry]] = {}  # by kind and age
+        self._tops: list[tuple[float, int]] = []  # (worth, cell) of each cell with entries
+        self._count = 0  # entries
+        self._sweep_at = GARBAGE_MIN
+
+    def put(self, stretch: Stretch) -> None:
+        group = stretch.group
+        if not stretch.is_tip:  # so that it is put in again when the group is older
+            stretch.is_tip = True
+            group.tips.append(stretch)
+        cell = group.kind * AGES + group.age
+        heap = self._cells.get(cell)
+        if heap is None:
+            heap = self._cells[cell] = []
+            heapq.heappush(self._tops, (self._worth(cell), cell))
+        heapq.heappush(heap, _entry_of(stretch))
+        self._count += 1
+        if self._count > self._sweep_at:
+            self.sweep()
+
+    def first(self) -> Stretch | None:
+        tops = self._tops
+        while tops:
+            cell = tops[0][1]
+            heap = self._cells[cell]
+            while heap:
+                if self._is_true(heap[0], cell):
+                    return heap[0][3]
+                heapq.heappop(heap)
+                self._count -= 1
+            heapq.heappop(tops)
+            del self._cells[cell]
+        return None
+
+    def drop_first(self) -> None:
+        heapq.heappop(self._cells[self._tops[0][1]])
+        self._count -= 1
+
+    def rank(self, stretch: Stretch) -> Rank:
+        cell = stretch.group.kind * AGES + stretch.group.age
+        return (self._worth(cell), cell, *_entry_of(stretch)[:3])
+
+    def in_order(self) -> Iterator[Stretch]:
+        for _, cell in sorted(self._tops):
+            for entry in sorted({entry for entry in self._cells[cell] if self._is_true(entry, cell)}):
+                yield entry[3]
+
+    def sort_cells(self) -> None:
+        """The table of worths has changed."""
+        self._tops = [(self._worth(cell), cell) for cell in self._cells]
+        heapq.heapify(self._tops)
+
+    def sweep(self) -> None:
+        """Take out what is outdated, so that memory stays in proportion to the leaves."""
+        cells = self._cells
+        for cell, heap in cells.items():
+            heap[:] = sorted({entry for entry in heap if self._is_true(entry, cell)})
+        self._cells = {cell: heap for cell, heap in cells.items() if heap}
+        self._count = sum(map(len, self._cells.values()))
+        self._sweep_at = max(2 * self._count, GARBAGE_MIN)
+        self.sort_cells()
+
+    def _worth(self, cell: int) -> float:
+        kind, age = divmod(cell, AGES)
+        return self._table[kind][age] if age else float("inf")
+
+    def _is_true(self, entry: _Entry, cell: int) -> bool:
+        tick, precedence, _, stretch = entry
+        group = stretch.group
+        is_new = tick == group.tick and precedence == stretch.precedence and group.kind * AGES + group.age == cell
+        return is_new and self._is_leaf(stretch)
+
+
+class Shelf:
+    """The resident blocks of one size, account and kind of copy."""
+
+    __slots__ = ("account", "count", "is_secondary", "order", "size_class")
+
+    def __init__(self, size_class: int, account: str, is_secondary: bool) -> None:
+        self.size_class = size_class
+        self.account = account
+        self.is_secondary = is_secondary
+        self.count = 0  # blocks
+        self.order: ByAge | ByWorth = ByAge(self.has_leaf)
+
+    def has_leaf(self, stretch: Stretch) -> bool:
+        return stretch.shelf is self and stretch.is_leaf
+
+    def sort(self, table: Sequence[Sequence[float]] | None) -> None:
+        """Order the leaves by worth, or by age if there is no table."""
+        leaves = list(self.order.in_order())
+        self.order = ByAge(self.has_leaf) if table is None else ByWorth(self.has_leaf, table)
+        for stretch in leaves:
+            self.order.put(stretch)

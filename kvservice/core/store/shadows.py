@@ -1,0 +1,112 @@
+"""Caches of keys alone, as large as the pool: what would have been found if LRU, or worth, had chosen every victim.
+
+They see every prompt, hold whatever was asked for, and evict leaf by leaf as the pool does. As a stretch's blocks come
+and go together, they count in stretches and cost little. Their counts are kept in the stretches. What the pool has
+forgotten they have, too. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvservice.core.store.orders import ByWorth
+from kvservice.core.store.stretches import Stretch
+
+
+class ShadowLru:
+    """The least recently used goes first. A chain's blocks lie with the deepest first, so no leaf is looked for."""
+
+    def __init__(self) -> None:
+        self.count = 0  # blocks that it holds
+        self._line: deque[tuple[int, Stretch]] = deque()  # (tick, stretch) in the order of their last use
+
+    def use(self, found: Sequence[Stretch]) -> int:
+        """Serve a prompt. Returns how many of its blocks were hits."""
+        hits = 0
+        is_hit = True
+        for stretch in found:
+            held, length = stretch.shadow_lru, len(stretch.keys)
+            if is_hit:
+                hits += held
+                is_hit = held == length
+            if held != length:
+                stretch.shadow_lru = length
+                self.count += length - held
+        self._line.extend((stretch.group.tick, stretch) for stretch in reversed(found))
+        return hits
+
+    def shrink(self, limit: int) -> int:
+        """Evict until no more than `limit` blocks are held. Returns how many went."""
+        before, line = self.count, self._line
+        while self.count > limit and line:
+            tick, stretch = line[0]
+            if tick == stretch.group.tick and stretch.shadow_lru:
+                going = min(stretch.shadow_lru, self.count - limit)
+                stretch.shadow_lru -= going
+                self.count -= going
+            else:
+                line.popleft()
+        return before - self.count
+
+    def after_cut(self, upper: Stretch) -> None:
+        """A stretch was cut; this is the new one."""
+        self._line.appendleft((upper.group.tick, upper))
+
+    def extend(self, stretch: Stretch) -> None:
+        """One more block is added to a stretch."""
+        if stretch.shadow_lru == len(stretch.keys):
+            stretch.shadow_lru += 1
+            self.count += 1
+
+    def forget(self, stretch: Stretch) -> None:
+        """Only the resident blocks of a stretch are remembered any longer."""
+        going = max(stretch.shadow_lru - stretch.held, 0)
+        stretch.shadow_lru -= going
+        self.count -= going
+
+
+class ShadowWorth:
+    """The leaf with the least worth goes first."""
+
+    def __init__(self, order: ByWorth) -> None:
+        self.count = 0
+        self.order = order
+
+    def use(self, found: Sequence[Stretch]) -> int:
+        hits = 0
+        is_hit = True
+        for stretch in found:
+            held, length = stretch.shadow_worth, len(stretch.keys)
+            if is_hit:
+                hits += held
+                is_hit = held == length
+            if held != length:
+                stretch.shadow_worth = length
+                self.count += length - held
+                if not held and stretch.above is not None:
+                    stretch.above.shadow_worth_below += 1
+        return hits
+
+    def shrink(self, limit: int) -> None:
+        while self.count > limit:
+            stretch = self.order.first()
+            assert stretch is not None, "some stretch is a leaf"
+            self._take(stretch, min(stretch.shadow_worth, self.count - limit))
+
+    def extend(self, stretch: Stretch) -> None:
+        if stretch.shadow_worth == len(stretch.keys):
+            stretch.shadow_worth += 1
+            self.count += 1
+
+    def forget(self, stretch: Stretch) -> None:
+        self._take(stretch, max(stretch.shadow_worth - stretch.held, 0))
+
+    def _take(self, stretch: Stretch, count: int) -> None:
+        stretch.shadow_worth -= count
+        self.count -= count
+        above = stretch.above
+        if count and not stretch.shadow_worth and above is not None:
+            above.shadow_worth_below -= 1
+            if above.is_shadow_leaf:
+                self.order.put(above)

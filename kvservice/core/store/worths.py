@@ -1,0 +1,162 @@
+"""What a block is worth: the most hits per tick of room that it will bring. Learnt from history. Pure.
+
+For each kind of block (core.store.kinds) and each age, which is the time since its last use, we count how many blocks
+reached that age and how many were used at it. Blocks count until they are forgotten, resident or gone: so the counts do
+not depend on what the policy evicts. From them follows the chance of a use at each age, and from the chances
+
+    worth(age) = max over horizons of (expected uses until the horizon) / (expected ticks until then, or until a use)
+
+This is Gittins' index of the block as an investment of room ("Bandit processes and dynamic allocation indices", 1979),
+and what LHD calls hit density (Beckmann et al., NSDI 2018), there estimated from what its own evictions let it see.
+
+What comes together, like a batch that is read twice, is one observation, however many blocks it has. So kinds are
+pulled towards what all kinds have in common, by a weight that grows with the capacity.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvservice.core.store.kinds import KINDS, PAUSES, SORTS
+from kvservice.core.store.stretches import Stretch
+
+# Ages begin at these ticks: the first few each, then two an octave.
+AGE_STARTS = (0, 1, 2, 3, 4, 5, *(int(2 ** (half / 2)) for half in range(6, 35)))
+AGES = len(AGE_STARTS)
+LEARN_SHARE = 1 / 32  # worths are computed anew when the counts have grown by so much
+LEARN_MIN = 512  # blocks, or more
+FADE_AFTER = 200_000  # blocks; then older counts count half, so that a changed workload is learnt
+PRIOR_PROMPTS = 20  # the weight of what kinds have in common: as many blocks as so many prompts have
+PRIOR_SHARE = 0.4  # or this share of the capacity, if that is more
+RATE_MAX = 0.999
+
+
+class Group:
+    """The blocks of one kind that one prompt used. They grow older together."""
+
+    __slots__ = ("age", "count", "kind", "tick", "tips", "used_at")
+
+    def __init__(self, kind: int, tick: int, used_at: float) -> None:
+        self.kind = kind
+        self.tick = tick
+        self.used_at = used_at  # in seconds
+        self.age = 0  # index into AGE_STARTS
+        self.count = 0  # its blocks that are remembered and were not used since
+        self.tips: list[Stretch] = []  # those that could be evicted from, now or before
+
+
+class Worths:
+    """Counts uses, and computes worths from the counts. `table[kind][age]` is the worth of a block."""
+
+    def __init__(self) -> None:
+        self.table = [[0.0] * AGES for _ in range(KINDS)]
+        self._reached = [[0.0] * AGES for _ in range(KINDS)]
+        self._used = [[0.0] * AGES for _ in range(KINDS)]
+        self._rows: list[deque[Group]] = [deque() for _ in range(AGES)]  # groups by age, the oldest first
+        self._counted = 0.0
+        self._learn_at = float(LEARN_MIN)
+        self._asked = 0  # blocks
+        self._prompts = 0
+
+    def asked(self, blocks: int) -> None:
+        self._prompts += 1
+        self._asked += blocks
+
+    def enter(self, group: Group) -> None:
+        """These blocks are used now."""
+        self._reached[group.kind][0] += group.count
+        self._counted += group.count
+        self._rows[0].append(group)
+
+    def extend(self, group: Group) -> None:
+        """One more block is used with this group, which entered now."""
+        group.count += 1
+        self._asked += 1
+        self._reached[group.kind][0] += 1
+        self._counted += 1
+
+    def use(self, stretch: Stretch) -> None:
+        """These blocks leave their group, because they are used again."""
+        group, count = stretch.group, len(stretch.keys)
+        self._used[group.kind][group.age] += count
+        group.count -= count
+
+    def grow_older(self, tick: int) -> list[Group]:
+        """Let groups reach their next age. Returns those that did."""
+        found: list[Group] = []
+        for age, bound in enumerate(AGE_STARTS[1:]):
+            row = self._rows[age]
+            while row and tick - row[0].tick >= bound:
+                group = row.popleft()
+                if group.count:
+                    group.age = age + 1
+                    self._reached[group.kind][age + 1] += group.count
+                    self._rows[age + 1].append(group)
+                    found.append(group)
+        return found
+
+    def learn(self, capacity: int) -> bool:
+        """Compute the table anew if enough was counted since. Returns whether it was."""
+        if self._counted < self._learn_at:
+            return False
+        if self._counted > FADE_AFTER:
+            self._reached = [[count / 2 for count in row] for row in self._reached]
+            self._used = [[count / 2 for count in row] for row in self._used]
+            self._counted /= 2
+        self._learn_at = self._counted + max(LEARN_MIN, self._counted * LEARN_SHARE)
+        prior = max(PRIOR_PROMPTS * self._asked / self._prompts, PRIOR_SHARE * capacity)
+        reached, used = _summed(self._reached), _summed(self._used)
+        common = [count / (among + 1e-6) for count, among in zip(_smooth(used), _smooth(reached), strict=True)]
+        for sort in range(SORTS):
+            kinds = [kind for kind in range(sort * PAUSES, (sort + 1) * PAUSES) if self._reached[kind][0]]
+            if not kinds:
+                continue
+            reached = _summed([self._reached[kind] for kind in kinds])
+            used = _summed([self._used[kind] for kind in kinds])
+            of_sort = _rates(used, reached, common, prior)
+            for kind in kinds:
+                self.table[kind] = worth_by_age(_rates(self._used[kind], self._reached[kind], of_sort, prior))
+        return True
+
+    def check_invariants(self) -> None:
+        for age, row in enumerate(self._rows):
+            assert all(group.age == age for group in row), "a group is not of the age that it is listed at"
+            ticks = [group.tick for group in row]
+            assert ticks == sorted(ticks), "groups do not grow older in their order"
+
+
+def _summed(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def _smooth(counts: Sequence[float]) -> list[float]:
+    """Each age with half of its neighbours, but for the first two and the last."""
+    middle = zip(counts[1:-2], counts[2:-1], counts[3:], strict=True)
+    return [*counts[:2], *((before + 2 * here + after) / 4 for before, here, after in middle), counts[-1]]
+
+
+def _rates(used: Sequence[float], reached: Sequence[float], expected: Sequence[float], prior: float) -> list[float]:
+    """The chance of a use at each age, pulled towards what was expected."""
+    rows = zip(_smooth(used), _smooth(reached), expected, strict=True)
+    return [min((count + prior * rate) / (among + prior), RATE_MAX) for count, among, rate in rows]
+
+
+def worth_by_age(rates: Sequence[float]) -> list[float]:
+    """Gittins' index at each age: the best ratio of expected uses to expected ticks over all horizons.
+
+    From the last age to the first. The best horizon of an age ends where the next age's own best ratio is lower, so
+    what follows is taken over as one piece: O(ages).
+    """
+    worths = [0.0] * AGES
+    pieces: list[tuple[float, float, float, float]] = []  # (ratio, uses, ticks, chance to get behind it), nearest last
+    for age in range(AGES - 2, -1, -1):  # of the last age, nothing is known
+        rate = rates[age]
+        uses, ticks = rate, (AGE_STARTS[age + 1] - AGE_STARTS[age]) * (1 - rate / 2)
+        left = 1 - rate
+        while pieces and pieces[-1][0] * ticks > uses:
+            _, more_uses, more_ticks, more_left = pieces.pop()
+            uses, ticks, left = uses + left * more_uses, ticks + left * more_ticks, left * more_left
+        worths[age] = uses / ticks
+        pieces.append((uses / ticks, uses, ticks, left))
+    return worths
