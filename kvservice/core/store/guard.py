@@ -10,11 +10,13 @@ from __future__ import annotations
 MARGIN = 0.003  # of the blocks asked for: how far ahead worth must be to begin
 HALF_LIFE = 4.0  # of what was found: in capacities of blocks that LRU's shadow evicted
 PROMPTS_MIN = 200  # that LRU rules at least
+START = False
+BACK = 0.0
 
 
 class Guard:
     def __init__(self) -> None:
-        self.is_by_worth = False
+        self.is_by_worth = START
         self.switches = 0
         self._prompts = 0
         self._asked = 0.0
@@ -35,7 +37,11 @@ class Guard:
         self._found_lru += found_lru
         self._found_worth += found_worth
         lead = self._found_worth - self._found_lru
-        by_worth = lead >= 0 if self.is_by_worth else lead > MARGIN * self._asked and self._prompts > PROMPTS_MIN
+        by_worth = (
+            lead >= -BACK * self._asked
+            if self.is_by_worth
+            else lead > MARGIN * self._asked and self._prompts > PROMPTS_MIN
+        )
         if by_worth == self.is_by_worth:
             return False
         self.is_by_worth = by_worth

@@ -30,6 +30,7 @@ FADE_AFTER = 200_000  # blocks; then older counts count half, so that a changed 
 PRIOR_PROMPTS = 20  # the weight of what kinds have in common: as many blocks as so many prompts have
 PRIOR_SHARE = 0.4  # or this share of the capacity, if that is more
 RATE_MAX = 0.999
+PRIOR_LIFT = (1.0,) * 15
 
 
 class Group:
@@ -114,7 +115,7 @@ class Worths:
                 continue
             reached = _summed([self._reached[kind] for kind in kinds])
             used = _summed([self._used[kind] for kind in kinds])
-            of_sort = _rates(used, reached, common, prior)
+            of_sort = _rates(used, reached, [rate * PRIOR_LIFT[sort] for rate in common], prior)
             for kind in kinds:
                 self.table[kind] = worth_by_age(_rates(self._used[kind], self._reached[kind], of_sort, prior))
         return True

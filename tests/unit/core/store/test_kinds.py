@@ -1,0 +1,40 @@
+"""Rules of core.store.kinds: a conversation is judged as a whole, what is shared by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvservice.core.store.kinds import HEADS, KINDS, PAUSES, PRIVATE, SHARED, SORTS, kind_of, pause_of, sort_of
+
+
+def test_the_blocks_of_a_conversation_are_of_one_kind() -> None:
+    """Those of its first turn were used three times, those of its last not yet."""
+    kinds = {kind_of(uses=3 - turn, turn=turn, interval=8, last_turn=3, last_interval=20) for turn in (1, 2, 3)}
+    assert len(kinds) == 1 and sort_of(kinds.pop()) == PRIVATE + 2
+
+
+def test_the_pause_of_a_conversation_tells_its_kind() -> None:
+    assert kind_of(0, 1, 0, 1, 5) != kind_of(0, 1, 0, 1, 500)
+
+
+def test_a_new_prompt_is_of_one_kind_whatever_it_hangs_on() -> None:
+    assert kind_of(0, 0, 0, 0, 900) == kind_of(0, 0, 0, 0, 0)
+
+
+def test_what_is_used_more_often_than_its_conversation_went_on_is_shared() -> None:
+    assert sort_of(kind_of(uses=4, turn=0, interval=2, last_turn=3, last_interval=9)) == SHARED + 2
+    assert sort_of(kind_of(uses=1, turn=2, interval=2, last_turn=2, last_interval=9)) == SHARED
+
+
+def test_the_beginning_of_a_chain_that_returned_is_apart() -> None:
+    assert sort_of(kind_of(uses=3, turn=0, interval=2, last_turn=3, last_interval=9)) == HEADS + 1
+
+
+@pytest.mark.parametrize(("ticks", "pause"), [(0, 0), (1, 1), (2, 1), (3, 1), (4, 2), (15, 2), (16, 3), (10**9, 8)])
+def test_a_pause_is_four_times_the_one_before(ticks: int, pause: int) -> None:
+    assert pause_of(ticks) == pause < PAUSES
+
+
+def test_every_kind_has_a_place() -> None:
+    most = kind_of(10**6, 0, 10**9, 3, 10**9), kind_of(10**6, 0, 10**9, 10**7, 0)
+    assert max(most) == KINDS - 1 and sort_of(KINDS - 1) == SORTS - 1

@@ -1,0 +1,128 @@
+"""Rules of core.store.worths: worth follows what blocks of a kind do, and little evidence moves little."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvservice.core.store import worths
+from kvservice.core.store.stretches import Stretch
+from kvservice.core.store.worths import AGE_STARTS, AGES, Group, Worths, worth_by_age
+from kvservice.units import BlockKey
+
+
+def search(rates: Sequence[float], first: int) -> float:
+    """The best ratio, by trying every horizon."""
+    best = uses = ticks = 0.0
+    left = 1.0
+    for age in range(first, AGES - 1):
+        uses += left * rates[age]
+        ticks += left * (AGE_STARTS[age + 1] - AGE_STARTS[age]) * (1 - rates[age] / 2)
+        left *= 1 - rates[age]
+        best = max(best, uses / ticks)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_worth_is_the_best_ratio_of_all_horizons(seed: int) -> None:
+    draw = random.Random(seed)
+    rates = [draw.random() ** (1 + seed % 4) for _ in range(AGES)]
+    found = worth_by_age(rates)
+    assert found == pytest.approx([search(rates, age) for age in range(AGES)])
+
+
+def test_what_comes_back_at_a_certain_age_is_worth_more_the_nearer_it_is() -> None:
+    """As in a round of prompts: so the oldest blocks stay, and newcomers pass."""
+    rates = [0.0] * AGES
+    rates[20] = 0.9
+    found = worth_by_age(rates)
+    assert found[:21] == sorted(found[:21]) and found[10] < found[20] > found[21] == 0
+
+
+def test_what_comes_back_soon_or_never_is_worth_less_the_longer_it_waits() -> None:
+    rates = [0.5 / 1.3**age for age in range(AGES)]
+    found = worth_by_age(rates)
+    assert found[:-1] == sorted(found[:-1], reverse=True)
+
+
+def stretch_of(group: Group, length: int) -> Stretch:
+    group.count += length
+    return Stretch([BlockKey(index.to_bytes(16, "big")) for index in range(length)], 0, 1, group)
+
+
+def live(learnt: Worths, wait: int, ticks: range, returning: float, blocks: int = 10) -> None:
+    """Each prompt's blocks are used again after `wait` ticks, or never."""
+    draw = random.Random(1)
+    kind = 0
+    waiting: dict[int, Stretch] = {}
+    for tick in ticks:
+        learnt.grow_older(tick)
+        stretch = waiting.pop(tick - wait, None)
+        if stretch is not None and draw.random() < returning:
+            learnt.use(stretch)
+        group = Group(kind, tick, float(tick))
+        waiting[tick] = stretch_of(group, blocks)
+        learnt.enter(group)
+        learnt.asked(blocks)
+        learnt.learn(100)
+    learnt.check_invariants()
+
+
+def test_kinds_are_told_apart_by_what_they_did() -> None:
+    learnt = Worths()
+    live(learnt, 10, range(1, 1000), returning=0.02)
+    other = Worths()
+    live(other, 10, range(1, 1000), returning=0.9)
+    assert other.table[0][3] > 10 * learnt.table[0][3]
+
+
+def test_nothing_is_computed_before_enough_was_counted() -> None:
+    learnt = Worths()
+    group = Group(0, 1, 0.0)
+    stretch_of(group, 5)
+    learnt.enter(group)
+    learnt.asked(5)
+    assert not learnt.learn(10)
+    assert learnt.table[0][1] == 0
+    stretch_of(group, worths.LEARN_MIN)
+    learnt.enter(group)
+    assert learnt.learn(10) and not learnt.learn(10)
+
+
+def test_a_change_of_habits_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worths, "FADE_AFTER", 2000)
+    learnt = Worths()
+    live(learnt, 10, range(1, 500), returning=1.0)
+    before = learnt.table[0][2]
+    live(learnt, 10, range(500, 2500), returning=0.0)
+    assert learnt.table[0][2] < before / 10
+
+
+def test_groups_without_blocks_grow_no_older() -> None:
+    learnt = Worths()
+    group, empty = Group(0, 1, 0.0), Group(0, 1, 0.0)
+    stretch_of(group, 1)
+    learnt.enter(group)
+    learnt.enter(empty)
+    assert learnt.grow_older(3) == [group, group] and (group.age, empty.age) == (2, 0)
+
+
+def test_a_large_cache_believes_a_batch_less() -> None:
+    """What comes together is one observation, however many blocks it has."""
+    small, large = Worths(), Worths()
+    for learnt, capacity in ((small, 0), (large, 1_000_000)):
+        for number in range(20):
+            group = Group(0, number, 0.0)
+            stretch_of(group, 30)
+            learnt.enter(group)
+            learnt.asked(30)
+        group = Group(7 * 9, 20, 0.0)
+        stretch = stretch_of(group, 3000)
+        learnt.enter(group)
+        learnt.asked(3000)
+        learnt.grow_older(25)
+        learnt.use(stretch)
+        assert learnt.learn(capacity)
+    assert small.table[7 * 9][4] > large.table[7 * 9][4]
