@@ -7,9 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.core.store.eviction import LeafFirstLru
+from kvservice.core.store.worth import GuardedWorth
 from kvservice.units import BlockKey
 
 SIZE = 1
+Policy = LeafFirstLru | GuardedWorth
+
+
+@pytest.fixture(params=[LeafFirstLru, GuardedWorth])
+def policy(request: pytest.FixtureRequest) -> Policy:
+    """Where nothing is learnt, the default chooses as LRU does."""
+    made: Policy = request.param()
+    return made
 
 
 def key(name: str) -> BlockKey:
@@ -21,7 +30,7 @@ def names(found: list[BlockKey]) -> str:
 
 
 def add(
-    policy: LeafFirstLru,
+    policy: Policy,
     name: str,
     parent: str = "",
     position: int = 0,
@@ -33,17 +42,17 @@ def add(
     policy.check_invariants()
 
 
-def add_chain(policy: LeafFirstLru, chain: str, start: int = 0, *, is_secondary: bool = False) -> None:
+def add_chain(policy: Policy, chain: str, start: int = 0, *, is_secondary: bool = False) -> None:
     for position in range(start, len(chain)):
         add(policy, chain[position], chain[position - 1] if position else "", position, is_secondary=is_secondary)
 
 
-def touch(policy: LeafFirstLru, chain: str) -> None:
+def touch(policy: Policy, chain: str) -> None:
     policy.touch([key(name) for name in chain], 0.0)
     policy.check_invariants()
 
 
-def drain(policy: LeafFirstLru, size: int = SIZE) -> str:
+def drain(policy: Policy, size: int = SIZE) -> str:
     """Evict until nothing can be evicted."""
     out: list[BlockKey] = []
     while (victim := policy.victim(size)) is not None:
@@ -54,31 +63,27 @@ def drain(policy: LeafFirstLru, size: int = SIZE) -> str:
     return names(out)
 
 
-def test_leaves_go_before_their_prefix() -> None:
-    policy = LeafFirstLru()
+def test_leaves_go_before_their_prefix(policy: Policy) -> None:
     add_chain(policy, "abcd")
     assert drain(policy) == "dcba"
 
 
-def test_the_least_recent_leaf_goes_first() -> None:
-    policy = LeafFirstLru()
+def test_the_least_recent_leaf_goes_first(policy: Policy) -> None:
     for name in "xyz":
         add(policy, name)
     touch(policy, "x")
     assert drain(policy) == "yzx"
 
 
-def test_secondary_copies_go_before_primary_ones_however_recent() -> None:
-    policy = LeafFirstLru()
+def test_secondary_copies_go_before_primary_ones_however_recent(policy: Policy) -> None:
     add(policy, "o")
     add(policy, "c", is_secondary=True)
     touch(policy, "c")
     assert drain(policy) == "co"
 
 
-def test_a_primary_leaf_goes_before_a_secondary_parent() -> None:
+def test_a_primary_leaf_goes_before_a_secondary_parent(policy: Policy) -> None:
     """The secondary copy has a resident child."""
-    policy = LeafFirstLru()
     add_chain(policy, "a", is_secondary=True)
     add_chain(policy, "ab", start=1)
     add(policy, "z")
@@ -86,8 +91,7 @@ def test_a_primary_leaf_goes_before_a_secondary_parent() -> None:
     assert drain(policy) == "zba"
 
 
-def test_a_pinned_block_and_its_prefix_are_never_victims() -> None:
-    policy = LeafFirstLru()
+def test_a_pinned_block_and_its_prefix_are_never_victims(policy: Policy) -> None:
     add_chain(policy, "abc")
     policy.pin([key("b")])
     assert drain(policy) == "c"
@@ -95,8 +99,7 @@ def test_a_pinned_block_and_its_prefix_are_never_victims() -> None:
     assert drain(policy) == "ba"
 
 
-def test_a_block_pinned_between_question_and_answer_is_skipped() -> None:
-    policy = LeafFirstLru()
+def test_a_block_pinned_between_question_and_answer_is_skipped(policy: Policy) -> None:
     add(policy, "a")
     add(policy, "b")
     assert policy.victim(SIZE) == key("a")
@@ -104,8 +107,7 @@ def test_a_block_pinned_between_question_and_answer_is_skipped() -> None:
     assert policy.victim(SIZE) == key("b")
 
 
-def test_a_block_that_was_used_while_it_was_pinned_is_named_once() -> None:
-    policy = LeafFirstLru()
+def test_a_block_that_was_used_while_it_was_pinned_is_named_once(policy: Policy) -> None:
     add(policy, "a")
     policy.pin([key("a")])
     assert policy.victim(SIZE) is None
@@ -114,9 +116,8 @@ def test_a_block_that_was_used_while_it_was_pinned_is_named_once() -> None:
     assert policy.coldest(10) == [key("a")]
 
 
-def test_touching_a_new_leaf_keeps_its_ancestors() -> None:
+def test_touching_a_new_leaf_keeps_its_ancestors(policy: Policy) -> None:
     """The engine that made the leaf had its prefix in its own memory and never asked for it."""
-    policy = LeafFirstLru()
     add_chain(policy, "abc")
     for name in "xyz":
         add(policy, name)
@@ -139,8 +140,7 @@ def test_equally_recent_blocks_go_from_the_end_of_the_chain() -> None:
     assert drain(policy) == "cba"
 
 
-def test_a_chain_is_linked_when_it_is_touched() -> None:
-    policy = LeafFirstLru()
+def test_a_chain_is_linked_when_it_is_touched(policy: Policy) -> None:
     for position, name in ((2, "c"), (1, "b"), (0, "a")):
         add(policy, name, position=position)
     touch(policy, "abc")
@@ -148,8 +148,7 @@ def test_a_chain_is_linked_when_it_is_touched() -> None:
     assert drain(policy) == "cbaz"
 
 
-def test_orphans_are_linked_when_their_parent_comes_back() -> None:
-    policy = LeafFirstLru()
+def test_orphans_are_linked_when_their_parent_comes_back(policy: Policy) -> None:
     add(policy, "b", "a", 1)
     add(policy, "c", "b", 2)
     add(policy, "a")
@@ -176,8 +175,7 @@ def test_of_two_orphans_of_one_parent_the_other_stays_one() -> None:
     assert drain(policy) == "ca" and not policy._orphans
 
 
-def test_a_prefix_torn_out_by_force_finds_its_children_again() -> None:
-    policy = LeafFirstLru()
+def test_a_prefix_torn_out_by_force_finds_its_children_again(policy: Policy) -> None:
     add_chain(policy, "abc")
     policy.remove(key("b"))  # its slab went to another model
     policy.check_invariants()
@@ -185,8 +183,7 @@ def test_a_prefix_torn_out_by_force_finds_its_children_again() -> None:
     assert drain(policy) == "cba"
 
 
-def test_size_classes_do_not_give_up_blocks_for_each_other() -> None:
-    policy = LeafFirstLru()
+def test_size_classes_do_not_give_up_blocks_for_each_other(policy: Policy) -> None:
     add(policy, "a", size=1)
     add(policy, "b", size=2)
     assert policy.victim(3) is None
@@ -195,29 +192,25 @@ def test_size_classes_do_not_give_up_blocks_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 2, 3])
-def test_a_child_at_the_wrong_position_is_not_linked(position: int) -> None:
-    policy = LeafFirstLru()
+def test_a_child_at_the_wrong_position_is_not_linked(policy: Policy, position: int) -> None:
     add(policy, "a")
     add(policy, "b", "a", position)
     assert sorted(drain(policy)) == ["a", "b"]
 
 
-def test_blocks_that_are_each_others_parent_can_be_evicted() -> None:
+def test_blocks_that_are_each_others_parent_can_be_evicted(policy: Policy) -> None:
     """What an engine says about parents is not checked by anybody: it must not make a slot unusable for ever."""
-    policy = LeafFirstLru()
     add(policy, "x", "p", 5)
     add(policy, "p", "x", 6)
     assert sorted(drain(policy)) == ["p", "x"]
 
 
-def test_a_block_that_is_its_own_parent_can_be_evicted() -> None:
-    policy = LeafFirstLru()
+def test_a_block_that_is_its_own_parent_can_be_evicted(policy: Policy) -> None:
     add(policy, "a", "a", 1)
     assert drain(policy) == "a"
 
 
-def test_touching_a_reversed_chain_does_not_link_it() -> None:
-    policy = LeafFirstLru()
+def test_touching_a_reversed_chain_does_not_link_it(policy: Policy) -> None:
     add_chain(policy, "abc")
     touch(policy, "cba")
     assert drain(policy) == "cba"
@@ -231,6 +224,36 @@ def test_touches_do_not_pile_up_memory() -> None:
         touch(policy, "abcdefghij")
     assert sum(len(heap) for heap in policy._heaps.values()) <= 64 + 4 * 10 + 1
     assert len(drain(policy)) == 10
+
+
+def test_the_most_recently_used_is_the_hottest_and_a_prefix_before_what_extends_it(policy: Policy) -> None:
+    add_chain(policy, "ab")
+    policy.add(key("x"), None, 0, 7.0, is_secondary=True, size_class=SIZE)
+    assert names(policy.by_heat()) == "xab"
+    policy.touch([key("a"), key("b")], 9.0)
+    assert names(policy.by_heat()) == "abx" and names(policy.coldest(5)) == "xba"
+    assert (policy.used_at(key("a")), policy.used_at(key("x"))) == (9.0, 7.0)
+    assert policy.last_touch(key("b")) > policy.last_touch(key("x"))
+    assert (policy.parent_of(key("b")), policy.parent_of(key("a"))) == (key("a"), None)
+    policy.make_primary(key("x"))
+    policy.make_primary(key("x"))
+    assert names(policy.coldest(1)) == "x" == drain(policy)[0]
+
+
+def test_what_is_pinned_is_not_among_the_coldest(policy: Policy) -> None:
+    add_chain(policy, "abc")
+    add(policy, "z")
+    policy.pin([key("b")])
+    assert names(policy.coldest(9)) == "cz" and names(policy.coldest(0)) == ""
+
+
+def test_only_accounts_that_may_lose_blocks_are_asked(policy: Policy) -> None:
+    for name, account in (("a", "one"), ("b", "two")):
+        policy.add(key(name), None, 0, 0.0, is_secondary=False, size_class=SIZE, account=account)
+    assert policy.victim(None, lambda account: account == "two") == key("b")
+    assert policy.victim(None, lambda account: False) is None
+    policy.touch([], 1.0)
+    policy.check_invariants()
 
 
 operations = st.lists(
