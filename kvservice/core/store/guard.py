@@ -1,22 +1,21 @@
-"""Who chooses the next victim: worth while it is ahead, LRU otherwise.
+"""Who chooses the next victim: worth, or LRU where it finds more.
 
 A policy that learns will be wrong on something, and only a comparison bounds what that costs. Two shadow caches
-(core.store.shadows) are asked for the same blocks. Worth begins to rule when its shadow is ahead by a margin, and rules
-as long as it is not behind. A change of rule moves no block: it only changes who is asked for the next victim. Pure.
+(core.store.shadows) are asked for the same blocks. LRU rules until worth can have learnt something. Then worth rules
+until its shadow falls behind LRU's, and again when it is ahead. A change of rule moves no block: it only changes who is
+asked for the next victim. Pure.
 """
 
 from __future__ import annotations
 
-MARGIN = 0.003  # of the blocks asked for: how far ahead worth must be to begin
-HALF_LIFE = 4.0  # of what was found: in capacities of blocks that LRU's shadow evicted
-PROMPTS_MIN = 200  # that LRU rules at least
-START = False
-BACK = 0.0
+PROMPTS_MIN = 200  # that LRU rules at first
+MARGIN = 0.003  # of the blocks asked for: how far one must be ahead of the other to take over
+HALF_LIFE = 2.0  # of what was found: in capacities of blocks that LRU's shadow evicted
 
 
 class Guard:
     def __init__(self) -> None:
-        self.is_by_worth = START
+        self.is_by_worth = False
         self.switches = 0
         self._prompts = 0
         self._asked = 0.0
@@ -36,12 +35,11 @@ class Guard:
         self._asked += asked
         self._found_lru += found_lru
         self._found_worth += found_worth
-        lead = self._found_worth - self._found_lru
-        by_worth = (
-            lead >= -BACK * self._asked
-            if self.is_by_worth
-            else lead > MARGIN * self._asked and self._prompts > PROMPTS_MIN
-        )
+        if self._prompts <= PROMPTS_MIN:
+            return False
+        lead, margin = self._found_worth - self._found_lru, MARGIN * self._asked
+        is_first = self._prompts == PROMPTS_MIN + 1  # worth has the benefit of the doubt
+        by_worth = lead >= -margin if self.is_by_worth or is_first else lead > margin
         if by_worth == self.is_by_worth:
             return False
         self.is_by_worth = by_worth

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.block.window_groups import WINDOW_BIT
@@ -25,6 +26,14 @@ from kvservice.core.store.worths import Group, Worths
 from kvservice.units import BlockKey
 
 GONE_MIN = 32_768  # gone blocks that are remembered at least: small pools need a long memory most
+
+
+@dataclass(frozen=True, slots=True)
+class RuleState:
+    is_by_worth: bool  # False: LRU rules
+    switches: int  # how often the rule changed
+    hit_rate_lru: float  # of late, of the shadow of LRU: a cache as large as the pool
+    hit_rate_worth: float  # the same of worth
 
 
 def _is_shadow_leaf(stretch: Stretch) -> bool:
@@ -377,6 +386,11 @@ class GuardedWorth:
         stretches = [stretch for stretch in dict.fromkeys(self._tree.of.values()) if stretch.held]
         stretches.sort(key=lambda stretch: (-stretch.group.tick, stretch.position))
         return [key for stretch in stretches for key in stretch.keys[: stretch.held]]
+
+    def state(self) -> RuleState:
+        """Who rules, and what is known of both rules. For people."""
+        lru, worth = self._guard.hit_rates
+        return RuleState(self._guard.is_by_worth, self._guard.switches, lru, worth)
 
     def check_invariants(self) -> None:
         self._tree.check_invariants()

@@ -30,6 +30,7 @@ FADE_AFTER = 200_000  # blocks; then older counts count half, so that a changed 
 PRIOR_PROMPTS = 20  # the weight of what kinds have in common: as many blocks as so many prompts have
 PRIOR_SHARE = 0.4  # or this share of the capacity, if that is more
 RATE_MAX = 0.999
+SORT_SHARE = 1.0
 PRIOR_LIFT = (1.0,) * 15
 
 
@@ -51,7 +52,7 @@ class Worths:
     """Counts uses, and computes worths from the counts. `table[kind][age]` is the worth of a block."""
 
     def __init__(self) -> None:
-        self.table = [[0.0] * AGES for _ in range(KINDS)]
+        self.table = [[1 / (1 + start) for start in AGE_STARTS] for _ in range(KINDS)]  # of nothing more is known
         self._reached = [[0.0] * AGES for _ in range(KINDS)]
         self._used = [[0.0] * AGES for _ in range(KINDS)]
         self._rows: list[deque[Group]] = [deque() for _ in range(AGES)]  # groups by age, the oldest first
@@ -115,7 +116,7 @@ class Worths:
                 continue
             reached = _summed([self._reached[kind] for kind in kinds])
             used = _summed([self._used[kind] for kind in kinds])
-            of_sort = _rates(used, reached, [rate * PRIOR_LIFT[sort] for rate in common], prior)
+            of_sort = _rates(used, reached, [rate * PRIOR_LIFT[sort] for rate in common], prior * SORT_SHARE)
             for kind in kinds:
                 self.table[kind] = worth_by_age(_rates(self._used[kind], self._reached[kind], of_sort, prior))
         return True

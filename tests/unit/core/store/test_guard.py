@@ -1,0 +1,35 @@
+"""Rules of core.store.guard: worth rules only as long as it is not behind."""
+
+from __future__ import annotations
+
+from kvservice.core.store.guard import PROMPTS_MIN, Guard
+
+
+def play(guard: Guard, prompts: int, lru: int, worth: int) -> list[int]:
+    """Prompts of 100 blocks. Returns after which of them the rule changed."""
+    return [number for number in range(prompts) if guard.compare(100, lru, worth)]
+
+
+def test_lru_rules_until_something_was_seen() -> None:
+    guard = Guard()
+    assert guard.hit_rates == (0.0, 0.0)
+    assert play(guard, PROMPTS_MIN, 10, 50) == [] and not guard.is_by_worth
+    assert play(guard, 1, 10, 50) == [0] and guard.is_by_worth
+
+
+def test_worth_is_left_when_it_falls_behind_and_taken_again_when_it_is_ahead() -> None:
+    guard = Guard()
+    play(guard, PROMPTS_MIN + 1, 50, 50)
+    assert guard.is_by_worth
+    assert play(guard, 100, 50, 40) and not guard.is_by_worth
+    assert play(guard, 300, 50, 60) and guard.is_by_worth and guard.switches == 3
+
+
+def test_what_was_found_long_ago_counts_less() -> None:
+    slow, fast = Guard(), Guard()
+    for guard in (slow, fast):
+        play(guard, 1000, 50, 60)
+    fast.fade(40.0)
+    assert len(play(fast, 50, 60, 50)) == 1 and not play(slow, 50, 60, 50)
+    lru, worth = fast.hit_rates
+    assert 0.5 < worth < lru < 0.7

@@ -1,0 +1,186 @@
+"""Rules of core.store.worth: what is found on traffic that LRU is bad at, and what it may cost where LRU is right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvservice.core.block.window_groups import WINDOW_BIT
+from kvservice.core.store import worth
+from kvservice.core.store.eviction import EvictionPolicy, LeafFirstLru
+from kvservice.core.store.worth import GuardedWorth
+from kvservice.units import BlockKey
+
+Prompt = tuple[int, ...]
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "big"))
+
+
+def add(policy: EvictionPolicy, number: int, parent: int | None, position: int, account: str = "") -> None:
+    above = None if parent is None else key(parent)
+    policy.add(key(number), above, position, 0.0, is_secondary=False, size_class=1, account=account)
+
+
+def hit_rate(policy: EvictionPolicy, prompts: Sequence[Prompt], capacity: int, count_from: int = 0) -> float:
+    """Serve prompts as a node does: a hit is a prefix, and all the rest is stored."""
+    held: set[BlockKey] = set()
+    hits = asked = 0
+    for number, prompt in enumerate(prompts):
+        chain = [key(block) for block in prompt]
+        policy.touch(chain, float(number))
+        found = next((index for index, block in enumerate(chain) if block not in held), len(chain))
+        if number >= count_from:
+            hits, asked = hits + found, asked + len(chain)
+        for index in range(found, len(chain)):
+            if chain[index] in held:
+                continue
+            if len(held) == capacity:
+                victim = policy.victim(None)
+                assert victim is not None
+                policy.remove(victim)
+                held.discard(victim)
+            parent = chain[index - 1] if index else None
+            held.add(chain[index])
+            policy.add(chain[index], parent, index, float(number), is_secondary=False, size_class=1)
+    return hits / asked
+
+
+def rounds(prompts: int, blocks: int, times: int) -> list[Prompt]:
+    work = [tuple(range(100 * number, 100 * number + blocks)) for number in range(prompts)]
+    return work * times
+
+
+def conversations(seed: int, count: int, turns: float = 4) -> Iterator[tuple[float, Prompt]]:
+    """(when, prompt): a prompt that grows from turn to turn, over one of three beginnings."""
+    draw = random.Random(seed)
+    names = iter(range(1_000_000, 1 << 40))
+    for _ in range(count):
+        at, chain = draw.random() * count, [draw.randrange(3)]
+        while True:
+            chain += [next(names) for _ in range(1 + int(draw.expovariate(0.4)))]
+            yield at, tuple(chain)
+            if draw.random() < 1 / turns:
+                break
+            at += draw.expovariate(0.05)
+
+
+def in_time(*sources: Iterator[tuple[float, Prompt]]) -> list[Prompt]:
+    return [prompt for _, prompt in sorted(event for source in sources for event in source)]
+
+
+def test_of_a_round_larger_than_the_cache_a_part_is_found() -> None:
+    """LRU evicts exactly what comes next, and finds nothing."""
+    prompts = rounds(prompts=100, blocks=4, times=12)
+    found = hit_rate(GuardedWorth(), prompts, 200, 600)
+    assert hit_rate(LeafFirstLru(), prompts, 200, 600) == 0 and found > 0.35
+
+
+def test_a_batch_that_is_read_twice_soon_is_kept() -> None:
+    """One batch of most of the cache. Who has learnt that old blocks are worth less must not give it up."""
+    plain = in_time(conversations(1, 700))
+    batch = [tuple(range(number * 100, number * 100 + 5)) for number in range(1000, 1140)]
+    prompts = [*plain[:400], *batch, *batch, *plain[400:]]
+    assert hit_rate(GuardedWorth(), prompts, 1000) > hit_rate(LeafFirstLru(), prompts, 1000) - 0.003
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_conversations_beside_scans_are_kept(seed: int) -> None:
+    scans = ((float(number), tuple(range(10**9 + 100 * number, 10**9 + 100 * number + 12))) for number in range(900))
+    prompts = in_time(conversations(seed, 900), scans)
+    lru = hit_rate(LeafFirstLru(), prompts, 400, 900)
+    assert hit_rate(GuardedWorth(), prompts, 400, 900) > lru + 0.01
+
+
+def test_the_same_history_chooses_the_same_victims() -> None:
+    prompts = in_time(conversations(2, 400))
+    assert len({hit_rate(GuardedWorth(), prompts, 100) for _ in range(2)}) == 1
+
+
+def test_a_chain_that_repeats_a_block_is_used_like_one_that_does_not() -> None:
+    policy = GuardedWorth()
+    policy.touch([key(1), key(2), key(1), key(2)], 0.0)
+    for position, number in enumerate((1, 2)):
+        add(policy, number, number - 1 or None, position)
+    policy.touch([key(1), key(1), key(2), key(1)], 1.0)
+    policy.check_invariants()
+    assert (policy.uses(key(1)), policy.uses(key(2))) == (1, 1)
+    assert policy.coldest(5) == [key(2), key(1)]
+
+
+def test_a_block_that_is_stored_late_is_as_old_as_the_question_for_it() -> None:
+    """Other prompts come while an engine computes a block."""
+    policy = GuardedWorth()
+    policy.touch([key(1)], 0.0)
+    policy.touch([key(2)], 1.0)
+    add(policy, 2, None, 0)
+    add(policy, 1, None, 0)
+    assert policy.last_touch(key(1)) < policy.last_touch(key(2)) and policy.coldest(1) == [key(1)]
+
+
+def test_a_block_that_returns_without_a_question_is_used_now() -> None:
+    policy = GuardedWorth()
+    for number in (1, 2):
+        add(policy, number, None, 0)
+    policy.remove(key(1))
+    add(policy, 3, None, 0)
+    policy.remove(key(2))
+    add(policy, 1, None, 0)
+    assert policy.coldest(3) == [key(3), key(1)] and policy.uses(key(1)) == 1
+    policy.check_invariants()
+
+
+def test_a_prefix_is_as_recent_as_what_is_stored_below_it() -> None:
+    """An engine that has the prefix in its own memory never asks for it."""
+    policy = GuardedWorth()
+    policy.touch([key(1), key(2)], 0.0)
+    for position, number in enumerate((1, 2)):
+        add(policy, number, number - 1 or None, position)
+    policy.touch([key(9)], 0.0)
+    add(policy, 9, None, 0)
+    add(policy, 3, 2, 2)
+    policy.check_invariants()
+    policy.remove(key(3))
+    assert policy.coldest(3) == [key(9), key(2), key(1)]
+
+
+def test_blocks_of_two_accounts_lie_apart_though_they_are_one_chain() -> None:
+    policy = GuardedWorth()
+    policy.touch([key(1), key(2), key(3)], 0.0)
+    for position, (number, account) in enumerate(((1, "one"), (2, "one"), (3, "two"))):
+        add(policy, number, number - 1 or None, position, account)
+    assert policy.victim(None, lambda account: account == "one") is None, "what hangs below belongs to the other"
+    policy.remove(key(3))
+    assert policy.victim(None, lambda account: account == "one") == key(2)
+    policy.check_invariants()
+
+
+def test_of_a_windows_blocks_the_earlier_ones_go_first() -> None:
+    """Also those that were asked for before they were known to be of a window."""
+    policy = GuardedWorth()
+    policy.touch([key(number) for number in range(5)], 0.0)
+    for number in (1, 2, 3):
+        policy.add(key(number), None, WINDOW_BIT + number, 0.0, is_secondary=False, size_class=1)
+        policy.check_invariants()
+    assert policy.coldest(5) == [key(1), key(2), key(3)]
+    assert policy.parent_of(key(2)) is None
+
+
+def test_gone_blocks_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "GONE_MIN", 50)
+    policy = GuardedWorth()
+    for number in range(100):
+        policy.touch([key(10 * number + index) for index in range(10)], 0.0)
+        policy.check_invariants()
+    assert len(policy._tree.of) == 50
+
+
+def test_it_says_who_rules_and_why() -> None:
+    policy = GuardedWorth()
+    assert policy.state().hit_rate_lru == policy.state().hit_rate_worth == 0
+    hit_rate(policy, rounds(prompts=100, blocks=4, times=12), 200)
+    found = policy.state()
+    assert found.is_by_worth and found.switches == 1 and found.hit_rate_worth > found.hit_rate_lru + 0.1
