@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvservice.replay.trace import BLOCK_TOKENS, Request, Trace, key_of, trace_of
 
-CHAIN_BLOCKS_MAX = 400
+CHAIN_BLOCKS_MAX = 400  # conversations end there: longer ones would be all of a trace
 Prompt = tuple[float, list[int]]  # (when, blocks). Sources do not send them in the order of time.
 Source = Callable[["Draw"], Iterator[Prompt]]
 

@@ -23,7 +23,7 @@ from kvservice.core.directory.membership import MEMBERS_MAX
 from kvservice.core.explain.evictions import NAMES_MAX
 from kvservice.core.explain.records import RECORDS_MAX
 from kvservice.core.messages import Holder
-from kvservice.core.store.reuse import GONE_MAX
+from kvservice.core.store.worth import GONE_MIN
 from kvservice.observe.timings import Timings
 from kvservice.pool.remote import RemoteShards
 from kvservice.serve.load import LoadBook, SentPrefixes
@@ -40,7 +40,8 @@ NAMES = rounds(2_500, failed_before=1.0, campaign=10_000)
 LARGER = {
     "RequestRecords": RECORDS_MAX,
     "EvictionHistory": NAMES_MAX,
-    "ReuseMemory": GONE_MAX,
+    "StretchTree": 2 * GONE_MIN,
+    "UseLine": 2 * GONE_MIN,
     "Membership": MEMBERS_MAX,
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvservice.core.block.window_groups import WINDOW_BIT
-from kvservice.core.store import guard, orders, worth, worths
+from kvservice.core.store import guard, orders, stretches, worth, worths
 from kvservice.core.store.worth import GuardedWorth
 from kvservice.units import BlockKey
 
@@ -125,6 +125,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that takes thousands of prompts happens soon."""
     monkeypatch.setattr(guard, "PROMPTS_MIN", 5)
     monkeypatch.setattr(orders, "GARBAGE_MIN", 4)
+    monkeypatch.setattr(stretches, "GARBAGE_MIN", 4)
 
 
 @pytest.mark.parametrize("is_honest", [True, False])

@@ -13,7 +13,7 @@ MARGIN = 0.003  # of the blocks asked for: how far one must be ahead of the othe
 HALF_LIFE = 2.0  # of what was found: in capacities of blocks that LRU's shadow evicted
 
 
-class Guard:
+class RuleGuard:
     def __init__(self) -> None:
         self.is_by_worth = False
         self.switches = 0

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 PAUSES = 9  # steps of the time between two uses: each is four times as long as the one before
 PRIVATE, SHARED, HEADS = 0, 5, 10  # first sorts: five steps of turns or uses each
-SORTS = 15
+SORTS = 15  # three times five
 KINDS = SORTS * PAUSES
-_BITS_MAX = 2 * (PAUSES - 1)
+_BITS_MAX = 2 * (PAUSES - 1)  # two bits of a time make a step
 
 
 def kind_of(uses: int, turn: int, interval: int, last_turn: int, last_interval: int) -> int:

@@ -8,40 +8,16 @@ total, so the same history always chooses the same victim. Pure.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
-from kvservice.core.store.stretches import Stretch
+from kvservice.core.store.stretches import GARBAGE_MIN, IsLeaf, Rank, Stretch
 from kvservice.core.store.worths import AGES
 
-Rank = tuple[float, int, int, int, int]  # (worth, kind and age, tick, precedence, number): the smallest goes first
 _Entry = tuple[int, int, int, Stretch]  # (tick, precedence, number, stretch)
-IsLeaf = Callable[[Stretch], bool]
-GARBAGE_MIN = 256  # entries of an order before outdated ones are swept out
 
 
 def _entry_of(stretch: Stretch) -> _Entry:
     return (stretch.group.tick, stretch.precedence, stretch.number, stretch)
-
-
-class LeafOrder(Protocol):
-    def put(self, stretch: Stretch) -> None:
-        """It is a leaf now, or its group has changed."""
-        ...
-
-    def first(self) -> Stretch | None:
-        """The leaf that goes first. It stays."""
-        ...
-
-    def drop_first(self) -> None:
-        """Leave the first leaf out until it is put in again."""
-        ...
-
-    def rank(self, stretch: Stretch) -> Rank: ...
-
-    def in_order(self) -> Iterator[Stretch]:
-        """All leaves as they would go if none made another one a leaf. Changes nothing."""
-        ...
 
 
 class ByAge:
@@ -159,26 +135,3 @@ class ByWorth:
         group = stretch.group
         is_new = tick == group.tick and precedence == stretch.precedence and group.kind * AGES + group.age == cell
         return is_new and self._is_leaf(stretch)
-
-
-class Shelf:
-    """The resident blocks of one size, account and kind of copy."""
-
-    __slots__ = ("account", "count", "is_secondary", "order", "size_class")
-
-    def __init__(self, size_class: int, account: str, is_secondary: bool) -> None:
-        self.size_class = size_class
-        self.account = account
-        self.is_secondary = is_secondary
-        self.count = 0  # blocks
-        self.order: ByAge | ByWorth = ByAge(self.has_leaf)
-
-    def has_leaf(self, stretch: Stretch) -> bool:
-        return stretch.shelf is self and stretch.is_leaf
-
-    def sort(self, table: Sequence[Sequence[float]] | None) -> None:
-        """Order the leaves by worth, or by age if there is no table."""
-        leaves = list(self.order.in_order())
-        self.order = ByAge(self.has_leaf) if table is None else ByWorth(self.has_leaf, table)
-        for stretch in leaves:
-            self.order.put(stretch)

@@ -7,11 +7,10 @@ forgotten they have, too. Pure.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 from kvservice.core.store.orders import ByWorth
-from kvservice.core.store.stretches import Stretch
+from kvservice.core.store.stretches import Stretch, UseLine
 
 
 class ShadowLru:
@@ -19,7 +18,7 @@ class ShadowLru:
 
     def __init__(self) -> None:
         self.count = 0  # blocks that it holds
-        self._line: deque[tuple[int, Stretch]] = deque()  # (tick, stretch) in the order of their last use
+        self._line = UseLine()
 
     def use(self, found: Sequence[Stretch]) -> int:
         """Serve a prompt. Returns how many of its blocks were hits."""
@@ -33,25 +32,26 @@ class ShadowLru:
             if held != length:
                 stretch.shadow_lru = length
                 self.count += length - held
-        self._line.extend((stretch.group.tick, stretch) for stretch in reversed(found))
+        for stretch in reversed(found):
+            self._line.used(stretch)
         return hits
 
     def shrink(self, limit: int) -> int:
         """Evict until no more than `limit` blocks are held. Returns how many went."""
-        before, line = self.count, self._line
-        while self.count > limit and line:
-            tick, stretch = line[0]
-            if tick == stretch.group.tick and stretch.shadow_lru:
-                going = min(stretch.shadow_lru, self.count - limit)
-                stretch.shadow_lru -= going
-                self.count -= going
-            else:
-                line.popleft()
+        before = self.count
+        while self.count > limit:
+            stretch = self._line.first()
+            assert stretch is not None, "what is held is in the line"
+            going = min(stretch.shadow_lru, self.count - limit)
+            stretch.shadow_lru -= going
+            self.count -= going
+            if not stretch.shadow_lru:
+                self._line.drop_first()
         return before - self.count
 
     def after_cut(self, upper: Stretch) -> None:
         """A stretch was cut; this is the new one."""
-        self._line.appendleft((upper.group.tick, upper))
+        self._line.put_first(upper)
 
     def extend(self, stretch: Stretch) -> None:
         """One more block is added to a stretch."""

@@ -13,14 +13,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.units import BlockKey
 
-if TYPE_CHECKING:
-    from kvservice.core.store.orders import Shelf
-    from kvservice.core.store.worths import Group
+GARBAGE_MIN = 256  # entries of an order or a line before outdated ones are swept out
+
+
+class Group:
+    """The blocks of one kind that one prompt used. They grow older together."""
+
+    __slots__ = ("age", "count", "kind", "tick", "tips", "used_at")
+
+    def __init__(self, kind: int, tick: int, used_at: float) -> None:
+        self.kind = kind
+        self.tick = tick
+        self.used_at = used_at  # in seconds
+        self.age = 0  # index into AGE_STARTS
+        self.count = 0  # its blocks that are remembered and were not used since
+        self.tips: list[Stretch] = []  # those that could be evicted from, now or before
 
 
 class Stretch:
@@ -87,6 +99,92 @@ class Stretch:
         return self.shadow_worth > 0 and (not self.shadow_worth_below or self.position >= WINDOW_BIT)
 
 
+Rank = tuple[float, int, int, int, int]  # (worth, kind and age, tick, precedence, number): the smallest goes first
+IsLeaf = Callable[[Stretch], bool]
+
+
+class LeafOrder(Protocol):
+    def put(self, stretch: Stretch) -> None:
+        """It is a leaf now, or its group has changed."""
+        ...
+
+    def first(self) -> Stretch | None:
+        """The leaf that goes first. It stays."""
+        ...
+
+    def drop_first(self) -> None:
+        """Leave the first leaf out until it is put in again."""
+        ...
+
+    def rank(self, stretch: Stretch) -> Rank: ...
+
+    def in_order(self) -> Iterator[Stretch]:
+        """All leaves as they would go if none made another one a leaf. Changes nothing."""
+        ...
+
+
+class Shelf:
+    """The resident blocks of one size, account and kind of copy, with the order in which its leaves go."""
+
+    __slots__ = ("account", "count", "is_secondary", "order", "size_class")
+
+    def __init__(
+        self, size_class: int, account: str, is_secondary: bool, make_order: Callable[[IsLeaf], LeafOrder]
+    ) -> None:
+        self.size_class = size_class
+        self.account = account
+        self.is_secondary = is_secondary
+        self.count = 0  # blocks
+        self.order = make_order(self.has_leaf)
+
+    def has_leaf(self, stretch: Stretch) -> bool:
+        return stretch.shelf is self and stretch.is_leaf
+
+    def sort(self, make_order: Callable[[IsLeaf], LeafOrder]) -> None:
+        """Put the leaves into another order."""
+        leaves = list(self.order.in_order())
+        self.order = make_order(self.has_leaf)
+        for stretch in leaves:
+            self.order.put(stretch)
+
+
+class UseLine:
+    """Stretches in the order of their last use. Entries that are outdated are dropped when they come to the front, or
+    when there are more of them than others."""
+
+    __slots__ = ("_entries", "_sweep_at")
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[int, Stretch]] = deque()  # (tick of the use, stretch)
+        self._sweep_at = GARBAGE_MIN
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def used(self, stretch: Stretch) -> None:
+        """It was used later than all others."""
+        entries = self._entries
+        entries.append((stretch.group.tick, stretch))
+        if len(entries) > self._sweep_at:
+            self._entries = deque(entry for entry in entries if entry[0] == entry[1].group.tick and entry[1].keys)
+            self._sweep_at = max(2 * len(self._entries), GARBAGE_MIN)
+
+    def put_first(self, stretch: Stretch) -> None:
+        self._entries.appendleft((stretch.group.tick, stretch))
+
+    def first(self) -> Stretch | None:
+        """The longest unused one."""
+        while self._entries:
+            tick, stretch = self._entries[0]
+            if tick == stretch.group.tick:
+                return stretch
+            self._entries.popleft()
+        return None
+
+    def drop_first(self) -> None:
+        self._entries.popleft()
+
+
 class StretchTree:
     """Finds stretches by key, cuts them, links them, and forgets what is gone. `on_cut` hears of each cut, with the
     upper and the lower part."""
@@ -96,7 +194,7 @@ class StretchTree:
         self.of: dict[BlockKey, Stretch] = {}  # every remembered block, resident or gone
         self.resident_count = 0
         self._made = 0
-        self._oldest: deque[tuple[int, Stretch]] = deque()  # (tick of its last use, stretch), what to forget first
+        self._oldest = UseLine()  # what to forget first
 
     def make(self, keys: list[BlockKey], position: int, above: Stretch | None, group: Group) -> Stretch:
         """A stretch of blocks that were not known."""
@@ -205,23 +303,25 @@ class StretchTree:
     def queue(self, stretch: Stretch) -> None:
         """It was used now, so everything else is forgotten before it."""
         stretch.is_queued = True
-        self._oldest.append((stretch.group.tick, stretch))
+        self._oldest.used(stretch)
 
     def queue_again(self, stretch: Stretch) -> None:
         """Something of an old stretch may be forgotten that could not before."""
         if not stretch.is_queued:
             stretch.is_queued = True
-            self._oldest.appendleft((stretch.group.tick, stretch))
+            self._oldest.put_first(stretch)
 
     def to_forget(self, limit: int, before: int) -> Iterator[Stretch]:
         """Stretches of which what is gone is to be forgotten, until no more than `limit` blocks are gone. None of them
         was used at the tick `before` or later."""
-        while len(self.of) - self.resident_count > limit and self._oldest and self._oldest[0][0] < before:
-            tick, stretch = self._oldest.popleft()
-            if tick == stretch.group.tick:
-                stretch.is_queued = False
-                if not stretch.below and stretch.held < len(stretch.keys):
-                    yield stretch
+        while len(self.of) - self.resident_count > limit:
+            stretch = self._oldest.first()
+            if stretch is None or stretch.group.tick >= before:
+                return
+            self._oldest.drop_first()
+            stretch.is_queued = False
+            if not stretch.below and stretch.held < len(stretch.keys):
+                yield stretch
 
     def forget(self, stretch: Stretch) -> None:
         """Forget the blocks of a stretch that are gone. Nothing hangs below it."""

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.block.window_groups import WINDOW_BIT
-from kvservice.core.store.guard import Guard
+from kvservice.core.store.guard import RuleGuard
 from kvservice.core.store.kinds import kind_of
-from kvservice.core.store.orders import ByWorth, Rank, Shelf
+from kvservice.core.store.orders import ByAge, ByWorth
 from kvservice.core.store.shadows import ShadowLru, ShadowWorth
-from kvservice.core.store.stretches import Stretch, StretchTree
-from kvservice.core.store.worths import Group, Worths
+from kvservice.core.store.stretches import Group, IsLeaf, LeafOrder, Rank, Shelf, Stretch, StretchTree
+from kvservice.core.store.worths import Worths
 from kvservice.units import BlockKey
 
 GONE_MIN = 32_768  # gone blocks that are remembered at least: small pools need a long memory most
@@ -46,7 +46,7 @@ class GuardedWorth:
     def __init__(self) -> None:
         self._tree = StretchTree(self._on_cut)
         self._worths = Worths()
-        self._guard = Guard()
+        self._guard = RuleGuard()
         self._lru = ShadowLru()
         self._worth = ShadowWorth(ByWorth(_is_shadow_leaf, self._worths.table))
         self._shelves: dict[int, dict[tuple[str, bool], Shelf]] = {}  # by size, then by account and kind of copy
@@ -142,10 +142,10 @@ class GuardedWorth:
 
     def _change_rule(self) -> None:
         for shelf in self._all_shelves():
-            shelf.sort(self._ruling_table())
+            shelf.sort(self._make_order)
 
-    def _ruling_table(self) -> list[list[float]] | None:
-        return self._worths.table if self._guard.is_by_worth else None
+    def _make_order(self, is_leaf: IsLeaf) -> LeafOrder:
+        return ByWorth(is_leaf, self._worths.table) if self._guard.is_by_worth else ByAge(is_leaf)
 
     def _orders_by_worth(self) -> Iterator[ByWorth]:
         yield self._worth.order
@@ -287,8 +287,7 @@ class GuardedWorth:
         shelves = self._shelves.setdefault(size_class, {})
         shelf = shelves.get((account, is_secondary))
         if shelf is None:
-            shelf = shelves[account, is_secondary] = Shelf(size_class, account, is_secondary)
-            shelf.sort(self._ruling_table())
+            shelf = shelves[account, is_secondary] = Shelf(size_class, account, is_secondary, self._make_order)
         return shelf
 
     def _all_shelves(self) -> Iterator[Shelf]:

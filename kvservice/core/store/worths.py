@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvservice.core.store.kinds import KINDS, PAUSES, SORTS
-from kvservice.core.store.stretches import Stretch
+from kvservice.core.store.stretches import Group, Stretch
 
 # Ages begin at these ticks: the first few each, then two an octave.
 AGE_STARTS = (0, 1, 2, 3, 4, 5, *(int(2 ** (half / 2)) for half in range(6, 35)))
@@ -27,25 +27,14 @@ AGES = len(AGE_STARTS)
 LEARN_SHARE = 1 / 32  # worths are computed anew when the counts have grown by so much
 LEARN_MIN = 512  # blocks, or more
 FADE_AFTER = 200_000  # blocks; then older counts count half, so that a changed workload is learnt
-PRIOR_PROMPTS = 20  # the weight of what kinds have in common: as many blocks as so many prompts have
-PRIOR_SHARE = 0.4  # or this share of the capacity, if that is more
-RATE_MAX = 0.999
-SORT_SHARE = 1.0
-PRIOR_LIFT = (1.0,) * 15
-
-
-class Group:
-    """The blocks of one kind that one prompt used. They grow older together."""
-
-    __slots__ = ("age", "count", "kind", "tick", "tips", "used_at")
-
-    def __init__(self, kind: int, tick: int, used_at: float) -> None:
-        self.kind = kind
-        self.tick = tick
-        self.used_at = used_at  # in seconds
-        self.age = 0  # index into AGE_STARTS
-        self.count = 0  # its blocks that are remembered and were not used since
-        self.tips: list[Stretch] = []  # those that could be evicted from, now or before
+PRIOR_PROMPTS = 5  # the weight of what kinds have in common: as many blocks as so many prompts have
+PRIOR_SHARE = 0.2  # or this share of the capacity, if that is more
+RATE_MAX = 0.999  # nothing is certain; a rate of 1 would leave no chance for later ages
+# By sort: how much more often than all blocks together its blocks are expected to be used again, before it is known.
+# So much that a scan does not flush what was used, and so little that a few prompts of a sort outweigh it.
+PRIVATE_LIFT = (0.3, 1.0, 2.0, 3.0, 4.0)  # by turns: who went on will go on
+USED_LIFT = (4.0, 6.0, 8.0, 12.0, 16.0)  # by uses
+LIFT = PRIVATE_LIFT + USED_LIFT + USED_LIFT
 
 
 class Worths:
@@ -55,7 +44,7 @@ class Worths:
         self.table = [[1 / (1 + start) for start in AGE_STARTS] for _ in range(KINDS)]  # of nothing more is known
         self._reached = [[0.0] * AGES for _ in range(KINDS)]
         self._used = [[0.0] * AGES for _ in range(KINDS)]
-        self._rows: list[deque[Group]] = [deque() for _ in range(AGES)]  # groups by age, the oldest first
+        self._rows: list[deque[Group]] = [deque() for _ in range(AGES - 1)]  # groups by age, the oldest first
         self._counted = 0.0
         self._learn_at = float(LEARN_MIN)
         self._asked = 0  # blocks
@@ -94,7 +83,8 @@ class Worths:
                 if group.count:
                     group.age = age + 1
                     self._reached[group.kind][age + 1] += group.count
-                    self._rows[age + 1].append(group)
+                    if age + 1 < AGES - 1:  # there it stays
+                        self._rows[age + 1].append(group)
                     found.append(group)
         return found
 
@@ -116,7 +106,7 @@ class Worths:
                 continue
             reached = _summed([self._reached[kind] for kind in kinds])
             used = _summed([self._used[kind] for kind in kinds])
-            of_sort = _rates(used, reached, [rate * PRIOR_LIFT[sort] for rate in common], prior * SORT_SHARE)
+            of_sort = _rates(used, reached, [rate * LIFT[sort] for rate in common], prior)
             for kind in kinds:
                 self.table[kind] = worth_by_age(_rates(self._used[kind], self._reached[kind], of_sort, prior))
         return True

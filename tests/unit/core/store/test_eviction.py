@@ -226,7 +226,7 @@ def test_touches_do_not_pile_up_memory() -> None:
     assert len(drain(policy)) == 10
 
 
-def test_the_most_recently_used_is_the_hottest_and_a_prefix_before_what_extends_it(policy: Policy) -> None:
+def test_the_last_used_is_the_hottest_and_a_prefix_comes_first(policy: Policy) -> None:
     add_chain(policy, "ab")
     policy.add(key("x"), None, 0, 7.0, is_secondary=True, size_class=SIZE)
     assert names(policy.by_heat()) == "xab"

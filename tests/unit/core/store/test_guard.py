@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from kvservice.core.store.guard import PROMPTS_MIN, Guard
+from kvservice.core.store.guard import PROMPTS_MIN, RuleGuard
 
 
-def play(guard: Guard, prompts: int, lru: int, worth: int) -> list[int]:
+def play(guard: RuleGuard, prompts: int, lru: int, worth: int) -> list[int]:
     """Prompts of 100 blocks. Returns after which of them the rule changed."""
     return [number for number in range(prompts) if guard.compare(100, lru, worth)]
 
 
 def test_lru_rules_until_something_was_seen() -> None:
-    guard = Guard()
+    guard = RuleGuard()
     assert guard.hit_rates == (0.0, 0.0)
     assert play(guard, PROMPTS_MIN, 10, 50) == [] and not guard.is_by_worth
     assert play(guard, 1, 10, 50) == [0] and guard.is_by_worth
 
 
-def test_worth_is_left_when_it_falls_behind_and_taken_again_when_it_is_ahead() -> None:
-    guard = Guard()
+def test_worth_is_left_when_it_falls_behind_and_taken_again() -> None:
+    guard = RuleGuard()
     play(guard, PROMPTS_MIN + 1, 50, 50)
     assert guard.is_by_worth
     assert play(guard, 100, 50, 40) and not guard.is_by_worth
@@ -26,7 +26,7 @@ def test_worth_is_left_when_it_falls_behind_and_taken_again_when_it_is_ahead() -
 
 
 def test_what_was_found_long_ago_counts_less() -> None:
-    slow, fast = Guard(), Guard()
+    slow, fast = RuleGuard(), RuleGuard()
     for guard in (slow, fast):
         play(guard, 1000, 50, 60)
     fast.fade(40.0)

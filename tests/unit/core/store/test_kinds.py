@@ -21,7 +21,7 @@ def test_a_new_prompt_is_of_one_kind_whatever_it_hangs_on() -> None:
     assert kind_of(0, 0, 0, 0, 900) == kind_of(0, 0, 0, 0, 0)
 
 
-def test_what_is_used_more_often_than_its_conversation_went_on_is_shared() -> None:
+def test_used_more_often_than_its_conversation_is_shared() -> None:
     assert sort_of(kind_of(uses=4, turn=0, interval=2, last_turn=3, last_interval=9)) == SHARED + 2
     assert sort_of(kind_of(uses=1, turn=2, interval=2, last_turn=2, last_interval=9)) == SHARED
 

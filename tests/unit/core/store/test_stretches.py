@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core.block.window_groups import WINDOW_BIT
-from kvservice.core.store.stretches import Stretch, StretchTree
-from kvservice.core.store.worths import Group
+from kvservice.core.store.stretches import Group, Stretch, StretchTree
 from kvservice.units import BlockKey
 
 
@@ -137,7 +136,7 @@ def test_window_blocks_are_no_links_of_a_chain() -> None:
     assert window.is_leaf, "whatever claims to hang on it"
 
 
-def test_the_longest_unused_is_forgotten_first_and_nothing_that_something_hangs_on() -> None:
+def test_nothing_is_forgotten_that_something_hangs_on() -> None:
     tree = Tree()
     tree.ask("ab")
     tree.ask("abcd")

@@ -84,7 +84,7 @@ def test_a_batch_that_is_read_twice_soon_is_kept() -> None:
     plain = in_time(conversations(1, 700))
     batch = [tuple(range(number * 100, number * 100 + 5)) for number in range(1000, 1140)]
     prompts = [*plain[:400], *batch, *batch, *plain[400:]]
-    assert hit_rate(GuardedWorth(), prompts, 1000) > hit_rate(LeafFirstLru(), prompts, 1000) - 0.003
+    assert hit_rate(GuardedWorth(), prompts, 1000) > hit_rate(LeafFirstLru(), prompts, 1000) - 0.01
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -100,7 +100,7 @@ def test_the_same_history_chooses_the_same_victims() -> None:
     assert len({hit_rate(GuardedWorth(), prompts, 100) for _ in range(2)}) == 1
 
 
-def test_a_chain_that_repeats_a_block_is_used_like_one_that_does_not() -> None:
+def test_a_chain_may_repeat_a_block() -> None:
     policy = GuardedWorth()
     policy.touch([key(1), key(2), key(1), key(2)], 0.0)
     for position, number in enumerate((1, 2)):
@@ -111,7 +111,7 @@ def test_a_chain_that_repeats_a_block_is_used_like_one_that_does_not() -> None:
     assert policy.coldest(5) == [key(2), key(1)]
 
 
-def test_a_block_that_is_stored_late_is_as_old_as_the_question_for_it() -> None:
+def test_a_block_stored_late_is_as_old_as_the_question_for_it() -> None:
     """Other prompts come while an engine computes a block."""
     policy = GuardedWorth()
     policy.touch([key(1)], 0.0)
@@ -147,7 +147,7 @@ def test_a_prefix_is_as_recent_as_what_is_stored_below_it() -> None:
     assert policy.coldest(3) == [key(9), key(2), key(1)]
 
 
-def test_blocks_of_two_accounts_lie_apart_though_they_are_one_chain() -> None:
+def test_blocks_of_two_accounts_of_one_chain_lie_apart() -> None:
     policy = GuardedWorth()
     policy.touch([key(1), key(2), key(3)], 0.0)
     for position, (number, account) in enumerate(((1, "one"), (2, "one"), (3, "two"))):
@@ -184,3 +184,15 @@ def test_it_says_who_rules_and_why() -> None:
     hit_rate(policy, rounds(prompts=100, blocks=4, times=12), 200)
     found = policy.state()
     assert found.is_by_worth and found.switches == 1 and found.hit_rate_worth > found.hit_rate_lru + 0.1
+
+
+def test_use_does_not_pile_up_memory() -> None:
+    """Nothing is evicted and nothing is forgotten here, but what was listed once more is outdated."""
+    policy = GuardedWorth()
+    for number in range(3000):
+        policy.touch([key(number % 10)], 0.0)
+        if number < 10:
+            add(policy, number, None, 0)
+    lines = (policy._lru._line, policy._tree._oldest)
+    assert all(len(line) <= 256 for line in lines)
+    assert sum(map(len, policy._worth.order._cells.values())) <= 256

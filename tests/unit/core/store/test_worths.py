@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from kvservice.core.store import worths
-from kvservice.core.store.stretches import Stretch
-from kvservice.core.store.worths import AGE_STARTS, AGES, Group, Worths, worth_by_age
+from kvservice.core.store.kinds import PAUSES
+from kvservice.core.store.stretches import Group, Stretch
+from kvservice.core.store.worths import AGE_STARTS, AGES, Worths, worth_by_age
 from kvservice.units import BlockKey
 
 
@@ -33,7 +34,7 @@ def test_worth_is_the_best_ratio_of_all_horizons(seed: int) -> None:
     assert found == pytest.approx([search(rates, age) for age in range(AGES)])
 
 
-def test_what_comes_back_at_a_certain_age_is_worth_more_the_nearer_it_is() -> None:
+def test_what_comes_back_at_some_age_is_worth_more_near_it() -> None:
     """As in a round of prompts: so the oldest blocks stay, and newcomers pass."""
     rates = [0.0] * AGES
     rates[20] = 0.9
@@ -41,7 +42,7 @@ def test_what_comes_back_at_a_certain_age_is_worth_more_the_nearer_it_is() -> No
     assert found[:21] == sorted(found[:21]) and found[10] < found[20] > found[21] == 0
 
 
-def test_what_comes_back_soon_or_never_is_worth_less_the_longer_it_waits() -> None:
+def test_what_comes_back_soon_or_never_loses_worth_by_waiting() -> None:
     rates = [0.5 / 1.3**age for age in range(AGES)]
     found = worth_by_age(rates)
     assert found[:-1] == sorted(found[:-1], reverse=True)
@@ -85,7 +86,7 @@ def test_nothing_is_computed_before_enough_was_counted() -> None:
     learnt.enter(group)
     learnt.asked(5)
     assert not learnt.learn(10)
-    assert learnt.table[0][1] == 0
+    assert learnt.table[0] == learnt.table[1] == sorted(learnt.table[0], reverse=True), "LRU's order until then"
     stretch_of(group, worths.LEARN_MIN)
     learnt.enter(group)
     assert learnt.learn(10) and not learnt.learn(10)
@@ -118,11 +119,11 @@ def test_a_large_cache_believes_a_batch_less() -> None:
             stretch_of(group, 30)
             learnt.enter(group)
             learnt.asked(30)
-        group = Group(7 * 9, 20, 0.0)
+        group = Group(PAUSES, 20, 0.0)
         stretch = stretch_of(group, 3000)
         learnt.enter(group)
         learnt.asked(3000)
         learnt.grow_older(25)
         learnt.use(stretch)
         assert learnt.learn(capacity)
-    assert small.table[7 * 9][4] > large.table[7 * 9][4]
+    assert small.table[PAUSES][4] > large.table[PAUSES][4]
