@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
+from kvservice.core.store.kinds import KINDS
 from kvservice.core.store.stretches import GARBAGE_MIN, IsLeaf, Rank, Stretch
 from kvservice.core.store.worths import AGES
 
@@ -64,7 +65,7 @@ class ByWorth:
     def __init__(self, is_leaf: IsLeaf, table: Sequence[Sequence[float]]) -> None:
         self._is_leaf = is_leaf
         self._table = table
-        self._cells: dict[int, list[_Entry]] = {}  # by kind and age
+        self._cells: dict[int, list[_Entry]] = {}  # by age and kind; of cells with equal worth, the oldest goes first
         self._tops: list[tuple[float, int]] = []  # (worth, cell) of each cell with entries
         self._count = 0  # entries
         self._sweep_at = GARBAGE_MIN
@@ -74,7 +75,7 @@ class ByWorth:
         if not stretch.is_tip:  # so that it is put in again when the group is older
             stretch.is_tip = True
             group.tips.append(stretch)
-        cell = group.kind * AGES + group.age
+        cell = (AGES - group.age) * KINDS + group.kind
         heap = self._cells.get(cell)
         if heap is None:
             heap = self._cells[cell] = []
@@ -103,7 +104,7 @@ class ByWorth:
         self._count -= 1
 
     def rank(self, stretch: Stretch) -> Rank:
-        cell = stretch.group.kind * AGES + stretch.group.age
+        cell = (AGES - stretch.group.age) * KINDS + stretch.group.kind
         return (self._worth(cell), cell, *_entry_of(stretch)[:3])
 
     def in_order(self) -> Iterator[Stretch]:
@@ -127,11 +128,11 @@ class ByWorth:
         self.sort_cells()
 
     def _worth(self, cell: int) -> float:
-        kind, age = divmod(cell, AGES)
+        age, kind = AGES - cell // KINDS, cell % KINDS
         return self._table[kind][age] if age else float("inf")
 
     def _is_true(self, entry: _Entry, cell: int) -> bool:
         tick, precedence, _, stretch = entry
         group = stretch.group
-        is_new = tick == group.tick and precedence == stretch.precedence and group.kind * AGES + group.age == cell
-        return is_new and self._is_leaf(stretch)
+        is_here = (AGES - group.age) * KINDS + group.kind == cell
+        return is_here and tick == group.tick and precedence == stretch.precedence and self._is_leaf(stretch)

@@ -29,6 +29,7 @@ LEARN_MIN = 512  # blocks, or more
 FADE_AFTER = 200_000  # blocks; then older counts count half, so that a changed workload is learnt
 PRIOR_PROMPTS = 5  # the weight of what kinds have in common: as many blocks as so many prompts have
 PRIOR_SHARE = 0.2  # or this share of the capacity, if that is more
+AGES_ALIKE = 0.1  # of that weight: how much all ages are taken to be alike before they are known
 RATE_MAX = 0.999  # nothing is certain; a rate of 1 would leave no chance for later ages
 # By sort: how much more often than all blocks together its blocks are expected to be used again, before it is known.
 # So much that a scan does not flush what was used, and so little that a few prompts of a sort outweigh it.
@@ -99,7 +100,7 @@ class Worths:
         self._learn_at = self._counted + max(LEARN_MIN, self._counted * LEARN_SHARE)
         prior = max(PRIOR_PROMPTS * self._asked / self._prompts, PRIOR_SHARE * capacity)
         reached, used = _summed(self._reached), _summed(self._used)
-        common = [count / (among + 1e-6) for count, among in zip(_smooth(used), _smooth(reached), strict=True)]
+        common = _rates(used, reached, [sum(used) / sum(reached)] * AGES, prior * AGES_ALIKE)
         for sort in range(SORTS):
             kinds = [kind for kind in range(sort * PAUSES, (sort + 1) * PAUSES) if self._reached[kind][0]]
             if not kinds:

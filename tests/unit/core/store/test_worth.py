@@ -196,3 +196,10 @@ def test_use_does_not_pile_up_memory() -> None:
     lines = (policy._lru._line, policy._tree._oldest)
     assert all(len(line) <= 256 for line in lines)
     assert sum(map(len, policy._worth.order._cells.values())) <= 256
+
+
+def test_where_nothing_comes_back_the_oldest_goes() -> None:
+    """Worths are all nought then. A batch that is read twice at once must not find itself evicted first."""
+    scans = [tuple(range(100 * number, 100 * number + 10)) for number in range(600)]
+    batch = [tuple(range(100 * number, 100 * number + 10)) for number in range(1000, 1010)]
+    assert hit_rate(GuardedWorth(), [*scans, *batch, *batch], 200, 610) == 1.0
