@@ -311,3 +311,12 @@ def test_storing_a_prompt_takes_time_linear_in_its_length() -> None:
     for position, one in enumerate(chain):
         policy.add(one, chain[position - 1] if position else None, position, 0.0, is_secondary=False, size_class=SIZE)
     assert policy.offers < 3 * len(chain)
+
+
+def test_people_are_told_of_uses_where_they_are_counted() -> None:
+    counted, uncounted = GuardedWorth(), LeafFirstLru()
+    for policy in (counted, uncounted):
+        add_chain(policy, "a")
+        touch(policy, "a")
+        touch(policy, "a")
+    assert (counted.uses(key("a")), uncounted.uses(key("a"))) == (2, 0)

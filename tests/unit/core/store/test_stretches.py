@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core.block.window_groups import WINDOW_BIT
-from kvservice.core.store.stretches import Group, Stretch, StretchTree
+from kvservice.core.store.stretches import Group, Stretch, StretchTree, UseLine
 from kvservice.units import BlockKey
 
 
@@ -166,6 +166,22 @@ def test_resident_blocks_are_not_forgotten_until_they_are_gone() -> None:
     tree.queue_again(tree.of[key("a")])
     tree.queue_again(tree.of[key("a")])
     assert tree.forget_down_to(0) == ""
+
+
+def test_a_line_names_the_longest_unused_until_it_is_empty() -> None:
+    line = UseLine()
+    assert line.first() is None
+    first, second = (Stretch([key(name)], 0, number, Group(0, number, 0.0)) for number, name in enumerate("ab"))
+    line.used(first)
+    line.used(second)
+    assert line.first() is first
+    first.group = Group(0, 2, 0.0)
+    line.used(first)
+    assert line.first() is second, "its first use is outdated"
+    line.drop_first()
+    assert line.first() is first
+    line.drop_first()
+    assert line.first() is None
 
 
 def test_a_miscount_is_noticed() -> None:

@@ -110,6 +110,16 @@ def test_groups_without_blocks_grow_no_older() -> None:
     assert learnt.grow_older(3) == [group, group] and (group.age, empty.age) == (2, 0)
 
 
+def test_the_last_age_is_for_ever() -> None:
+    learnt = Worths()
+    group = Group(0, 1, 0.0)
+    stretch_of(group, 1)
+    learnt.enter(group)
+    assert learnt.grow_older(1 + AGE_STARTS[-1]) == [group] * (AGES - 1) and group.age == AGES - 1
+    assert learnt.grow_older(1 + 10 * AGE_STARTS[-1]) == []
+    learnt.check_invariants()
+
+
 def test_a_large_cache_believes_a_batch_less() -> None:
     """What comes together is one observation, however many blocks it has."""
     small, large = Worths(), Worths()
