@@ -26,7 +26,7 @@ VALID, ABSENT = 0.75, 0.08  # of the fields that have a valid value; the rest is
 FEW = (0, 1, 1, 1, 2, 2, 3, 7)
 MANY = (63, 512, 4097, 9000, 70_000, 400_000)
 MANY_ODDS = 0.02
-# Of one list: more than any server takes of a message. Gigabytes would hold the interpreter of the test for many seconds.
+# Of one list: more than any server takes of a message. Gigabytes would hold the test's interpreter for many seconds.
 LIST_BYTES_MAX = 6 << 20
 _F = FieldDescriptor
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
