@@ -21,6 +21,16 @@ def _entry_of(stretch: Stretch) -> _Entry:
     return (stretch.group.tick, stretch.precedence, stretch.number, stretch)
 
 
+def _drained(heap: Sequence[_Entry]) -> Iterator[_Entry]:
+    """The different entries of a heap in their order. Whoever wants few of them pays for few."""
+    left, last = list(heap), None
+    while left:
+        entry = heapq.heappop(left)
+        if entry != last:
+            last = entry
+            yield entry
+
+
 class ByAge:
     """The least recently used leaf goes first."""
 
@@ -50,8 +60,7 @@ class ByAge:
         return (0.0, 0, *_entry_of(stretch)[:3])
 
     def in_order(self) -> Iterator[Stretch]:
-        for entry in sorted({entry for entry in self._heap if self._is_true(entry)}):
-            yield entry[3]
+        return (entry[3] for entry in _drained(self._heap) if self._is_true(entry))
 
     def _is_true(self, entry: _Entry) -> bool:
         tick, precedence, _, stretch = entry
@@ -109,8 +118,9 @@ class ByWorth:
 
     def in_order(self) -> Iterator[Stretch]:
         for _, cell in sorted(self._tops):
-            for entry in sorted({entry for entry in self._cells[cell] if self._is_true(entry, cell)}):
-                yield entry[3]
+            for entry in _drained(self._cells[cell]):
+                if self._is_true(entry, cell):
+                    yield entry[3]
 
     def sort_cells(self) -> None:
         """The table of worths has changed."""

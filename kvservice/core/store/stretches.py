@@ -73,6 +73,13 @@ class Stretch:
         self.lost_at = -1
         self.is_tip = self.is_queued = False
 
+    def may_join(self, below: Stretch) -> bool:
+        """Whether the stretch below it has the same history, and nothing else hangs here."""
+        is_like = self.group is below.group and self.uses == below.uses and self.interval == below.interval
+        is_alike_here = self.shelf is below.shelf and self.lost_at == below.lost_at and self.turn == below.turn
+        is_prefix = self.held == len(self.keys) or not below.held
+        return is_like and is_alike_here and is_prefix and below.above is self and self.below == 1
+
     def move_to(self, position: int) -> None:
         """The deepest goes first. Of a window group's blocks, the earlier ones serve only shorter hits, so they go
         first, and before all others."""
@@ -126,19 +133,34 @@ class LeafOrder(Protocol):
 class Shelf:
     """The resident blocks of one size, account and kind of copy, with the order in which its leaves go."""
 
-    __slots__ = ("account", "count", "is_secondary", "order", "size_class")
+    __slots__ = ("account", "count", "found", "is_secondary", "order", "size_class")
 
     def __init__(
-        self, size_class: int, account: str, is_secondary: bool, make_order: Callable[[IsLeaf], LeafOrder]
+        self,
+        size_class: int,
+        account: str,
+        is_secondary: bool,
+        make_order: Callable[[IsLeaf], LeafOrder],
+        make_found: Callable[[IsLeaf], LeafOrder],
     ) -> None:
         self.size_class = size_class
         self.account = account
         self.is_secondary = is_secondary
         self.count = 0  # blocks
         self.order = make_order(self.has_leaf)
+        # Blocks that an earlier boot left, until somebody asks for them. They may be all there are, and lie one by one:
+        # sorting them anew whenever they grow older or the rule changes would hold everybody up.
+        self.found = make_found(self.has_leaf)
 
     def has_leaf(self, stretch: Stretch) -> bool:
         return stretch.shelf is self and stretch.is_leaf
+
+    def first(self) -> tuple[LeafOrder, Stretch] | None:
+        """The leaf that goes first, and the order that it lies in."""
+        found, ordered = self.found.first(), self.order.first()
+        if found is not None and (ordered is None or self.order.rank(found) < self.order.rank(ordered)):
+            return self.found, found
+        return None if ordered is None else (self.order, ordered)
 
     def sort(self, make_order: Callable[[IsLeaf], LeafOrder]) -> None:
         """Put the leaves into another order."""
@@ -245,6 +267,22 @@ class StretchTree:
         self.queue_again(upper)
         self._on_cut(upper, stretch)
         return upper
+
+    def join(self, run: Sequence[Stretch]) -> Stretch:
+        """Make stretches that follow each other one again. It is the last of them, on which others may hang."""
+        joined, first = run[-1], run[0]
+        keys = [key for stretch in run for key in stretch.keys]
+        joined.above = first.above
+        joined.move_to(first.position)
+        for name in ("held", "shadow_lru", "shadow_worth"):
+            setattr(joined, name, sum(getattr(stretch, name) for stretch in run))
+        for stretch in run[:-1]:
+            stretch.keys = []
+            stretch.above = None
+            stretch.held = stretch.shadow_lru = stretch.shadow_worth = 0
+        joined.keys = keys
+        self.of.update(dict.fromkeys(keys, joined))
+        return joined
 
     def walk(
         self, chain: Sequence[BlockKey], group: Group, position: int = 0, above: Stretch | None = None

@@ -51,6 +51,7 @@ class GuardedWorth:
         self._worth = ShadowWorth(ByWorth(_is_shadow_leaf, self._worths.table))
         self._shelves: dict[int, dict[tuple[str, bool], Shelf]] = {}  # by size, then by account and kind of copy
         self._pinned: set[BlockKey] = set()
+        self._found: Group | None = None  # the last blocks that an earlier boot left
         self._parked: set[BlockKey] = set()  # pinned blocks at the end of leaves that were taken out of the order
         self._tick = 0
         self._capacity = 0  # the most blocks that were resident when room was needed; 0: it was never needed
@@ -79,7 +80,7 @@ class GuardedWorth:
         asked = sum(len(stretch.keys) for stretch in found)
         self._worths.asked(asked)
         by_lru, by_worth = self._lru.use(found), self._worth.use(found)
-        for stretch in found:
+        for stretch in self._joined(found):
             self._tree.queue(stretch)
             self._offer(stretch)
         self._shrink_shadows()
@@ -89,6 +90,17 @@ class GuardedWorth:
         if self._worths.learn(self._capacity):
             for order in self._orders_by_worth():
                 order.sort_cells()
+
+    def _joined(self, found: Sequence[Stretch]) -> list[Stretch]:
+        """What a prompt used, with stretches made one that need not be several any more: what an earlier boot left lies
+        block by block until it is asked for."""
+        runs: list[list[Stretch]] = []
+        for stretch in found:
+            if runs and runs[-1][-1].may_join(stretch):
+                runs[-1].append(stretch)
+            else:
+                runs.append([stretch])
+        return [self._tree.join(run) if len(run) > 1 else run[0] for run in runs]
 
     def _count_uses(self, found: Sequence[Stretch], fresh: Group) -> None:
         above: Stretch | None = None
@@ -186,12 +198,17 @@ class GuardedWorth:
             self._tree.cut(stretch, offset)
         stretch.shelf = shelf
         self._count_resident(stretch, 1)
-        self._offer(stretch)
+        if stretch.group is self._found:
+            shelf.found.put(stretch)
+        else:
+            self._offer(stretch)
 
     def _come(self, key: BlockKey, parent: BlockKey | None, position: int, now: float, shelf: Shelf) -> Stretch:
         """A block is stored that nobody asked for since it was here. What it extends is used with it: an engine that
         has a prefix in its own memory never asks us for it, but without the prefix the block cannot be used."""
         tree = self._tree
+        if parent is None and 0 < position < WINDOW_BIT and key not in tree.of:
+            return self._find(key, position, now)
         above = None if parent is None or position >= WINDOW_BIT or parent not in tree.of else tree.ending_with(parent)
         if above is not None and above.end != position:
             above = None  # not a chain
@@ -212,6 +229,17 @@ class GuardedWorth:
             self._renew(above, now)
             above = above.above
         return tree.of[key]
+
+    def _find(self, key: BlockKey, position: int, now: float) -> Stretch:
+        """An earlier boot left this block. Nobody asks for it now: it is as old as the last prompt."""
+        group = self._found
+        if group is None or group.tick != self._tick:
+            group = self._found = Group(0, self._tick, now)
+            self._worths.enter(group)
+        stretch = self._tree.make([key], position, None, group)
+        self._worths.join(group)
+        self._tree.queue(stretch)
+        return stretch
 
     @staticmethod
     def _is_like(above: Stretch, shelf: Shelf) -> bool:
@@ -287,7 +315,7 @@ class GuardedWorth:
         shelves = self._shelves.setdefault(size_class, {})
         shelf = shelves.get((account, is_secondary))
         if shelf is None:
-            shelf = shelves[account, is_secondary] = Shelf(size_class, account, is_secondary, self._make_order)
+            shelf = shelves[account, is_secondary] = Shelf(size_class, account, is_secondary, self._make_order, ByAge)
         return shelf
 
     def _all_shelves(self) -> Iterator[Shelf]:
@@ -323,18 +351,20 @@ class GuardedWorth:
 
     def _first_of(self, shelf: Shelf) -> Stretch | None:
         """The leaf that goes first. One with a pinned end comes back when it is unpinned."""
-        while (stretch := shelf.order.first()) is not None:
+        while (first := shelf.first()) is not None:
+            order, stretch = first
             key = stretch.keys[stretch.held - 1]
             if key not in self._pinned:
                 return stretch
             self._parked.add(key)
-            shelf.order.drop_first()
+            order.drop_first()
         return None
 
     def coldest(self, count: int) -> list[BlockKey]:
         found: list[BlockKey] = []
-        streams = [(not shelf.is_secondary, shelf.order, shelf.order.in_order()) for shelf in self._all_shelves()]
+        streams = [order.in_order() for shelf in self._all_shelves() for order in (shelf.order, shelf.found)]
         queue: list[tuple[bool, Rank, Stretch, int]] = []  # (is primary, rank, stretch, index of its stream or -1)
+        taken: set[Stretch] = set()
         left: dict[Stretch, int] = {}  # stretches below that are not in `found` yet
 
         def put(stretch: Stretch, source: int) -> None:
@@ -343,7 +373,7 @@ class GuardedWorth:
             heapq.heappush(queue, (not stretch.shelf.is_secondary, rank, stretch, source))
 
         def put_next_of(source: int) -> None:
-            stretch = next(streams[source][2], None)
+            stretch = next(streams[source], None)
             if stretch is not None:
                 put(stretch, source)
 
@@ -353,6 +383,9 @@ class GuardedWorth:
             _, _, stretch, source = heapq.heappop(queue)
             if source >= 0:
                 put_next_of(source)
+            if stretch in taken:
+                continue
+            taken.add(stretch)
             blocks = stretch.keys[stretch.held - 1 :: -1]
             pinned = next((index for index, key in enumerate(blocks) if key in self._pinned), None)
             found += blocks[:pinned]
@@ -399,7 +432,8 @@ class GuardedWorth:
         assert sum(stretch.shadow_worth for stretch in stretches) == self._worth.count, "that of worth is miscounted"
         shelves = list(self._all_shelves())
         held = {shelf: 0 for shelf in shelves}
-        listed = {stretch for shelf in shelves for stretch in shelf.order.in_order()}
+        orders = [order for shelf in shelves for order in (shelf.order, shelf.found)]
+        listed = {stretch for order in orders for stretch in order.in_order()}
         for stretch in stretches:
             if stretch.held:
                 assert stretch.shelf is not None
@@ -407,6 +441,10 @@ class GuardedWorth:
                 end = stretch.keys[stretch.held - 1]
                 is_found = stretch in listed or end in self._parked
                 assert is_found or not stretch.is_leaf, f"{end.hex()} is evictable but would never be found"
+        groups: dict[Group, int] = {}
+        for stretch in stretches:
+            groups[stretch.group] = groups.get(stretch.group, 0) + len(stretch.keys)
+        assert all(group.count == count for group, count in groups.items()), "the blocks of a group are miscounted"
         assert held == {shelf: shelf.count for shelf in shelves}, "the blocks of a shelf are miscounted"
         assert self._parked <= self._pinned, "a block is held back that is not pinned"
         in_shadow = set(self._worth.order.in_order())

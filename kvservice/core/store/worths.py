@@ -63,8 +63,12 @@ class Worths:
 
     def extend(self, group: Group) -> None:
         """One more block is used with this group, which entered now."""
-        group.count += 1
         self._asked += 1
+        group.count += 1
+        self.join(group)
+
+    def join(self, group: Group) -> None:
+        """One more block of this group, which entered now, is counted. Nobody asked for it."""
         self._reached[group.kind][0] += 1
         self._counted += 1
 

@@ -203,3 +203,71 @@ def test_where_nothing_comes_back_the_oldest_goes() -> None:
     scans = [tuple(range(100 * number, 100 * number + 10)) for number in range(600)]
     batch = [tuple(range(100 * number, 100 * number + 10)) for number in range(1000, 1010)]
     assert hit_rate(GuardedWorth(), [*scans, *batch, *batch], 200, 610) == 1.0
+
+
+def restarted(blocks: int) -> GuardedWorth:
+    """A policy that was told, one by one, of a chain that an earlier boot left. It begins at position 1."""
+    found = GuardedWorth()
+    for number in range(blocks):
+        add(found, number, None, number + 1)
+        found.check_invariants()
+    return found
+
+
+def stretches(policy: GuardedWorth) -> int:
+    return len({id(policy._tree.of[one]) for one in policy.by_heat()})
+
+
+def test_what_an_earlier_boot_left_becomes_one_stretch_when_it_is_asked_for() -> None:
+    policy = restarted(8)
+    assert stretches(policy) == 8
+    policy.touch([key(number) for number in range(6)], 1.0)
+    policy.check_invariants()
+    assert stretches(policy) == 3, "two were not asked for"
+    assert [policy.parent_of(key(number)) for number in range(6)] == [None, *(key(number) for number in range(5))]
+    assert policy.coldest(8)[:2] == [key(7), key(6)], "what nobody asked for goes first"
+    assert policy.coldest(8)[2:] == [key(number) for number in range(5, -1, -1)]
+
+
+def test_stretches_with_another_history_stay_apart() -> None:
+    policy = restarted(4)
+    policy.touch([key(0), key(1)], 1.0)
+    policy.touch([key(number) for number in range(4)], 2.0)
+    policy.check_invariants()
+    assert stretches(policy) == 2
+    policy.remove(key(3))
+    policy.touch([key(number) for number in range(4)], 3.0)
+    policy.check_invariants()
+    assert stretches(policy) == 2, "the end is gone, and was here when it was asked for"
+
+
+def test_what_an_earlier_boot_left_goes_like_other_blocks() -> None:
+    """Pinned ones stay, and the last block of a chain goes first once the chain is known."""
+    policy = restarted(3)
+    policy.pin([key(2)])
+    assert policy.victim(1) == key(1)
+    policy.unpin([key(2)])
+    assert policy.victim(1) == key(2)
+    add(policy, 100, None, 0)  # begins a prompt, and is newer
+    policy.check_invariants()
+    add(policy, 50, None, 5)
+    policy.check_invariants()
+    order = []
+    while (victim := policy.victim(1)) is not None:
+        order.append(victim)
+        policy.remove(victim)
+        policy.check_invariants()
+    assert order[:3] == [key(2), key(1), key(0)] and set(order[3:]) == {key(50), key(100)}
+
+
+def test_a_restart_with_many_blocks_does_not_hold_up_the_prompts_after_it() -> None:
+    """Found blocks are not sorted anew as they grow older: entries of the order stay few."""
+    policy = GuardedWorth()
+    for number in range(3000):
+        add(policy, number, None, 1 + number % 50)
+    for prompt in range(300):
+        policy.touch([key(10_000 + prompt)], float(prompt))
+        add(policy, 10_000 + prompt, None, 0)
+    listed = [list(shelf.order.in_order()) for shelf in policy._all_shelves()]
+    assert sum(map(len, listed)) == 300
+    policy.check_invariants()
