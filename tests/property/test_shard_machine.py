@@ -457,7 +457,10 @@ class ShardMachine(TailRules):
             self.tick()
 
     def tick(self) -> None:
+        has_slices = bool(self.harness.turns)
         self.harness.send(ev.Tick())
+        if has_slices:  # long calls went on after it, and their time may be over: the timer fires once more
+            self.harness.send(ev.Tick())
         for op, asked in self.asked.items():
             late = op not in self.harness.answers and asked.deadline is not None and asked.deadline <= self.harness.now
             assert not late, f"call {op} was not answered in time"
