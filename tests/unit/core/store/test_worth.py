@@ -218,7 +218,7 @@ def stretches(policy: GuardedWorth) -> int:
     return len({id(policy._tree.of[one]) for one in policy.by_heat()})
 
 
-def test_what_an_earlier_boot_left_becomes_one_stretch_when_it_is_asked_for() -> None:
+def test_blocks_of_an_earlier_boot_become_one_stretch_when_used() -> None:
     policy = restarted(8)
     assert stretches(policy) == 8
     policy.touch([key(number) for number in range(6)], 1.0)
@@ -260,7 +260,7 @@ def test_what_an_earlier_boot_left_goes_like_other_blocks() -> None:
     assert order[:3] == [key(2), key(1), key(0)] and set(order[3:]) == {key(50), key(100)}
 
 
-def test_a_restart_with_many_blocks_does_not_hold_up_the_prompts_after_it() -> None:
+def test_many_blocks_of_an_earlier_boot_hold_nobody_up() -> None:
     """Found blocks are not sorted anew as they grow older: entries of the order stay few."""
     policy = GuardedWorth()
     for number in range(3000):
