@@ -150,8 +150,15 @@ class ReconcileMachine(ShardMachine):
             book.post(lambda op: ev.Abort(op, attachment, (ref,)))
 
     @somebody_attached
-    @rule(one=engines, which=any_index, count=st.integers(1, 4), claim=st.integers(-1, 6), lost=st.integers(0, 3))
-    def seal(self, one: int, which: int, count: int, claim: int, lost: int) -> None:
+    @rule(
+        one=engines,
+        which=any_index,
+        count=st.integers(1, 4),
+        claim=st.integers(-1, 6),
+        lost=st.integers(0, 3),
+        given_up=st.booleans(),
+    )
+    def seal(self, one: int, which: int, count: int, claim: int, lost: int, given_up: bool) -> None:
         engine, book, _ = self._speaker(one)
         if not engine.writes:
             return
@@ -161,6 +168,9 @@ class ReconcileMachine(ShardMachine):
         else:
             del engine.writes[which % len(before) :]
         book.sealing += [write.ref for write in before if write not in engine.writes]
+        if given_up:  # the engine waits no longer, and says so while the digests are computed
+            self.seals_are_answered_or_given_up(self.engines.index(engine))
+            self.heartbeat(self.engines.index(engine), at_once=True)
 
     @rule(one=engines)
     def seals_are_answered_or_given_up(self, one: int) -> None:
