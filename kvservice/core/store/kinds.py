@@ -34,7 +34,3 @@ def kind_of(uses: int, turn: int, interval: int, last_turn: int, last_interval: 
 def pause_of(ticks: int) -> int:
     """The step of a time between two uses."""
     return (min(ticks.bit_length(), _BITS_MAX - 1) + 1) // 2
-
-
-def sort_of(kind: int) -> int:
-    return kind // PAUSES

@@ -7,7 +7,8 @@ forgotten they have, too. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from kvservice.core.store.orders import ByWorth
 from kvservice.core.store.stretches import Stretch, UseLine
@@ -22,13 +23,9 @@ class ShadowLru:
 
     def use(self, found: Sequence[Stretch]) -> int:
         """Serve a prompt. Returns how many of its blocks were hits."""
-        hits = 0
-        is_hit = True
+        hits = _hits(found, attrgetter("shadow_lru"))
         for stretch in found:
             held, length = stretch.shadow_lru, len(stretch.keys)
-            if is_hit:
-                hits += held
-                is_hit = held == length
             if held != length:
                 stretch.shadow_lru = length
                 self.count += length - held
@@ -74,13 +71,9 @@ class ShadowWorth:
         self.order = order
 
     def use(self, found: Sequence[Stretch]) -> int:
-        hits = 0
-        is_hit = True
+        hits = _hits(found, attrgetter("shadow_worth"))
         for stretch in found:
             held, length = stretch.shadow_worth, len(stretch.keys)
-            if is_hit:
-                hits += held
-                is_hit = held == length
             if held != length:
                 stretch.shadow_worth = length
                 self.count += length - held
@@ -110,3 +103,13 @@ class ShadowWorth:
             above.shadow_worth_below -= 1
             if above.is_shadow_leaf:
                 self.order.put(above)
+
+
+def _hits(found: Sequence[Stretch], held: Callable[[Stretch], int]) -> int:
+    """How many blocks of a prompt a shadow has, from its beginning to the first that it lacks."""
+    hits = 0
+    for stretch in found:
+        hits += held(stretch)
+        if held(stretch) != len(stretch.keys):
+            break
+    return hits
