@@ -14,14 +14,23 @@ from typing import cast
 from kvservice.errors import DeadlineExceeded, Forbidden, InvalidRequest, KVServiceError, Unavailable
 from kvservice.observe import tracing
 from kvservice.private_files import peer_uid
-from kvservice.wire.frames import NO_CALL, REFUSED, REPLY_BYTES_MAX, FrameKind, FrameReader, decode_failure, pack_frame
+from kvservice.wire.frames import (
+    NO_CALL,
+    READ_BYTES,
+    REFUSED,
+    REPLY_BYTES_MAX,
+    FrameKind,
+    FrameReader,
+    decode_failure,
+    pack_frame,
+)
 
 SILENCE_SECONDS = 15.0  # the shard sends a heartbeat every 2 s; after this silence it counts as stopped
 LOOKS = 5  # at the silence, in this time
 UNSENT_BYTES_MAX = 4 << 20  # of questions that the shard does not read; with more, a call fails at once
 
 
-class EngineLink(asyncio.Protocol):
+class EngineLink(asyncio.BufferedProtocol):
     """Make one with `connect`. `on_end(reason)` is called once, when it ends without `close`."""
 
     def __init__(self, path: str, on_end: Callable[[str], None]) -> None:
@@ -32,6 +41,7 @@ class EngineLink(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._ended: KVServiceError | None = None  # why there is no connection any more
         self._frames = FrameReader(REPLY_BYTES_MAX)
+        self._received = memoryview(bytearray(READ_BYTES))
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[bytes]] = {}
         self._out: list[bytes] = []
@@ -83,7 +93,7 @@ class EngineLink(asyncio.Protocol):
         self._on_end = lambda reason: None
         self._end(Unavailable("this side closed the connection"))
 
-    # -- asyncio.Protocol ----
+    # -- asyncio.BufferedProtocol ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's, as in Ray's workers, has another base
@@ -93,10 +103,13 @@ class EngineLink(asyncio.Protocol):
             return
         self._look_timer = self._loop.call_later(SILENCE_SECONDS / LOOKS, self._look)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._received
+
+    def buffer_updated(self, nbytes: int) -> None:
         self._looks = 0
         try:
-            for frame in self._frames.feed(data):
+            for frame in self._frames.feed(self._received[:nbytes]):
                 if frame.kind == FrameKind.HEARTBEAT:
                     self._send(pack_frame(FrameKind.HEARTBEAT, NO_CALL))
                 elif frame.kind == FrameKind.GOODBYE:

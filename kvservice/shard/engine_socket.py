@@ -43,6 +43,7 @@ from kvservice.wire.frames import (
     GOOD,
     NO_CALL,
     QUESTIONS,
+    READ_BYTES,
     REFUSED,
     REQUEST_BYTES_MAX,
     Frame,
@@ -83,6 +84,7 @@ class EngineSocket:
         self.pool = pool
         self.authenticator = authenticator
         self.turns: Turns[_Connection] = Turns()
+        self.received = memoryview(bytearray(READ_BYTES))  # of all connections: the loop hands it over at once
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.AbstractServer | None = None
         self._connections: dict[_Connection, None] = {}
@@ -190,7 +192,7 @@ class EngineSocket:
             connection.beat()
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """One engine. It is also the `auth.identity.Connection` of its calls."""
 
     def __init__(self, socket: EngineSocket) -> None:
@@ -226,7 +228,7 @@ class _Connection(asyncio.Protocol):
     def peer(self) -> str:
         return "unix:"
 
-    # -- asyncio.Protocol ----
+    # -- asyncio.BufferedProtocol ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's, as in Ray's workers, has another base
@@ -242,10 +244,13 @@ class _Connection(asyncio.Protocol):
         except KVServiceError as error:
             self.end(error)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._socket.received
+
+    def buffer_updated(self, nbytes: int) -> None:
         self._silent_beats = 0
         try:
-            for frame in self._frames.feed(data):
+            for frame in self._frames.feed(self._socket.received[:nbytes]):
                 self._take(frame)
         except InvalidRequest as error:  # what follows cannot be told apart
             self.end(error)

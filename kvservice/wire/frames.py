@@ -34,6 +34,9 @@ REPLY_BYTES_MAX = 4 << 20  # the largest one that is meant is a promise of block
 TEXT_CHARS_MAX = 4096  # of a refusal: it may contain what the engine sent
 ATTRIBUTES_MAX = 32  # of a refusal; there are three at most, and further ones are left out
 NO_CALL = 0  # the number of frames that answer no call
+# Of what is read at once, into memory that is used again: a fresh object of this size for every read would take longer
+# than all else of a short call. As much as the kernel keeps of one socket, by default.
+READ_BYTES = 1 << 18
 
 
 class FrameKind(IntEnum):
@@ -102,13 +105,13 @@ class FrameReader:
         self._most = body_bytes_max
         self._rest = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that end with `data`. Use all of them before the next call.
+    def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
+        """The frames that end with `data`, which is copied. Use all of them before the next call.
 
         Raises InvalidRequest for a body that is too long, as soon as its head is there: what follows cannot be told
         apart any more, so the connection must end.
         """
-        buffer: bytes | bytearray = data
+        buffer: bytes | memoryview | bytearray = data
         if self._rest:
             self._rest += data
             buffer = self._rest
