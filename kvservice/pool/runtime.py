@@ -137,6 +137,7 @@ class PoolRuntime(PoolAnswers):
         self._mark_files, self._keeping_marks = MarkFiles(config.mark_files, config.wall_clock), asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
+        self._is_arming = False
         self._closed = False
         if directory is not None:
             directory.listen(self.meetings.heard)
@@ -432,7 +433,9 @@ class PoolRuntime(PoolAnswers):
             return
         if self._state.drain_phase is DrainPhase.GONE:
             self.drained.set()
-        self._arm_timer()
+        if not self._is_arming:  # once for all events of a turn of the loop
+            self._is_arming = True
+            self._loop.call_soon(self._arm_timer, context=self._no_request)
 
     def _perform(self, performed: list[act.Action]) -> None:
         digests: list[act.Digest] = []
@@ -497,6 +500,7 @@ class PoolRuntime(PoolAnswers):
             self._spawn(self.abort(attachment, value))
 
     def _arm_timer(self) -> None:
+        self._is_arming = False
         due = self._state.next_deadline()
         if self._timer is not None:
             if due is not None and self._timer_due <= due:
