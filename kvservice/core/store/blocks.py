@@ -19,7 +19,7 @@ from kvservice.core.segment.header import SlotFlags, SlotHeader
 from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.core.store.removals import Removals
-from kvservice.core.store.slots import Block, BlockOrigin, Slot, SlotEvent, SlotState, SlotTable
+from kvservice.core.store.slots import Block, BlockOrigin, Slot, SlotEvent, SlotState, SlotTable, loops
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
 NO_KEY = BlockKey(bytes(16))
@@ -92,14 +92,9 @@ class BlockStore:
         name = (block.key, slot.index, slot.generation, slot.payload_bytes, block.digest, block.position)
         return BlockHandle(*name, block.stored_at)
 
-    def take(self, keys: Iterable[BlockKey], payload_bytes: int) -> list[Slot]:
-        """Pin the leading blocks of a chain that are here with this size, in one pass."""
-        found: list[Slot] = []
-        for key in keys:
-            slot = self._slots.get(key)
-            if slot is None or slot.payload_bytes != payload_bytes:
-                break
-            found.append(slot)
+    def take(self, keys: Sequence[BlockKey], payload_bytes: int) -> list[Slot]:
+        """Pin the leading blocks of a chain that are here with this size."""
+        found = loops.leading(self._slots, keys, payload_bytes)
         self.table.pin(found)
         return found
 

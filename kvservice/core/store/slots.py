@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, islice
-from operator import attrgetter
 
 from kvservice.core.block.tenants import NOBODY, Accounts
 from kvservice.core.segment.geometry import Geometry, index_in_slab, slab_of, slot_index
 from kvservice.core.segment.refs import PackedRefs
+from kvservice.core.store.pins import loops_for
 from kvservice.core.transitions import InvalidTransition
 from kvservice.units import BlockKey, Generation, SlotIndex, SpanRoute
 
@@ -68,10 +68,9 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.LEASED, SlotEvent.UNPIN): SlotState.SEALED,
     (SlotState.QUARANTINED, SlotEvent.END_QUARANTINE): SlotState.FREE,
 }
-# `pin` and `unpin` take whole chains, so they make these moves themselves, in one pass.
+# `pin` and `unpin` take whole chains, so core.store.pins makes these moves itself, in one pass.
 assert TRANSITIONS[_SEALED, SlotEvent.PIN] is TRANSITIONS[_LEASED, SlotEvent.PIN] is _LEASED
 assert TRANSITIONS[_LEASED, SlotEvent.UNPIN] is _SEALED
-_size_of = attrgetter("payload_bytes")
 
 
 @dataclass(slots=True, eq=False)
@@ -90,9 +89,12 @@ class Slot:
     block: Block | None = field(default=None, repr=False)  # while SEALED or LEASED; None when it was given up since
 
 
+loops = loops_for(Slot, _SEALED, _LEASED)
+
+
 def refs_of(slots: Iterable[Slot]) -> PackedRefs:
     """What an engine is told of these slots."""
-    return PackedRefs.of([number for slot in slots for number in (slot.index, slot.generation)])
+    return PackedRefs(loops.refs(slots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,34 +248,16 @@ class SlotTable:
 
     def pin(self, slots: Iterable[Slot]) -> None:
         """One more reader for each of these slots, in one pass."""
-        first: list[Slot] = []
-        for slot in slots:
-            if not slot.pins:
-                if slot.state is not _SEALED:
-                    raise InvalidTransition(f"slot {slot.index} is {slot.state.value}, cannot pin: {slot}")
-                slot.state = _LEASED
-                first.append(slot)
-            slot.pins += 1
-        self._recount(first, _SEALED, _LEASED)
+        self._recount(loops.pin(slots), _SEALED, _LEASED)
 
     def unpin(self, slots: Iterable[Slot]) -> list[Slot]:
         """One reader less for each of these slots, in one pass. Returns those that have none any more."""
-        last: list[Slot] = []
-        for slot in slots:
-            pins = slot.pins - 1
-            assert pins >= 0, f"unpinned too often: {slot}"
-            slot.pins = pins
-            if not pins:
-                slot.state = _SEALED
-                last.append(slot)
+        last = loops.unpin(slots)
         self._recount(last, _LEASED, _SEALED)
         return last
 
     def _recount(self, slots: list[Slot], source: SlotState, target: SlotState) -> None:
-        sizes = set(map(_size_of, slots))
-        for size in sizes:
-            # Most often all have one size, and counting one by one would be most of the work of a short chain.
-            number = len(slots) if len(sizes) == 1 else sum(slot.payload_bytes == size for slot in slots)
+        for size, number in loops.sizes(slots).items():
             self._counts[size][source] -= number
             self._counts[size][target] += number
 
