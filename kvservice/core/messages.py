@@ -90,7 +90,7 @@ class Hints:
 
     @property
     def says_something(self) -> bool:
-        return self != NO_HINTS
+        return self is not NO_HINTS and self != NO_HINTS
 
 
 NO_HINTS = Hints()

@@ -77,6 +77,7 @@ CHECK_SECONDS = SAMPLE_SECONDS
 CLOCK_STEP_SECONDS = 1.0
 CLEAR_AGAIN_SECONDS = 3600.0  # longer than a request reads blocks
 MARKS_SECONDS = 3.0  # for a shared tier to open and say what was cleared; then the node starts without
+ARM_SECONDS = 0.001  # between two looks at when something is due next, while events come all the time
 CHECK_SLOTS_MAX = 20_000  # a pool with more slots is not checked: a check would block the loop for too long
 
 
@@ -137,7 +138,8 @@ class PoolRuntime(PoolAnswers):
         self._mark_files, self._keeping_marks = MarkFiles(config.mark_files, config.wall_clock), asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
-        self._is_arming = False
+        self._is_arming = False  # the timer is soon set anew
+        self._armed_at = -ARM_SECONDS
         self._closed = False
         if directory is not None:
             directory.listen(self.meetings.heard)
@@ -426,16 +428,19 @@ class PoolRuntime(PoolAnswers):
         if self._fenced is not None:
             return
         try:
-            performed = self._state.handle(event, self._clock())
+            now = self._clock()
+            performed = self._state.handle(event, now)
             self._perform(performed)
         except Exception as error:  # noqa: BLE001  mailbox boundary: nothing may build on half-performed actions
             self._fence(f"fenced after an internal error: {type(error).__name__}: {error}")
             return
         if self._state.drain_phase is DrainPhase.GONE:
             self.drained.set()
-        if not self._is_arming:  # once for all events of a turn of the loop
+        if not self._is_arming:  # every part is asked when it is due next: that is once for events that come together
             self._is_arming = True
-            self._loop.call_soon(self._arm_timer, context=self._no_request)
+            wait = 0.0 if now >= self._armed_at + ARM_SECONDS else ARM_SECONDS
+            self._armed_at = now + wait
+            self._loop.call_later(wait, self._arm_timer, context=self._no_request)
 
     def _perform(self, performed: list[act.Action]) -> None:
         digests: list[act.Digest] = []

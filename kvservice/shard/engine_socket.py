@@ -41,6 +41,7 @@ from kvservice.units import AttachmentId
 from kvservice.wire import codec
 from kvservice.wire.frames import (
     GOOD,
+    KINDS,
     NO_CALL,
     QUESTIONS,
     READ_BYTES,
@@ -341,10 +342,9 @@ class _Connection(asyncio.BufferedProtocol):
             raise Exhausted(f"{OPEN_CALLS_MAX} calls of this engine are under way already: try again")
         if self._socket.is_stopping:
             raise Unavailable("the shard is stopping")
-        try:
-            kind = FrameKind(frame.kind)
-        except ValueError as error:
-            raise InvalidRequest(f"frames of kind {frame.kind} are not known to this shard") from error
+        kind = KINDS.get(frame.kind)
+        if kind is None:
+            raise InvalidRequest(f"frames of kind {frame.kind} are not known to this shard")
         if not self._said_hello and kind is not FrameKind.HELLO:
             raise InvalidRequest("the first frame of a connection is a HELLO with the version of its engine")
         return kind

@@ -6,7 +6,7 @@ Every `decode_*` raises InvalidRequest for values that a correct peer never send
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, chain
 
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES, check_handoff_id
@@ -307,19 +307,22 @@ def _name(node_id: str) -> NodeId:
 
 
 def encode_acquired(result: AcquireResult) -> shard_pb2.AcquireReply:
-    return shard_pb2.AcquireReply(
-        lease_id=result.lease_id,
-        blocks=encode_refs(result.blocks),
-        fetched_count=result.fetched_count,
-        miss=result.miss.value,
-        window_blocks=encode_refs(ref for refs in result.window_blocks for ref in refs),
-        window_counts=[len(refs) for refs in result.window_blocks],
-        not_admitted=not result.admitted,
-        skipped_held=result.skipped_held,
-        tier_count=result.tier_count,
-        farthest=result.farthest,
-        tail_index=result.tail_index,
-    )
+    blocks = encode_refs(result.blocks)
+    message = shard_pb2.AcquireReply(lease_id=result.lease_id, blocks=blocks, miss=result.miss.value)
+    # A hit in memory says no more, and each field that is named takes as long as it does to pack ten blocks.
+    if result.window_blocks:
+        message.window_blocks = encode_refs(ref for refs in result.window_blocks for ref in refs)
+        message.window_counts.extend(map(len, result.window_blocks))
+    if result.fetched_count or result.tier_count or result.farthest:
+        message.fetched_count, message.tier_count = result.fetched_count, result.tier_count
+        message.farthest = result.farthest
+    if result.skipped_held:
+        message.skipped_held = result.skipped_held
+    if not result.admitted:
+        message.not_admitted = True
+    if result.tail_index:
+        message.tail_index = result.tail_index
+    return message
 
 
 def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
@@ -327,16 +330,7 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
         miss = MissReason(message.miss)
     except ValueError:
         miss = MissReason.NEVER_STORED  # a reason that only newer shards know: a miss in any case
-    counts = message.window_counts
-    if len(counts) > WINDOW_GROUPS_MAX or max(counts, default=0) > BLOCKS_PER_MESSAGE_MAX:
-        raise InvalidRequest(
-            f"at most {WINDOW_GROUPS_MAX} window groups of at most {BLOCKS_PER_MESSAGE_MAX} blocks each are answered"
-        )
-    refs = decode_refs(message.window_blocks, WINDOW_BLOCKS_MAX)
-    if sum(counts) != len(refs):
-        raise InvalidRequest(f"{len(refs)} blocks of window groups, counted as {sum(counts)}")
-    ends = list(accumulate(counts))
-    windows = tuple(refs[end - count : end] for end, count in zip(ends, counts, strict=True))
+    windows = _decode_windows(message) if message.window_counts or message.window_blocks else ()
     blocks = decode_refs(message.blocks)
     lease_id, admitted = LeaseId(message.lease_id), not message.not_admitted
     return AcquireResult(
@@ -351,6 +345,19 @@ def decode_acquired(message: shard_pb2.AcquireReply) -> AcquireResult:
         printable(message.farthest),
         message.tail_index,
     )
+
+
+def _decode_windows(message: shard_pb2.AcquireReply) -> tuple[Sequence[BlockRef], ...]:
+    counts = message.window_counts
+    if len(counts) > WINDOW_GROUPS_MAX or max(counts, default=0) > BLOCKS_PER_MESSAGE_MAX:
+        raise InvalidRequest(
+            f"at most {WINDOW_GROUPS_MAX} window groups of at most {BLOCKS_PER_MESSAGE_MAX} blocks each are answered"
+        )
+    refs = decode_refs(message.window_blocks, WINDOW_BLOCKS_MAX)
+    if sum(counts) != len(refs):
+        raise InvalidRequest(f"{len(refs)} blocks of window groups, counted as {sum(counts)}")
+    ends = list(accumulate(counts))
+    return tuple(refs[end - count : end] for end, count in zip(ends, counts, strict=True))
 
 
 def encode_removed(removed: Removed) -> shard_pb2.RenewReply:

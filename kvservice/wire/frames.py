@@ -57,6 +57,7 @@ class FrameKind(IntEnum):
     GOODBYE = 15  # a Failure
 
 
+KINDS: dict[int, FrameKind] = {kind.value: kind for kind in FrameKind}
 # The messages of the kinds whose body is not empty.
 QUESTIONS: dict[FrameKind, type[Message]] = {
     FrameKind.HELLO: shard_pb2.Hello,

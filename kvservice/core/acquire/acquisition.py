@@ -21,6 +21,8 @@ class AcquisitionState(Enum):
     WAITING = "waiting"  # nothing more is looked for: each missing block is on its way, or does not come
     OVER = "over"
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and every step of every call looks two members up
+
 
 class AcquisitionEvent(Enum):
     WATCH = "watch"
@@ -29,6 +31,8 @@ class AcquisitionEvent(Enum):
     WAIT = "wait"
     ANSWER = "answer"
     CANCEL = "cancel"  # nobody waits for the answer any more
+
+    __hash__ = object.__hash__
 
 
 _S, _E = AcquisitionState, AcquisitionEvent

@@ -122,7 +122,8 @@ class Acquisitions:
             if acquisition.run_end == start:
                 acquisition.run += self._store.take(request.keys[start:end], acquisition.payload_bytes)
                 start = acquisition.run_end
-            missing += self._take_local(acquisition, range(start, end))
+            if start < end:
+                missing += self._take_local(acquisition, range(start, end))
         if is_long:
             now = yield
         if not request.hold_seconds:  # to hold a block for somebody is no use of it
@@ -510,7 +511,7 @@ class Acquisitions:
     def _settle(self, acquisition: Acquisition, now: float) -> None:
         if acquisition.state in (_STARTING, AcquisitionState.OVER, AcquisitionState.RESOLVING):
             return
-        if any(index < acquisition.break_at for index in acquisition.pending):
+        if acquisition.pending and min(acquisition.pending) < acquisition.break_at:
             return
         self._answer(acquisition, now)
 
@@ -522,7 +523,8 @@ class Acquisitions:
         promised = acquisition.run
         beyond = promised[end - acquisition.request.skip :]
         del promised[end - acquisition.request.skip :]
-        self._store.unpin((*beyond, *acquisition.held.values()))
+        if beyond or acquisition.held:
+            self._store.unpin((*beyond, *acquisition.held.values()))
         fetched = sum(1 for index, origin in acquisition.origins.items() if index < end and not is_tier(origin))
         if acquisition.on_answer is not None:
             acquisition.on_answer(acquisition, promised, fetched, now)

@@ -269,6 +269,8 @@ class Handoffs:
                 self._close(handoff, known, now)
 
     def next_deadline(self) -> float | None:
+        if not (self._follows or self._watches or self._handoffs):
+            return None
         times = [follow.due for follow in self._follows.values()]
         times += [w.until for w in self._watches.values() if self._state(w.handoff) is HandoffState.UNKNOWN]
         times += [h.until for h in self._handoffs.values()]

@@ -24,7 +24,7 @@ SPAN_BLOCKS = 64
 # rest. A request with more keys is refused. Packed it takes 128 KiB.
 KEYS_PER_REQUEST_MAX = 8192
 DEFAULT_TENANT_KEY = b"kvservice/default-tenant"
-_MANY_KEYS = struct.Struct(f"{KEY_BYTES}s" * 64)
+_KEYS_AT_ONCE = 256
 
 
 def block_key(fingerprint_digest: bytes, block_hash: BlockHash, tenant_key: bytes = DEFAULT_TENANT_KEY) -> BlockKey:
@@ -144,7 +144,14 @@ def unpack_keys(packed: bytes, count_max: int = KEYS_PER_REQUEST_MAX) -> list[Bl
     """The keys of one packed field. Raises InvalidRequest for a length not a multiple of 16, or for too many keys."""
     check_packed(packed, count_max)
     # Six times as fast as slicing, which would be most of the cost of answering a lookup.
-    whole = len(packed) - len(packed) % _MANY_KEYS.size
-    keys = list(chain.from_iterable(_MANY_KEYS.iter_unpack(packed[:whole])))
-    keys += [packed[i : i + KEY_BYTES] for i in range(whole, len(packed), KEY_BYTES)]
+    rest = len(packed) % (_KEYS_AT_ONCE * KEY_BYTES)
+    whole = len(packed) - rest
+    keys = list(chain.from_iterable(_struct_of(_KEYS_AT_ONCE).iter_unpack(packed[:whole]))) if whole else []
+    keys += _struct_of(rest // KEY_BYTES).unpack_from(packed, whole)
     return keys
+
+
+@functools.lru_cache(maxsize=_KEYS_AT_ONCE + 1)
+def _struct_of(count: int) -> struct.Struct:
+    """So many keys in a row."""
+    return struct.Struct(f"{KEY_BYTES}s" * count)

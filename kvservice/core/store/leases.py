@@ -125,6 +125,8 @@ class LeaseTable:
         left.discard(lease.lease_id)
         if not left:
             del self._by_holder[lease.holder]
+        while self._deadlines and self._deadlines[0][1] not in self._leases:  # else they are all looked at when due
+            heapq.heappop(self._deadlines)
 
     def check_invariants(self) -> None:
         held = {lease_id for ids in self._by_holder.values() for lease_id in ids}

@@ -172,6 +172,11 @@ class SlotTable:
         """Payload bytes of the slots in each state."""
         return {state.value: sum(size * counts[state] for size, counts in self._counts.items()) for state in SlotState}
 
+    @property
+    def free_bytes(self) -> int:
+        """Payload bytes of the free slots."""
+        return sum(size * len(indices) for size, indices in self._free.items())
+
     def slabs_of(self, payload_bytes: int) -> list[int]:
         return [slab for slab, size in self._slab_payload.items() if size == payload_bytes]
 

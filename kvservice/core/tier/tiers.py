@@ -223,7 +223,7 @@ class Tiers:
             return
         self._clean_at = None
         table = self._store.table
-        free = table.byte_counts()["free"] + table.free_slab_count * self._shard.geometry.slab_bytes
+        free = table.free_bytes + table.free_slab_count * self._shard.geometry.slab_bytes
         if free >= self._clean_below:
             return
         self._cleaned_at = now
