@@ -128,7 +128,7 @@ class PoolWitness:
         return self._said(encode_explanation(found, models, self._node, host, KEEP_SECONDS, now))
 
     def histories(self, keys: bytes, age_seconds: float) -> Answers:
-        entries, now = self._pool.block_history(tuple(unpack_keys(keys)), age_seconds)
+        entries, now = self._pool.block_history(unpack_keys(keys), age_seconds)
         return self._said(encode_history(entries, now))
 
     def lost(self, keys: bytes, age_seconds: float) -> Answers:

@@ -167,8 +167,9 @@ class EngineSocket:
             connection = line.who
             connection.serve_next()
             before, now = now, time.perf_counter()
-            self.turns.spent(line, now - before, more=connection.may_go_on and connection.line is line)
-            if connection.may_go_on:  # no effect if it waits already
+            more = connection.may_go_on
+            self.turns.spent(line, now - before, more=more and connection.line is line)
+            if more and connection.line is not line:  # it is another tenant's now
                 self.turns.wait(connection.line)
         self._is_turning = bool(self.turns)
         if self._is_turning:
@@ -297,6 +298,11 @@ class _Connection(asyncio.BufferedProtocol):
         """Whether it has something to do at its next turn."""
         return bool(self.queue) and not self._is_blocked and self._transport is not None
 
+    @property
+    def _has_room(self) -> bool:
+        """Whether a connection that is not read from is read from again."""
+        return len(self.queue) <= QUEUED_FRAMES_MAX // 2 and self._queued_bytes <= QUEUED_BYTES_MAX // 2
+
     def serve_next(self) -> None:
         """Its turn: one frame, or one more part of a long call."""
         if not self.may_go_on:
@@ -309,8 +315,7 @@ class _Connection(asyncio.BufferedProtocol):
         else:
             first()
         self._is_served = False
-        has_room = len(self.queue) <= QUEUED_FRAMES_MAX // 2 and self._queued_bytes <= QUEUED_BYTES_MAX // 2
-        if self._is_paused and has_room and self._transport is not None:
+        if self._is_paused and self._has_room and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
 

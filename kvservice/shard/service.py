@@ -65,14 +65,14 @@ class PeerServicer:
 
     async def locate(self, request: shard_pb2.LocateRequest, context: Context) -> shard_pb2.LocateReply:
         reader = self._reader(request.reader, context)
-        keys = tuple(unpack_keys(request.keys))
+        keys = unpack_keys(request.keys)
         epoch = BootEpoch(request.epoch)
         return codec.encode_located(await self._pool.locate(reader, epoch, keys, request.wait_seconds))
 
     async def follow(self, request: shard_pb2.FollowRequest, context: Context) -> shard_pb2.FollowReply:
         reader = self._reader(request.reader, context)
         handoff = check_handoff_id(request.handoff)
-        keys = tuple(unpack_keys(request.keys))
+        keys = unpack_keys(request.keys)
         epoch = BootEpoch(request.epoch)
         return codec.encode_followed(await self._pool.follow(reader, epoch, handoff, keys, request.wait_seconds))
 
@@ -203,7 +203,7 @@ class AdminServicer:
         self, request: shard_pb2.BlockHistoryRequest, context: Context
     ) -> shard_pb2.BlockHistoryReply:
         account = self._authenticator.account(context)
-        entries, now = self._pool.block_history(tuple(unpack_keys(request.keys)), max(request.age_seconds, 0.0))
+        entries, now = self._pool.block_history(unpack_keys(request.keys), max(request.age_seconds, 0.0))
         if account is not None:  # the blocks that needed the room may be another tenant's
             entries = tuple(replace(entry, caused_by="") for entry in entries)
         return encode_history(entries, now)

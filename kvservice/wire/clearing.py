@@ -31,7 +31,7 @@ def _mark(message: shard_pb2.ClearMark) -> Mark:
     except ValueError as error:
         known = ", ".join(kind.value for kind in MarkKind)
         raise InvalidRequest(f"{message.kind[:40]!r} cannot be cleared; there are {known}") from error
-    return check_mark(Mark(kind, message.at, message.name, tuple(unpack_keys(message.keys))))
+    return check_mark(Mark(kind, message.at, message.name, unpack_keys(message.keys)))
 
 
 def encode_cleared(result: ClearResult) -> shard_pb2.ClearReply:

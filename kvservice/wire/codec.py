@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, chain
+from typing import cast
 
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES, check_handoff_id
 from kvservice.core.block.fingerprint import FIELDS_MAX, Fingerprint
@@ -218,7 +219,7 @@ def decode_refs(data: bytes, most: int = BLOCKS_PER_MESSAGE_MAX) -> PackedRefs:
 def decode_lease_ids(lease_ids: Collection[int]) -> list[LeaseId]:
     if len(lease_ids) > LEASES_PER_MESSAGE_MAX:
         raise InvalidRequest(f"{len(lease_ids)} leases in one message, at most {LEASES_PER_MESSAGE_MAX}")
-    return [LeaseId(lease_id) for lease_id in lease_ids]
+    return cast("list[LeaseId]", list(lease_ids))
 
 
 def encode_statement(statement: Statement) -> shard_pb2.Statement:
@@ -259,7 +260,7 @@ def decode_acquire(message: shard_pb2.AcquireRequest) -> AcquireRequest:
     if not message.timeout_seconds >= 0 or not 0 <= message.recompute_seconds_per_block < math.inf:  # also refuses NaN
         raise InvalidRequest("timeout and recompute time are seconds and not negative")
     return AcquireRequest(
-        tuple(unpack_keys(message.keys)),
+        unpack_keys(message.keys),
         message.skip,
         message.timeout_seconds,
         message.recompute_seconds_per_block,
@@ -365,7 +366,7 @@ def encode_removed(removed: Removed) -> shard_pb2.RenewReply:
 
 
 def decode_removed(message: shard_pb2.RenewReply) -> Removed:
-    return Removed(tuple(unpack_keys(message.removed)) if message.removed else (), message.removed_lost)
+    return Removed(unpack_keys(message.removed) if message.removed else (), message.removed_lost)
 
 
 def encode_seal_item(item: SealItem) -> shard_pb2.SealItem:

@@ -36,7 +36,7 @@ def encode_pin(request: WarmRequest) -> shard_pb2.PinRequest:
 
 def decode_warm(message: shard_pb2.WarmRequest) -> WarmRequest:
     fingerprint = _fingerprint(message.fingerprint)
-    keys = tuple(unpack_keys(message.keys))
+    keys = unpack_keys(message.keys)
     return WarmRequest(fingerprint, keys, message.timeout_seconds, message.hold_seconds)
 
 
@@ -44,7 +44,7 @@ def decode_pin(message: shard_pb2.PinRequest) -> WarmRequest:
     if not message.name:
         raise InvalidRequest("a pin needs a name")
     fingerprint = _fingerprint(message.fingerprint)
-    return WarmRequest(fingerprint, tuple(unpack_keys(message.keys)), message.timeout_seconds, 0.0, message.name)
+    return WarmRequest(fingerprint, unpack_keys(message.keys), message.timeout_seconds, 0.0, message.name)
 
 
 def encode_warmed(result: WarmResult) -> shard_pb2.WarmReply:

@@ -525,7 +525,8 @@ class Acquisitions:
         del promised[end - acquisition.request.skip :]
         if beyond or acquisition.held:
             self._store.unpin((*beyond, *acquisition.held.values()))
-        fetched = sum(1 for index, origin in acquisition.origins.items() if index < end and not is_tier(origin))
+        origins = acquisition.origins.items() if acquisition.origins else ()
+        fetched = sum(1 for index, origin in origins if index < end and not is_tier(origin))
         if acquisition.on_answer is not None:
             acquisition.on_answer(acquisition, promised, fetched, now)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvservice.core.acquire.acquisition import Acquisition
@@ -40,19 +40,21 @@ class Answers:
         windows: Sequence[Sequence[Slot]] = (),
     ) -> None:
         """Lease the promised blocks, which are pinned, and answer the call. `main` is the acquisition of its chain."""
-        slots = [*promised, *(slot for window in windows for slot in window)]
+        slots = [*promised, *(slot for window in windows for slot in window)] if windows else list(promised)
         if main.request.hold_seconds:
             self._on_hold(op, slots, len(promised), reason, now)
             return
         lease = self._shard.lease(("engine", int(main.attachment)), slots, now)
-        self._hinted.promised(main.account, slots, main.request.hints, now)
-        sources = [origin for index, origin in main.origins.items() if index < main.request.skip + len(promised)]
+        if main.request.hints.pin_seconds:
+            self._hinted.promised(main.account, slots, main.request.hints, now)
+        end = main.request.skip + len(promised)
+        sources = [origin for index, origin in main.origins.items() if index < end] if main.origins else []
         brought = sum(map(is_tier, sources))
         self._count(main, len(promised), fetched, brought, reason)
         for source in sources:
             if is_tier(source):
                 self._shard.counters[f"tier_{name_of_tier(source)}_hit_blocks"] += 1
-        in_windows = sum(slot.payload_bytes for window in windows for slot in window)
+        in_windows = sum(slot.payload_bytes for window in windows for slot in window) if windows else 0
         self._shard.counters["hit_bytes"] += len(promised) * main.payload_bytes + in_windows
         self._shard.records.answered(
             op, len(promised), main.origins, reason, main.miss_node, now, main.found_until, main.handed_from
@@ -115,13 +117,15 @@ class Answers:
         farthest: str = "",
     ) -> None:
         refs = refs_of(promised)
-        window_refs = tuple(map(refs_of, windows))
+        window_refs = tuple(map(refs_of, windows)) if windows else ()
         admitted = self._shard.admission.on_answer(op, len(refs))
         result = AcquireResult(lease, refs, fetched, reason, window_refs, admitted, skipped_held, brought, farthest)
         self._shard.emit(Reply(op, result))
 
 
-def _farthest(sources: Iterable[NodeId]) -> str:
+def _farthest(sources: Sequence[NodeId]) -> str:
     """The source that takes longest, as people know it: a shared tier, a tier of this node, another node, or none."""
+    if not sources:
+        return ""
     names = {name_of_tier(node) if is_tier(node) else "peer" for node in sources}
     return max(names, key=lambda name: (name == "objects", name != "peer", name), default="")
