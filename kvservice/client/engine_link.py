@@ -128,8 +128,12 @@ class EngineLink(asyncio.BufferedProtocol):
     # -- inside ----
 
     def _send(self, frame: bytes) -> None:
-        """What is sent in one turn of the loop goes out in one write."""
+        """What is sent in one turn of the loop goes out in one write, but for a call that nobody else waits beside: it
+        would wait for others that do not come."""
         if not self._out:
+            if len(self._open) <= 1 and self._transport is not None:
+                self._transport.write(frame)
+                return
             self._loop.call_soon(self._flush)
         self._out.append(frame)
 

@@ -447,6 +447,8 @@ class PoolRuntime(PoolAnswers):
         changes: list[act.Announce | act.Retract] = []
         for action in performed:
             match action:
+                case act.Reply() | act.Refuse():
+                    self._answer(action)
                 case act.Digest():
                     digests.append(action)
                 case act.WriteHeader(slot, header):
@@ -456,8 +458,6 @@ class PoolRuntime(PoolAnswers):
                     self._segment.clear_header(slot)
                 case act.AssignSlab(slab, payload_bytes):
                     self._segment.assign_slab(slab, payload_bytes)
-                case act.Reply() | act.Refuse():
-                    self._answer(action)
                 case act.NextTurn(op):
                     self._in_turn(op, partial(self._go_on, ev.GoOn(op)))
                 case act.Announce() | act.Retract():
@@ -473,7 +473,8 @@ class PoolRuntime(PoolAnswers):
                     self._spawn(self._report(action))
         if changes and self._directory is not None:
             self._directory.tell(changes)
-        self._digests.begin(digests, self._go_on)
+        if digests:
+            self._digests.begin(digests, self._go_on)
 
     def _in_turn(self, op: int, work: Callable[[], None]) -> None:
         """Run this when it is the turn of the call's caller again."""

@@ -153,6 +153,13 @@ class EngineSocket:
             self._is_turning = True
             self._loop.call_soon(self._turn)
 
+    def has_read(self, line: Queuer[_Connection]) -> None:
+        """As `has_frames`, but when nobody waits it has its turn now: a turn of the loop takes as long as a release."""
+        self.turns.wait(line)
+        if not self._is_turning:
+            self._is_turning = True
+            self._turn()
+
     def has_answers(self, connection: _Connection) -> None:
         """Written when the pool has performed everything that the answer stands for, and together with others."""
         self._unsent[connection] = None
@@ -257,7 +264,7 @@ class _Connection(asyncio.BufferedProtocol):
         except InvalidRequest as error:  # what follows cannot be told apart
             self.end(error)
         if self.queue and not self._is_blocked:
-            self._socket.has_frames(self.line)
+            self._socket.has_read(self.line)
         is_full = len(self.queue) > QUEUED_FRAMES_MAX or self._queued_bytes > QUEUED_BYTES_MAX
         if is_full and not self._is_paused and self._transport is not None:
             self._is_paused = True
