@@ -24,7 +24,7 @@ SPAN_BLOCKS = 64
 # rest. A request with more keys is refused. Packed it takes 128 KiB.
 KEYS_PER_REQUEST_MAX = 8192
 DEFAULT_TENANT_KEY = b"kvservice/default-tenant"
-_KEYS_AT_ONCE = 256
+_KEYS_AT_ONCE = 256  # by one struct; those for all numbers up to this take 1 MiB together
 
 
 def block_key(fingerprint_digest: bytes, block_hash: BlockHash, tenant_key: bytes = DEFAULT_TENANT_KEY) -> BlockKey:

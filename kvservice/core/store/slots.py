@@ -313,6 +313,7 @@ class SlotTable:
         assert counted == self._counts, f"slots by size and state: {counted}, counters {self._counts}"
         free = [index for indices in self._free.values() for index in indices]
         assert len(free) == len(set(free)) == self.counts()["free"], "free list and free slots differ"
+        assert self.free_bytes == self.byte_counts()["free"], "free slots of a size are on the list of another"
         for index in free:
             assert self[index].state is _FREE, f"slot {index} is on the free list but not free"
         assert Counter(used) == self.accounts.used, "what tenants hold does not add up"

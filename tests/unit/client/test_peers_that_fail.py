@@ -173,6 +173,32 @@ async def test_a_call_ends_by_its_deadline_and_is_given_up(tmp_path: Path, monke
             await client.detach(attachment.attachment_id)
 
 
+async def test_calls_go_out_together_and_one_alone_at_once(tmp_path: Path) -> None:
+    async with at_shard(SilentShard(), tmp_path / "s") as (client, attachment, _):
+        (link,) = client._links.values()
+        transport, written = link._transport, list[int]()
+        assert transport is not None
+
+        class Watched:
+            def __getattr__(self, name: str) -> object:
+                return getattr(transport, name)
+
+            def write(self, data: bytes) -> None:
+                written.append(len(list(FrameReader(REQUEST_BYTES_MAX).feed(data))))
+                transport.write(data)
+
+        link._transport = Watched()  # type: ignore[assignment]
+        calls = [asyncio.create_task(client.release(attachment.attachment_id, [])) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert written == [1], "nobody else was waiting"
+        await asyncio.sleep(0)
+        assert written == [1, 3]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        link.close()
+
+
 @pytest.mark.parametrize(
     ("then", "reason"),
     [

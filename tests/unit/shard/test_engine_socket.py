@@ -241,6 +241,26 @@ async def test_answers_of_a_flood_go_out_together_and_soon(
     raw.writer.close()
 
 
+async def test_who_finds_nobody_waiting_has_its_turn_at_once(path: Path, socket: EngineSocket) -> None:
+    """And who finds somebody waiting waits as well."""
+    raws = [await greeted(await Raw.connect(path)) for _ in range(2)]
+    first, second = socket._connections
+
+    def comes(connection: engine_socket._Connection, call: int) -> None:
+        frame = pack_frame(FrameKind.RELEASE, call)
+        connection.get_buffer(-1)[: len(frame)] = frame
+        connection.buffer_updated(len(frame))
+
+    comes(first, 2)
+    assert not first.queue and not first._out, "it is served, and the answer is written"
+    socket.has_frames(first.line)
+    comes(second, 2)
+    assert list(second.queue) == [2], "the turn of the loop that others wait for is near"
+    for raw in raws:
+        assert (frame := await raw.next()) is not None and frame.call == 2
+        raw.writer.close()
+
+
 async def test_a_cancelled_call_is_given_up_at_the_pool(path: Path, pool: PoolRuntime, socket: EngineSocket) -> None:
     client = ShardClient(str(path))
     engine = await PortEngine.attach(client)

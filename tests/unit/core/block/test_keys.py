@@ -74,6 +74,12 @@ def test_route_is_the_big_endian_head_of_the_span() -> None:
     assert keys.partition_of(keys.route_of_head(BlockKey(b"\xff" * 16)), 7) == 0xFFFFFFFF % 7
 
 
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 511, 512, 513, keys.KEYS_PER_REQUEST_MAX])
+def test_chains_of_every_length_come_back(count: int) -> None:
+    names = tuple(number.to_bytes(16, "big") for number in range(count))
+    assert keys.unpack_keys(b"".join(names)) == names
+
+
 @given(st.lists(st.binary(min_size=16, max_size=16), max_size=200))
 def test_packed_keys_come_back_as_they_were(names: list[bytes]) -> None:
     assert keys.unpack_keys(keys.pack_keys([BlockKey(name) for name in names])) == tuple(names)

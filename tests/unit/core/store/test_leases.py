@@ -86,6 +86,17 @@ def test_renewed_many_times_a_lease_still_ends() -> None:
     assert table.expire(59.0) == [lease]
 
 
+def test_nobody_is_woken_for_leases_that_have_ended() -> None:
+    table = LeaseTable()
+    first, second, third = (grant(table, now=float(second)) for second in range(3))
+    for lease in (second, first):
+        table.release(lease.lease_id, ENGINE)
+        table.check_invariants()
+    assert table.next_deadline() == third.expires_at
+    table.release(third.lease_id, ENGINE)
+    assert table.next_deadline() is None
+
+
 def test_nobody_renewing_is_told_so() -> None:
     assert LeaseTable().renew(ENGINE, [LeaseId(1)], 0.0, 10.0) == 0
 
