@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 
 from kvservice.core.store.kinds import KINDS
-from kvservice.core.store.stretches import GARBAGE_MIN, IsLeaf, Rank, Stretch
+from kvservice.core.store.stretches import GARBAGE_MIN, Group, IsLeaf, Rank, Stretch
 from kvservice.core.store.worths import AGES
 
 _Entry = tuple[int, int, int, Stretch]  # (tick, precedence, number, stretch)
@@ -45,6 +45,9 @@ class ByAge:
             self._heap = sorted({entry for entry in self._heap if self._is_true(entry)})
             self._sweep_at = max(2 * len(self._heap), GARBAGE_MIN)
 
+    def put_older(self, stretch: Stretch) -> None:
+        """Its group has reached its next age, which changes nothing here."""
+
     def first(self) -> Stretch | None:
         heap = self._heap
         while heap:
@@ -68,28 +71,48 @@ class ByAge:
 
 
 class ByWorth:
-    """The leaf with the least worth goes first. Leaves of one kind and age lie in one cell, so when the worths change
-    only the cells are sorted again. What the running prompt uses goes last."""
+    """The leaf with the least worth goes first. Leaves of one kind and age lie in one cell, so when the worths of a
+    kind change only its cells are sorted again. What the running prompt uses goes last."""
 
     def __init__(self, is_leaf: IsLeaf, table: Sequence[Sequence[float]]) -> None:
         self._is_leaf = is_leaf
         self._table = table
-        self._cells: dict[int, list[_Entry]] = {}  # by age and kind; of cells with equal worth, the oldest goes first
-        self._tops: list[tuple[float, int]] = []  # (worth, cell) of each cell with entries
-        self._count = 0  # entries
-        self._sweep_at = GARBAGE_MIN
+        self._cells: dict[int, dict[int, list[_Entry]]] = {}  # by kind, then by age
+        # (worth, number) of each cell; of cells with equal worth, the oldest goes first. An entry whose worth is
+        # outdated is dropped when it comes to the top.
+        self._tops: list[tuple[float, int]] = []
+        self._count = 0  # entries of cells
+        self._sweep_at = self._sort_at = GARBAGE_MIN
 
     def put(self, stretch: Stretch) -> None:
         group = stretch.group
         if not stretch.is_tip:  # so that it is put in again when the group is older
             stretch.is_tip = True
             group.tips.append(stretch)
-        cell = (AGES - group.age) * KINDS + group.kind
-        heap = self._cells.get(cell)
+        self._push(group, _entry_of(stretch))
+
+    def put_older(self, stretch: Stretch) -> None:
+        """Its group has just reached its next age. So have all that were used before it: the cell that it lay in has
+        no more of them."""
+        group = stretch.group
+        kind, tick = group.kind, group.tick
+        if kind in self._cells:
+            left = self._cells[kind].get(group.age - 1)
+            while left and left[0][0] <= tick:
+                heapq.heappop(left)
+                self._count -= 1
+        self._push(group, (tick, stretch.precedence, stretch.number, stretch))
+
+    def _push(self, group: Group, entry: _Entry) -> None:
+        kind, age = group.kind, group.age
+        of_kind = self._cells.get(kind)
+        if of_kind is None:
+            of_kind = self._cells[kind] = {}
+        heap = of_kind.get(age)
         if heap is None:
-            heap = self._cells[cell] = []
-            heapq.heappush(self._tops, (self._worth(cell), cell))
-        heapq.heappush(heap, _entry_of(stretch))
+            heap = of_kind[age] = []
+            heapq.heappush(self._tops, (self._worth(kind, age), _number(kind, age)))
+        heapq.heappush(heap, entry)
         self._count += 1
         if self._count > self._sweep_at:
             self.sweep()
@@ -97,52 +120,79 @@ class ByWorth:
     def first(self) -> Stretch | None:
         tops = self._tops
         while tops:
-            cell = tops[0][1]
-            heap = self._cells[cell]
-            while heap:
-                if self._is_true(heap[0], cell):
-                    return heap[0][3]
-                heapq.heappop(heap)
-                self._count -= 1
+            worth, number = tops[0]
+            kind, age = number % KINDS, AGES - number // KINDS
+            heap = self._cells[kind].get(age) if kind in self._cells else None
+            if heap is not None and worth == self._worth(kind, age):
+                while heap:
+                    if self._is_true(heap[0], kind, age):
+                        return heap[0][3]
+                    heapq.heappop(heap)
+                    self._count -= 1
+                self._drop(kind, age)
             heapq.heappop(tops)
-            del self._cells[cell]
         return None
 
     def drop_first(self) -> None:
-        heapq.heappop(self._cells[self._tops[0][1]])
+        number = self._tops[0][1]
+        heapq.heappop(self._cells[number % KINDS][AGES - number // KINDS])
         self._count -= 1
 
     def rank(self, stretch: Stretch) -> Rank:
-        cell = (AGES - stretch.group.age) * KINDS + stretch.group.kind
-        return (self._worth(cell), cell, *_entry_of(stretch)[:3])
+        kind, age = stretch.group.kind, stretch.group.age
+        return (self._worth(kind, age), _number(kind, age), *_entry_of(stretch)[:3])
 
     def in_order(self) -> Iterator[Stretch]:
-        for _, cell in sorted(self._tops):
-            for entry in _drained(self._cells[cell]):
-                if self._is_true(entry, cell):
+        for _, number in sorted(self._true_tops()):
+            kind, age = number % KINDS, AGES - number // KINDS
+            for entry in _drained(self._cells[kind][age]):
+                if self._is_true(entry, kind, age):
                     yield entry[3]
 
-    def sort_cells(self) -> None:
-        """The table of worths has changed."""
-        self._tops = [(self._worth(cell), cell) for cell in self._cells]
-        heapq.heapify(self._tops)
+    def sort_kind(self, kind: int) -> None:
+        """The worths of a kind have changed."""
+        for age in self._cells.get(kind, ()):
+            heapq.heappush(self._tops, (self._worth(kind, age), _number(kind, age)))
+        if len(self._tops) > self._sort_at:
+            self._sort()
 
     def sweep(self) -> None:
         """Take out what is outdated, so that memory stays in proportion to the leaves."""
-        cells = self._cells
-        for cell, heap in cells.items():
-            heap[:] = sorted({entry for entry in heap if self._is_true(entry, cell)})
-        self._cells = {cell: heap for cell, heap in cells.items() if heap}
-        self._count = sum(map(len, self._cells.values()))
+        self._count = 0
+        for kind, of_kind in list(self._cells.items()):
+            for age, heap in list(of_kind.items()):
+                heap[:] = sorted({entry for entry in heap if self._is_true(entry, kind, age)})
+                self._count += len(heap)
+                if not heap:
+                    self._drop(kind, age)
         self._sweep_at = max(2 * self._count, GARBAGE_MIN)
-        self.sort_cells()
+        self._sort()
 
-    def _worth(self, cell: int) -> float:
-        age, kind = AGES - cell // KINDS, cell % KINDS
+    def _drop(self, kind: int, age: int) -> None:
+        of_kind = self._cells[kind]
+        del of_kind[age]
+        if not of_kind:
+            del self._cells[kind]
+
+    def _sort(self) -> None:
+        self._tops = self._true_tops()
+        heapq.heapify(self._tops)
+        self._sort_at = max(2 * len(self._tops), GARBAGE_MIN)
+
+    def _true_tops(self) -> list[tuple[float, int]]:
+        cells = self._cells.items()
+        return [(self._worth(kind, age), _number(kind, age)) for kind, of_kind in cells for age in of_kind]
+
+    def _worth(self, kind: int, age: int) -> float:
         return self._table[kind][age] if age else float("inf")
 
-    def _is_true(self, entry: _Entry, cell: int) -> bool:
+    def _is_true(self, entry: _Entry, kind: int, age: int) -> bool:
         tick, precedence, _, stretch = entry
         group = stretch.group
-        is_here = (AGES - group.age) * KINDS + group.kind == cell
+        is_here = group.kind == kind and group.age == age
         return is_here and tick == group.tick and precedence == stretch.precedence and self._is_leaf(stretch)
+
+
+def _number(kind: int, age: int) -> int:
+    """Of a cell: smaller for older ones."""
+    return (AGES - age) * KINDS + kind

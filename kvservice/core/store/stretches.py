@@ -115,6 +115,10 @@ class LeafOrder(Protocol):
         """It is a leaf now, or its group has changed."""
         ...
 
+    def put_older(self, stretch: Stretch) -> None:
+        """Its group has just reached its next age."""
+        ...
+
     def first(self) -> Stretch | None:
         """The leaf that goes first. It stays."""
         ...

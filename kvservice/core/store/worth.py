@@ -36,6 +36,11 @@ class RuleState:
     hit_rate_worth: float  # the same of worth
 
 
+def _rank_of(found: tuple[Shelf, Stretch]) -> tuple[bool, Rank]:
+    shelf, stretch = found
+    return (not shelf.is_secondary, shelf.order.rank(stretch))
+
+
 def _is_shadow_leaf(stretch: Stretch) -> bool:
     return stretch.is_shadow_leaf
 
@@ -66,12 +71,21 @@ class GuardedWorth:
 
     def _begin_prompt(self) -> None:
         self._tick += 1
+        shadow = self._worth.order
         for group in self._worths.grow_older(self._tick):
             tips, group.tips = group.tips, []
             for stretch in tips:
-                if stretch.group is group:
-                    stretch.is_tip = False
-                    self._offer(stretch)
+                if stretch.group is not group:
+                    continue  # it was used again
+                is_leaf, is_shadow_leaf = stretch.is_leaf, stretch.is_shadow_leaf
+                if is_leaf:
+                    assert stretch.shelf is not None
+                    stretch.shelf.order.put_older(stretch)
+                if is_shadow_leaf:
+                    shadow.put_older(stretch)
+                stretch.is_tip = is_leaf or is_shadow_leaf
+                if stretch.is_tip:
+                    group.tips.append(stretch)
 
     def _use(self, found: Sequence[Stretch], fresh: Group) -> None:
         """A prompt used these stretches, of which those in `fresh` are new."""
@@ -87,9 +101,10 @@ class GuardedWorth:
         if self._guard.compare(asked, by_lru, by_worth):
             self._change_rule()
         self._forget()
-        if self._worths.learn(self._capacity):
+        kind = self._worths.learn(self._capacity)
+        if kind is not None:
             for order in self._orders_by_worth():
-                order.sort_cells()
+                order.sort_kind(kind)
 
     def _joined(self, found: Sequence[Stretch]) -> list[Stretch]:
         """What a prompt used, with stretches made one that need not be several any more: what an earlier boot left lies
@@ -334,14 +349,12 @@ class GuardedWorth:
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
         self._capacity = max(self._capacity, self._tree.resident_count)
-        best: tuple[tuple[bool, Rank], Stretch] | None = None
-        for shelf in self._shelves_of(size_class, may_go):
-            stretch = self._first_of(shelf)
-            if stretch is not None:
-                rank = (not shelf.is_secondary, shelf.order.rank(stretch))
-                if best is None or rank < best[0]:
-                    best = (rank, stretch)
-        return None if best is None else best[1].keys[best[1].held - 1]
+        firsts = [(shelf, self._first_of(shelf)) for shelf in self._shelves_of(size_class, may_go)]
+        found = [(shelf, stretch) for shelf, stretch in firsts if stretch is not None]
+        if not found:
+            return None
+        best = found[0][1] if len(found) == 1 else min(found, key=_rank_of)[1]
+        return best.keys[best.held - 1]
 
     def _shelves_of(self, size_class: int | None, may_go: Callable[[str], bool] | None) -> Iterator[Shelf]:
         for size in list(self._shelves) if size_class is None else [size_class]:

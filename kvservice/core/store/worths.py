@@ -16,15 +16,15 @@ pulled towards what all kinds have in common, by a weight that grows with the ca
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from kvservice.core.store.kinds import KINDS, PAUSES, SORTS
+from kvservice.core.store.kinds import KINDS, PAUSES
 from kvservice.core.store.stretches import Group, Stretch
 
 # Ages begin at these ticks: the first few each, then two an octave.
 AGE_STARTS = (0, 1, 2, 3, 4, 5, *(int(2 ** (half / 2)) for half in range(6, 35)))
 AGES = len(AGE_STARTS)
-LEARN_SHARE = 1 / 32  # worths are computed anew when the counts have grown by so much
+LEARN_SHARE = 1 / 32  # worths are computed anew, kind by kind, when the counts have grown by so much
 LEARN_MIN = 512  # blocks, or more
 FADE_AFTER = 200_000  # blocks; then older counts count half, so that a changed workload is learnt
 PRIOR_PROMPTS = 5  # the weight of what kinds have in common: as many blocks as so many prompts have
@@ -48,6 +48,12 @@ class Worths:
         self._rows: list[deque[Group]] = [deque() for _ in range(AGES - 1)]  # groups by age, the oldest first
         self._counted = 0.0
         self._learn_at = float(LEARN_MIN)
+        self._due: list[int] = []  # kinds whose worths are to be computed anew, the next one last
+        self._is_fading = False
+        self._prior = 0.0  # blocks; of this pass, as the rest
+        self._common = [0.0] * AGES
+        self._of_sort = [0.0] * AGES
+        self._sort = -1  # which sort that is
         self._asked = 0  # blocks
         self._prompts = 0
 
@@ -93,28 +99,42 @@ class Worths:
                     found.append(group)
         return found
 
-    def learn(self, capacity: int) -> bool:
-        """Compute the table anew if enough was counted since. Returns whether it was."""
-        if self._counted < self._learn_at:
-            return False
-        if self._counted > FADE_AFTER:
-            self._reached = [[count / 2 for count in row] for row in self._reached]
-            self._used = [[count / 2 for count in row] for row in self._used]
+    def learn(self, capacity: int) -> int | None:
+        """Compute the worths of one kind anew, in turn, if enough was counted since. Returns the kind.
+
+        Each call does a part, so that none takes long: first what all kinds have in common, then kind by kind.
+        """
+        if self._due:
+            kind = self._due.pop()
+            if kind // PAUSES != self._sort:
+                self._begin_sort(kind // PAUSES)
+            rates = _rates(self._used[kind], self._reached[kind], self._of_sort, self._prior)
+            self.table[kind] = worth_by_age(rates)
+            return kind
+        if self._counted >= self._learn_at:
+            self._begin_pass(capacity)
+        return None
+
+    def _begin_pass(self, capacity: int) -> None:
+        self._is_fading = self._counted > FADE_AFTER
+        if self._is_fading:
             self._counted /= 2
         self._learn_at = self._counted + max(LEARN_MIN, self._counted * LEARN_SHARE)
-        prior = max(PRIOR_PROMPTS * self._asked / self._prompts, PRIOR_SHARE * capacity)
-        reached, used = _summed(self._reached), _summed(self._used)
-        common = _rates(used, reached, [sum(used) / sum(reached)] * AGES, prior * AGES_ALIKE)
-        for sort in range(SORTS):
-            kinds = [kind for kind in range(sort * PAUSES, (sort + 1) * PAUSES) if self._reached[kind][0]]
-            if not kinds:
-                continue
-            reached = _summed([self._reached[kind] for kind in kinds])
-            used = _summed([self._used[kind] for kind in kinds])
-            of_sort = _rates(used, reached, [rate * LIFT[sort] for rate in common], prior)
-            for kind in kinds:
-                self.table[kind] = worth_by_age(_rates(self._used[kind], self._reached[kind], of_sort, prior))
-        return True
+        self._prior = max(PRIOR_PROMPTS * self._asked / self._prompts, PRIOR_SHARE * capacity)
+        self._due = [kind for kind in range(KINDS) if self._reached[kind][0]]
+        reached, used = _summed(self._reached, self._due), _summed(self._used, self._due)
+        self._common = _rates(used, reached, [sum(used) / sum(reached)] * AGES, self._prior * AGES_ALIKE)
+        self._sort = -1
+
+    def _begin_sort(self, sort: int) -> None:
+        self._sort = sort
+        kinds = range(sort * PAUSES, (sort + 1) * PAUSES)
+        if self._is_fading:
+            for counts in (self._reached, self._used):
+                for kind in kinds:
+                    counts[kind] = [count / 2 for count in counts[kind]]
+        expected = [rate * LIFT[sort] for rate in self._common]
+        self._of_sort = _rates(_summed(self._used, kinds), _summed(self._reached, kinds), expected, self._prior)
 
     def check_invariants(self) -> None:
         for age, row in enumerate(self._rows):
@@ -123,8 +143,8 @@ class Worths:
             assert ticks == sorted(ticks), "groups do not grow older in their order"
 
 
-def _summed(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [sum(column) for column in zip(*rows, strict=True)]
+def _summed(rows: Sequence[Sequence[float]], kinds: Iterable[int]) -> list[float]:
+    return [sum(column) for column in zip(*(rows[kind] for kind in kinds), strict=True)]
 
 
 def _smooth(counts: Sequence[float]) -> list[float]:

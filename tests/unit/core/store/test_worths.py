@@ -71,6 +71,13 @@ def live(learnt: Worths, wait: int, ticks: range, returning: float, blocks: int 
     learnt.check_invariants()
 
 
+def learn_all(learnt: Worths, capacity: int) -> list[int]:
+    """A whole pass. Returns the kinds of which it computed worths."""
+    first = learnt.learn(capacity)
+    assert first is None, "what kinds have in common comes first"
+    return list(iter(lambda: learnt.learn(capacity), None))
+
+
 def test_kinds_are_told_apart_by_what_they_did() -> None:
     learnt = Worths()
     live(learnt, 10, range(1, 1000), returning=0.02)
@@ -85,11 +92,39 @@ def test_nothing_is_computed_before_enough_was_counted() -> None:
     stretch_of(group, 5)
     learnt.enter(group)
     learnt.asked(5)
-    assert not learnt.learn(10)
+    assert learn_all(learnt, 10) == []
     assert learnt.table[0] == learnt.table[1] == sorted(learnt.table[0], reverse=True), "LRU's order until then"
     stretch_of(group, worths.LEARN_MIN)
     learnt.enter(group)
-    assert learnt.learn(10) and not learnt.learn(10)
+    assert learn_all(learnt, 10) == [0] and learn_all(learnt, 10) == []
+
+
+def test_one_call_learns_one_kind() -> None:
+    """So that no call takes long. What was counted meanwhile is for the next pass."""
+    learnt = Worths()
+    for kind in (3, 4, PAUSES):
+        group = Group(kind, 1, 0.0)
+        stretch_of(group, worths.LEARN_MIN)
+        learnt.enter(group)
+    learnt.asked(3 * worths.LEARN_MIN)
+    assert learnt.learn(10) is None
+    for _ in range(3):
+        before = list(learnt.table)
+        kind = learnt.learn(10)
+        assert [number for number, row in enumerate(learnt.table) if row is not before[number]] == [kind]
+    assert learn_all(learnt, 10) == []
+
+
+def test_counts_of_each_kind_fade_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worths, "FADE_AFTER", 100)
+    learnt = Worths()
+    for kind in (3, 4, PAUSES):
+        group = Group(kind, 1, 0.0)
+        stretch_of(group, worths.LEARN_MIN)
+        learnt.enter(group)
+    learnt.asked(3 * worths.LEARN_MIN)
+    assert sorted(learn_all(learnt, 10)) == [3, 4, PAUSES]
+    assert {learnt._reached[kind][0] for kind in (3, 4, PAUSES)} == {worths.LEARN_MIN / 2}
 
 
 def test_a_change_of_habits_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,5 +170,5 @@ def test_a_large_cache_believes_a_batch_less() -> None:
         learnt.asked(3000)
         learnt.grow_older(25)
         learnt.use(stretch)
-        assert learnt.learn(capacity)
+        assert learn_all(learnt, capacity)
     assert small.table[PAUSES][4] > large.table[PAUSES][4]
