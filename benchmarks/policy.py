@@ -6,7 +6,8 @@ Each seed is a trace of `kvservice/replay/traffic.py`, played on one simulated n
 of each trace only warm up. Compared are points: percent of the prompt blocks that are hits, less what the better of LRU
 and S3-FIFO finds. The seeds follow from the commit, so nobody picks them, and a changed policy meets new ones.
 
-The cost is that of the policy alone, without the shard around it: microseconds a block that is asked for.
+The cost is that of the policy alone, without the shard around it: microseconds a block that is asked for, and bytes a
+resident block, with all that is remembered of gone ones and with the keys.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import signal
 import statistics
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,7 @@ COST_ROUNDS = 3
 RETURNING = 0.6  # of the prompts go on with a conversation
 FULL_FOR = 2  # blocks that are asked for when the cache is full and before the clock runs, in slots
 TIMED_BLOCKS = 200_000
+MEMORY_SLOTS = 40_000  # more than GONE_MIN, so that history is in proportion to the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +142,7 @@ def cost(make: Callable[[], EvictionPolicy], slots: int, timed: int = TIMED_BLOC
     """Microseconds a block asked for, when the cache is full."""
     prompts = conversations(1)
     policy = make()
-    resident: set[BlockKey] = set()
-    while len(resident) < slots:
-        _ask(policy, resident, _prompts_of(prompts, slots), slots)
-    _ask(policy, resident, _prompts_of(prompts, FULL_FOR * slots), slots)
+    resident = _fill(policy, prompts, slots)
     batch = _prompts_of(prompts, timed)
     blocks = sum(map(len, batch))
     gc.collect()
@@ -152,6 +152,27 @@ def cost(make: Callable[[], EvictionPolicy], slots: int, timed: int = TIMED_BLOC
     took = time.process_time() - begun
     gc.enable()
     return 1e6 * took / blocks
+
+
+def memory(make: Callable[[], EvictionPolicy], slots: int = MEMORY_SLOTS) -> float:
+    """Bytes a resident block."""
+    tracemalloc.start()
+    policy = make()
+    resident = _fill(policy, conversations(1), slots)
+    gc.collect()
+    books, keys = (tracemalloc.Filter(True, path) for path in ("*/core/store/*", "*/replay/trace.py"))
+    found = tracemalloc.take_snapshot().filter_traces((books, keys)).traces
+    tracemalloc.stop()
+    return sum(trace.size for trace in found) / len(resident)
+
+
+def _fill(policy: EvictionPolicy, prompts: Iterator[list[BlockKey]], slots: int) -> set[BlockKey]:
+    """Ask until the cache has been full for a while. Returns what is resident."""
+    resident: set[BlockKey] = set()
+    while len(resident) < slots:
+        _ask(policy, resident, _prompts_of(prompts, slots), slots)
+    _ask(policy, resident, _prompts_of(prompts, FULL_FOR * slots), slots)
+    return resident
 
 
 def _prompts_of(prompts: Iterator[list[BlockKey]], blocks: int) -> list[list[BlockKey]]:
@@ -222,6 +243,7 @@ def main() -> None:
     given = parser.parse_args()
     revision = commit()
     cost_rows = costs()  # before the other processes start
+    bytes_a_block = {name: round(memory(POLICIES[name])) for name in COST_POLICIES}
     indices = range(given.first_seed, given.first_seed + given.seeds)
     played = play_all([seed_of(revision, index) for index in indices], given.processes)
     print_table(("traffic", "worst", "mean", "best"), [each.row() for each in played])
@@ -230,7 +252,14 @@ def main() -> None:
     assert isinstance(result, dict)
     print_table(("all", *result), [("points", *result.values())])
     print_table(("cost", *cost_rows[0]), [("microseconds a block", *row.values()) for row in cost_rows])
-    figures = {"first_seed": given.first_seed, "seeds": given.seeds, **found, "cost": cost_rows}
+    print_table(("memory", *bytes_a_block), [("bytes a resident block", *bytes_a_block.values())])
+    figures = {
+        "first_seed": given.first_seed,
+        "seeds": given.seeds,
+        **found,
+        "cost": cost_rows,
+        "bytes_a_block": bytes_a_block,
+    }
     print(write_report("policy", figures, given.out))
 
 

@@ -73,3 +73,9 @@ def test_the_cost_is_that_of_a_full_cache(name: str) -> None:
 
     assert 0 < policy.cost(make, slots=500, timed=1000) < 10_000
     assert len(made[0].by_heat()) == 500
+
+
+def test_memory_counts_keys_and_books_of_gone_blocks_too() -> None:
+    """LRU forgets what is gone; the default policy remembers at least 32,768 blocks."""
+    found = {name: policy.memory(POLICIES[name], slots=500) for name in policy.COST_POLICIES}
+    assert 150 < found["lru"] < 1000 and found["default"] > 1.5 * found["lru"]
