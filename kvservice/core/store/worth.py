@@ -25,6 +25,7 @@ from kvservice.core.store.stretches import Group, IsLeaf, LeafOrder, Rank, Shelf
 from kvservice.core.store.worths import Worths
 from kvservice.units import BlockKey
 
+KINDS_A_PROMPT = 3  # whose worths are computed anew at most: so no prompt pays for all
 GONE_MIN = 32_768  # gone blocks that are remembered at least: small pools need a long memory most
 
 
@@ -101,8 +102,10 @@ class GuardedWorth:
         if self._guard.compare(asked, by_lru, by_worth):
             self._change_rule()
         self._forget()
-        kind = self._worths.learn(self._capacity)
-        if kind is not None:
+        for _ in range(KINDS_A_PROMPT):
+            kind = self._worths.learn(self._capacity)
+            if kind is None:
+                break
             for order in self._orders_by_worth():
                 order.sort_kind(kind)
 

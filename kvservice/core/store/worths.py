@@ -100,20 +100,17 @@ class Worths:
         return found
 
     def learn(self, capacity: int) -> int | None:
-        """Compute the worths of one kind anew, in turn, if enough was counted since. Returns the kind.
-
-        Each call does a part, so that none takes long: first what all kinds have in common, then kind by kind.
-        """
-        if self._due:
-            kind = self._due.pop()
-            if kind // PAUSES != self._sort:
-                self._begin_sort(kind // PAUSES)
-            rates = _rates(self._used[kind], self._reached[kind], self._of_sort, self._prior)
-            self.table[kind] = worth_by_age(rates)
-            return kind
-        if self._counted >= self._learn_at:
+        """Compute the worths of one kind anew, in turn, if enough was counted since. Returns the kind."""
+        if not self._due:
+            if self._counted < self._learn_at:
+                return None
             self._begin_pass(capacity)
-        return None
+        kind = self._due.pop()
+        if kind // PAUSES != self._sort:
+            self._begin_sort(kind // PAUSES)
+        rates = _rates(self._used[kind], self._reached[kind], self._of_sort, self._prior)
+        self.table[kind] = worth_by_age(rates)
+        return kind
 
     def _begin_pass(self, capacity: int) -> None:
         self._is_fading = self._counted > FADE_AFTER
