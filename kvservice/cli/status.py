@@ -89,6 +89,7 @@ def draw(seen: Overview, wide: bool) -> RenderableType:
     if wide:
         parts += _section("Engines", _engines(seen, names)) if seen.engines else []
         parts += _section("Node details", _details(seen, names))
+        parts += _section("Eviction", draw_eviction(seen, names)) if any(node.eviction for node in seen.nodes) else []
         parts += _section("Lookup partitions", _lookups(seen))
         parts += _section("Mirrors of the directory", _mirrors(seen, names))
     if seen.restricted:
@@ -400,6 +401,22 @@ def _details(seen: Overview, names: Mapping[str, str]) -> Table:
             str(node.epoch),
             f"{node.lookup_keys:,}",
         )
+    return made
+
+
+def draw_eviction(seen: Overview, names: Mapping[str, str]) -> Table:
+    """Which rule chooses who is evicted on each node, and what each rule would find."""
+    numbers = ("by worth it finds", "by LRU", "changes")
+    made = table("node", "rule", *numbers, right=numbers)
+    for node in seen.nodes:
+        if (found := node.eviction) is not None:
+            made.add_row(
+                plain(names[node.node_id]),
+                found.rule,
+                percent(found.worth_hit_rate),
+                percent(found.lru_hit_rate),
+                f"{found.changes:,}",
+            )
     return made
 
 

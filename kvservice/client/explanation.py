@@ -299,6 +299,7 @@ def _gather_evidence(
                 row.engine,
                 row.held_seconds,
                 row.idle_seconds,
+                row.reason,
             )
             entries.setdefault(missing[0] + row.index, []).append(entry)
         for _, row, at in _rows(witnesses.lost(packed, age), "lost"):

@@ -19,6 +19,7 @@ import grpc
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
+from kvservice.client.eviction_overview import EvictionOverview, eviction_of
 from kvservice.client.tier_overview import UNUSABLE, DriftOverview, TierOverview, drifts_of, sum_tiers, tiers_of
 from kvservice.core.explain.evictions import EvictionCause
 from kvservice.core.store.blocks import EVICTED
@@ -125,6 +126,7 @@ class NodeOverview:
     tiers: tuple[TierOverview, ...] = ()  # below its memory
     pins: int = 0  # prompts that are pinned by name
     pinned_bytes: int = 0
+    eviction: EvictionOverview | None = None  # None for a policy of one rule
 
     @property
     def label(self) -> str:
@@ -393,6 +395,7 @@ def _node(answer: _NodeAnswer, lookup_keys: int) -> NodeOverview:
         tiers_of(reply, counters),
         counters.get("pins", 0),
         counters.get("pinned_bytes", 0),
+        eviction_of(counters),
     )
 
 

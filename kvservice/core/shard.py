@@ -47,8 +47,9 @@ from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.leases import LeaseTable
 from kvservice.core.store.listing import SlotFilter, SlotPage, list_slots
+from kvservice.core.store.reasons import describe_reason
 from kvservice.core.store.slots import RESERVED, SHOWN_STATES, Block, SlotState
-from kvservice.core.store.worth import GuardedWorth
+from kvservice.core.store.worth import GuardedWorth, RuleState
 from kvservice.core.tier.rules import TierRules, TierUsage
 from kvservice.core.tier.spill import Spill, is_spill_offer
 from kvservice.core.tier.tiers import Tiers
@@ -292,7 +293,7 @@ class ShardState:
         blocks = [block for key in keys if (block := self._store.get(key)) is not None]
         held = {block.key: (block.sealed_at, name_engine(block.origin.stored_by)) for block in blocks}
         sealing = {key: name_engine(engine_id) for key, engine_id in self._writes.sealing().items()}
-        return find_history(keys, held, sealing, self._store.evictions.find(keys, now, as_of), now)
+        return find_history(keys, held, sealing, self._store.evictions.find(keys, now, as_of), now, describe_reason)
 
     def engine_stats(self, account: str | None = None) -> EngineStats:
         """What a router needs to know, sorted; with an account, only of its engines."""
@@ -314,6 +315,10 @@ class ShardState:
 
     def all_counters(self) -> dict[str, int]:
         return dict(self.counters + self._store.counters + self._leases.counters)
+
+    @property
+    def eviction_rule(self) -> RuleState | None:
+        return self._store.eviction_rule
 
     # -- engines ----
 

@@ -24,7 +24,11 @@ GAUGES: Mapping[str, str] = {
     "mirror_keys": "keys in the node's mirror of the directory",
     "mirror_bytes": "shared memory that the mirror takes",
     "mirror_live_partitions": "lookup partitions whose part of the mirror is fresh",
+    "eviction_by_worth": "1 while what a block is worth chooses who is evicted; 0 while LRU does",
 }
+# Kept in the counters in parts per million; exported as kvservice_eviction_shadow_hit_ratio{rule}.
+SHADOW_HITS_PPM = {"lru": "eviction_lru_hits_ppm", "worth": "eviction_worth_hits_ppm"}
+PPM = 1_000_000  # counters are whole numbers
 MIRROR_AGE_MS = "mirror_age_ms"  # exported as kvservice_mirror_age_seconds, in Prometheus' unit
 # Counter of a shard -> help text. Exported as kvservice_<name>_total.
 COUNTERS: Mapping[str, str] = {
@@ -60,6 +64,7 @@ COUNTERS: Mapping[str, str] = {
     "evicted_quota": "blocks evicted for another block of their tenant, which is at its quota",
     "evicted_cleared": "blocks that `kvservice clear` dropped",
     "evicted_aged": "blocks dropped because they were older than max_age_seconds",
+    "eviction_rule_changes": "times that the eviction policy changed between worth and LRU",
     "slots_reserved": "slots given to engines for writing",
     "admission_stopped": "times that admission stopped storing all but a sample, because nothing was reused",
     "admission_resumed": "times that admission resumed storing",
@@ -419,6 +424,15 @@ class ShardCollector(Collector):
         )
         age.add_metric(labels, numbers.counters.get(MIRROR_AGE_MS, 0) / 1e3)
         yield age
+        shadows = GaugeMetricFamily(
+            f"{_PREFIX}_eviction_shadow_hit_ratio",
+            "share of the blocks asked for of late that a pool of this size would have held under this rule",
+            labels=[*names, "rule"],
+        )
+        for rule, name in SHADOW_HITS_PPM.items():
+            if name in numbers.counters:
+                shadows.add_metric([*labels, rule], numbers.counters[name] / PPM)
+        yield shadows
         slots = GaugeMetricFamily(f"{_PREFIX}_slots", "slots by state", labels=[*names, "state"])
         for state, count in sorted(numbers.slots.items()):
             slots.add_metric([*labels, state], count)

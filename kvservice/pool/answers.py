@@ -109,6 +109,8 @@ class PoolAnswers:
         counters.update(self._tiers.counters())
         pins = self._state.pins(self._clock())
         counters.update(pins=len(pins), pinned_bytes=sum(pin.bytes for pin in pins))
+        rule = self._state.eviction_rule
+        counters.update({} if rule is None else rule.figures())
         slots = self._state.slot_usage()
         return PoolStats(
             self._config.node_id,

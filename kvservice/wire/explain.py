@@ -121,6 +121,7 @@ def encode_history(entries: Iterable[HistoryEntry], now: float) -> shard_pb2.Blo
                 engine=entry.engine,
                 held_seconds=entry.held_seconds,
                 idle_seconds=entry.idle_seconds,
+                reason=entry.reason,
             )
             for entry in entries
         ]

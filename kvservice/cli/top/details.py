@@ -10,7 +10,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvservice.cli.status import counted, draw_hits, draw_tiers, node_names, percent, plain, span, table, used_of
+from kvservice.cli.status import (
+    counted,
+    draw_eviction,
+    draw_hits,
+    draw_tiers,
+    node_names,
+    percent,
+    plain,
+    span,
+    table,
+    used_of,
+)
 from kvservice.cli.top.tables import STATE_STYLES, TIER_STYLES, bar, model_key
 from kvservice.cli.top.trends import Trends
 from kvservice.units import format_bytes, printable
@@ -78,6 +89,8 @@ def _node(seen: Overview, key: str) -> tuple[Text, RenderableType]:
         parts += _part("Tiers below the memory", draw_tiers(replace(seen, nodes=(node,)), node_names(seen)))
     parts += _part("Hits", draw_hits(replace(seen, windows=node.windows, evictions=node.evictions)))
     parts += _part("Engines", _engine_table(seen, [one for one in seen.engines if one.node_id == key]))
+    if node.eviction is not None:
+        parts += _part("Eviction", draw_eviction(replace(seen, nodes=(node,)), node_names(seen)))
     flows = [flow for flow in seen.flows if key in (flow.source, flow.target)]
     if flows:
         names = node_names(seen)

@@ -134,6 +134,7 @@ class BlockHistory:
     engine: str = ""  # the engine that stored it or is storing it; "" = fetched, adopted or not known
     held_seconds: float = 0.0  # for state "gone": how long it had been held
     idle_seconds: float = 0.0  # for state "gone": since its last use, at its eviction
+    reason: str = ""  # for state "gone": why the policy chose it, in words; "" when it had waited longest
 
     def was_held(self, age_seconds: float) -> bool:
         """Whether the node held the block so long ago. It must have had it for CLOSE_SECONDS at least."""
@@ -308,7 +309,7 @@ def _not_handed(request: RecordedRequest, index: int) -> Diagnosis:
 
 
 def _evicted(entry: BlockHistory, before_seconds: float) -> str:
-    """The text of an eviction: when and for whom, and what would have prevented it."""
+    """The text of an eviction: when and for whom, and why this block, or what would have prevented it."""
     if entry.cause in _DROPPED:
         return f"node {entry.node} {_DROPPED[entry.cause].format(_seconds(before_seconds))}"
     room = f", to make room for {entry.caused_by}" if entry.caused_by else ""
@@ -318,6 +319,8 @@ def _evicted(entry: BlockHistory, before_seconds: float) -> str:
     when = f"node {entry.node} evicted it {_seconds(before_seconds)} before{room}{slab}"
     if entry.idle_seconds <= 0:
         return when
+    if entry.reason:
+        return f"{when}, {_seconds(entry.idle_seconds)} after its last use; {entry.reason}"
     what = "quota" if entry.cause == EvictionCause.QUOTA.value else "pool"
     larger = _larger(what, entry.idle_seconds, before_seconds)
     return f"{when}, {_seconds(entry.idle_seconds)} after its last use; {larger}"

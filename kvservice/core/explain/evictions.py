@@ -1,6 +1,6 @@
 """The eviction history: which blocks were evicted, when, why, and for whom. A ring that forgets the oldest first.
 
-An entry costs 37 bytes. Adding is cheap, because it happens at every eviction. Finding walks the ring, because it
+An entry costs 39 bytes. Adding is cheap, because it happens at every eviction. Finding walks the ring, because it
 happens only when a person asks. Pure; one caller at a time.
 """
 
@@ -49,6 +49,7 @@ class Eviction:
     caused_by: str  # who needed the room, or the node with which the block was lost; "" when not known
     held_seconds: float = 0.0  # how long it had been held; 0 = not known
     idle_seconds: float = 0.0  # since its last use, at its eviction; 0 = not known
+    reason: int = 0  # why the policy chose it: see core.store.reasons
 
 
 class EvictionHistory:
@@ -64,6 +65,7 @@ class EvictionHistory:
         self._caused_by = array("I")
         self._held = array("f")
         self._idle = array("f")
+        self._reason = array("H")
         self._next = 0
         self._names: list[str] = [""]
         self._number_of: dict[str, int] = {"": 0}
@@ -80,6 +82,7 @@ class EvictionHistory:
         *,
         held_seconds: float = 0.0,
         idle_seconds: float = 0.0,
+        reason: int = 0,
     ) -> None:
         place = self._next
         code, name = _CODE_OF[cause], self._number(caused_by)
@@ -90,10 +93,11 @@ class EvictionHistory:
             self._caused_by.append(name)
             self._held.append(held_seconds)
             self._idle.append(idle_seconds)
+            self._reason.append(reason)
         else:
             self._keys[place * KEY_BYTES : (place + 1) * KEY_BYTES] = key
             self._at[place], self._cause[place], self._caused_by[place] = now, code, name
-            self._held[place], self._idle[place] = held_seconds, idle_seconds
+            self._held[place], self._idle[place], self._reason[place] = held_seconds, idle_seconds, reason
         self._next = (place + 1) % self._capacity
 
     def find(self, keys: Iterable[BlockKey], now: float, as_of: float | None = None) -> dict[BlockKey, Eviction]:
@@ -117,6 +121,7 @@ class EvictionHistory:
                 self._names[self._caused_by[place]],
                 self._held[place],
                 self._idle[place],
+                self._reason[place],
             )
             for key, place in found.items()
             if now - self._at[place] <= self._keep_seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvservice.core.block.fingerprint import DIFFERENCES_TOLD, FieldDifference
@@ -251,6 +251,7 @@ class HistoryEntry:
     engine: str = ""  # the engine that stored it or is storing it: the beginning of its id
     held_seconds: float = 0.0  # for state "gone": how long it had been here
     idle_seconds: float = 0.0  # for state "gone": since its last use, at its eviction
+    reason: str = ""  # for state "gone": why the policy chose it, in words; "" when it had waited longest
 
 
 def name_engine(engine_id: bytes) -> str:
@@ -269,6 +270,7 @@ def find_history(
     sealing: Mapping[BlockKey, str],
     evictions: Mapping[BlockKey, Eviction],
     now: float,
+    describe_reason: Callable[[int], str],
 ) -> tuple[HistoryEntry, ...]:
     """Everything that a shard knows of these keys. Keys of which nothing is known are left out.
 
@@ -293,6 +295,7 @@ def find_history(
                     eviction.caused_by,
                     held_seconds=eviction.held_seconds,
                     idle_seconds=eviction.idle_seconds,
+                    reason=describe_reason(eviction.reason),
                 )
             )
     return tuple(found)

@@ -17,9 +17,11 @@ from kvservice.core.messages import MissReason
 from kvservice.core.segment.geometry import Geometry, slab_of
 from kvservice.core.segment.header import SlotFlags, SlotHeader
 from kvservice.core.segment.refs import BlockHandle, BlockRef
-from kvservice.core.store.eviction import EvictionPolicy
+from kvservice.core.store.eviction import EvictionPolicy, SelfExplaining
+from kvservice.core.store.reasons import NOT_BY_WORTH
 from kvservice.core.store.removals import Removals
 from kvservice.core.store.slots import Block, BlockOrigin, Slot, SlotEvent, SlotState, SlotTable, loops
+from kvservice.core.store.worth import RuleState
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
 NO_KEY = BlockKey(bytes(16))
@@ -60,6 +62,7 @@ class BlockStore:
         self._geometry = geometry
         self._epoch = epoch
         self.policy = policy
+        self._explaining = policy if isinstance(policy, SelfExplaining) else None
         self._emit = emit
         self._change = change or emit
         self.table = SlotTable(geometry)
@@ -78,6 +81,11 @@ class BlockStore:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._slots
+
+    @property
+    def eviction_rule(self) -> RuleState | None:
+        """Which of the policy's rules chooses victims. None for a policy of one rule."""
+        return None if self._explaining is None else self._explaining.rule()
 
     def get(self, key: BlockKey) -> Block | None:
         slot = self._slots.get(key)
@@ -394,6 +402,7 @@ class BlockStore:
             want.now,
             held_seconds=want.now - block.sealed_at,
             idle_seconds=want.now - self.policy.used_at(key),
+            reason=self._reason(key, cause),
         )
         self.accounts.count(slot.account, "evicted")
         self.removals.add(key, slot.account)
@@ -401,6 +410,11 @@ class BlockStore:
         self._change(Retract(key, block.route))
         self.counters["evicted_secondary" if block.is_secondary else "evicted_primary"] += 1
         self.counters[EVICTED[cause]] += 1
+
+    def _reason(self, key: BlockKey, cause: EvictionCause) -> int:
+        """Why the policy chose this block, if it was the policy that chose it."""
+        is_victim = cause in (EvictionCause.PRESSURE, EvictionCause.QUOTA)
+        return self._explaining.reason(key) if is_victim and self._explaining is not None else NOT_BY_WORTH
 
     def _grow(self, want: Want, may_steal: bool) -> bool:
         """Assign one more slab to this size: an unused one, or one of another size with blocks older than our own."""

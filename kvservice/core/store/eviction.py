@@ -18,11 +18,11 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.block.window_groups import WINDOW_BIT
-from kvservice.core.store.worth import GuardedWorth
+from kvservice.core.store.worth import GuardedWorth, RuleState
 from kvservice.units import BlockKey
 
 
@@ -91,6 +91,19 @@ class EvictionPolicy(Protocol):
 
     def by_heat(self) -> list[BlockKey]:
         """All blocks, the most recently used first, and each prefix before the blocks that extend it. Sorts."""
+        ...
+
+
+@runtime_checkable
+class SelfExplaining(Protocol):
+    """What a policy may have as well, for people."""
+
+    def reason(self, key: BlockKey) -> int:
+        """Why this block, which `victim` named, goes first; core.store.reasons has the words."""
+        ...
+
+    def rule(self) -> RuleState:
+        """Which of its rules chooses victims, and what is known of both."""
         ...
 
 

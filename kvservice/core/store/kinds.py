@@ -34,3 +34,25 @@ def kind_of(uses: int, turn: int, interval: int, last_turn: int, last_interval: 
 def pause_of(ticks: int) -> int:
     """The step of a time between two uses."""
     return (min(ticks.bit_length(), _BITS_MAX - 1) + 1) // 2
+
+
+def describe_kind(kind: int) -> str:
+    """What is common to the blocks of a kind, in words."""
+    sort, pause = divmod(kind, PAUSES)
+    if sort == PRIVATE:
+        return "a block of a prompt that nobody has continued"
+    first = sort - PRIVATE if sort < SHARED else (sort - SHARED) % (HEADS - SHARED) + 1
+    least, most = 1 << first - 1, (1 << first) - 1  # turns or uses: numbers of so many bits
+    if sort < SHARED:
+        what = f"a block of a conversation of {_range(least + 1, most + 1, is_last=first == SHARED - 1)} turns"
+    else:
+        times = f"used again {_range(least, most, is_last=first == HEADS - SHARED)} times".replace("1 times", "once")
+        what = f"a shared block, {times}" if sort < HEADS else f"a block of the beginning of a prompt, {times}"
+    lowest, highest = 4**pause // 4, 4**pause - 1
+    return f"{what}, the last two {_range(lowest, highest, is_last=pause == PAUSES - 1)} prompts apart"
+
+
+def _range(least: int, most: int, *, is_last: bool) -> str:
+    if is_last:
+        return f"{least:,} or more"
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"

@@ -20,6 +20,7 @@ from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.store.guard import RuleGuard
 from kvservice.core.store.kinds import kind_of
 from kvservice.core.store.orders import ByAge, ByWorth
+from kvservice.core.store.reasons import NOT_BY_WORTH, reason_of
 from kvservice.core.store.shadows import ShadowLru, ShadowWorth
 from kvservice.core.store.stretches import Group, IsLeaf, LeafOrder, Rank, Shelf, Stretch, StretchTree
 from kvservice.core.store.worths import Worths
@@ -35,6 +36,15 @@ class RuleState:
     switches: int  # how often the rule changed
     hit_rate_lru: float  # of late, of the shadow of LRU: a cache as large as the pool
     hit_rate_worth: float  # the same of worth
+
+    def figures(self) -> dict[str, int]:
+        """By the names of observe.metrics; rates in parts per million."""
+        return {
+            "eviction_by_worth": int(self.is_by_worth),
+            "eviction_rule_changes": self.switches,
+            "eviction_lru_hits_ppm": round(1e6 * self.hit_rate_lru),
+            "eviction_worth_hits_ppm": round(1e6 * self.hit_rate_worth),
+        }
 
 
 def _rank_of(found: tuple[Shelf, Stretch]) -> tuple[bool, Rank]:
@@ -435,8 +445,14 @@ class GuardedWorth:
         stretches.sort(key=lambda stretch: (-stretch.group.tick, stretch.position))
         return [key for stretch in stretches for key in stretch.keys[: stretch.held]]
 
-    def state(self) -> RuleState:
-        """Who rules, and what is known of both rules. For people."""
+    def reason(self, key: BlockKey) -> int:
+        if not self._guard.is_by_worth:
+            return NOT_BY_WORTH
+        stretch = self._tree.of[key]
+        assert stretch.shelf is not None
+        return reason_of(stretch.group.kind, stretch.group.age, is_secondary=stretch.shelf.is_secondary)
+
+    def rule(self) -> RuleState:
         lru, worth = self._guard.hit_rates
         return RuleState(self._guard.is_by_worth, self._guard.switches, lru, worth)
 

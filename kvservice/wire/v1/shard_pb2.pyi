@@ -887,7 +887,7 @@ class BlockHistoryRequest(_message.Message):
     def __init__(self, keys: _Optional[bytes] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
 class HistoryEntry(_message.Message):
-    __slots__ = ("index", "state", "age_seconds", "cause", "caused_by", "engine", "held_seconds", "idle_seconds")
+    __slots__ = ("index", "state", "age_seconds", "cause", "caused_by", "engine", "held_seconds", "idle_seconds", "reason")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -896,6 +896,7 @@ class HistoryEntry(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     index: int
     state: str
     age_seconds: float
@@ -904,7 +905,8 @@ class HistoryEntry(_message.Message):
     engine: str
     held_seconds: float
     idle_seconds: float
-    def __init__(self, index: _Optional[int] = ..., state: _Optional[str] = ..., age_seconds: _Optional[float] = ..., cause: _Optional[str] = ..., caused_by: _Optional[str] = ..., engine: _Optional[str] = ..., held_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ...) -> None: ...
+    reason: str
+    def __init__(self, index: _Optional[int] = ..., state: _Optional[str] = ..., age_seconds: _Optional[float] = ..., cause: _Optional[str] = ..., caused_by: _Optional[str] = ..., engine: _Optional[str] = ..., held_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class BlockHistoryReply(_message.Message):
     __slots__ = ("entries",)

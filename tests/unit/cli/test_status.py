@@ -57,7 +57,7 @@ def test_status_tells_operators(said: str) -> None:
 
 
 def test_details_of_developers_are_behind_wide() -> None:
-    for detail in ("Mirrors of the directory", "boot epoch", "8,200 tokens/s", "slots"):
+    for detail in ("Mirrors of the directory", "boot epoch", "8,200 tokens/s", "by worth it finds", "slots"):
         assert (detail in shown(), detail in shown(wide=True)) == (False, True) or detail == "slots"
 
 

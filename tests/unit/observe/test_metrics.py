@@ -61,6 +61,14 @@ def test_a_nodes_machine_is_named_beside_its_id() -> None:
     assert f'kvservice_node_info{{host="{socket.gethostname()}",node="n0",service="s"}} 1.0' in text
 
 
+def test_both_rules_of_eviction_are_exported() -> None:
+    text = exported(stats(eviction_by_worth=1, eviction_lru_hits_ppm=250_000, eviction_worth_hits_ppm=500_000))
+    assert 'kvservice_eviction_by_worth{node="n0",service="s"} 1.0' in text
+    assert 'kvservice_eviction_shadow_hit_ratio{node="n0",rule="lru",service="s"} 0.25' in text
+    assert 'kvservice_eviction_shadow_hit_ratio{node="n0",rule="worth",service="s"} 0.5' in text
+    assert 'rule="lru"' not in exported(stats()), "a policy of one rule has no shadows"
+
+
 def test_tiers_have_figures_and_counters_of_their_own() -> None:
     disk = TierFigures("disk", "open", blocks=7, used_bytes=70, budget_bytes=100, waiting_blocks=2)
     counted = stats(tier_disk_written_bytes=4096, tier_disk_read_corrupt=1, tier_disk_other=3)
@@ -136,7 +144,7 @@ def test_the_table_names_no_counter_that_nobody_counts() -> None:
     text = "\n".join(path.read_text() for folder in folders for path in (ROOT / "kvservice" / folder).rglob("*.py"))
     counted = set(COUNTED.findall(text))
     counted |= {f"transfer_{name}" for name in counted}  # the pool prefixes those of the puller
-    composed = ("pull_", "evicted_")  # of an enum's values, of a choice
+    composed = ("pull_", "evicted_", "eviction_")  # of an enum's values, of a choice, of a policy's rule
     assert {name for name in COUNTERS if not name.startswith(composed)} <= counted
 
 

@@ -73,6 +73,13 @@ def test_an_eviction_says_what_would_have_kept_the_block(cause: str, idle: float
     assert text.endswith(f", {hint} would have kept it")
 
 
+def test_an_eviction_by_worth_says_why_this_block_went() -> None:
+    """How much larger a pool would have kept it follows from waiting, and worth does not go by waiting alone."""
+    gone = BlockHistory("n1", "gone", 72.5, "pressure", "stores of M", idle_seconds=25.0, reason="it was worth least")
+    _, text = cause_of(REQUEST, gone)
+    assert text.endswith("to make room for stores of M, 25.0 s after its last use; it was worth least")
+
+
 @pytest.mark.parametrize(
     ("cause", "said"),
     [

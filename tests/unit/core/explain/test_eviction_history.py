@@ -19,6 +19,13 @@ def test_latest_eviction_of_a_block_is_told() -> None:
     }
 
 
+def test_reason_of_an_eviction_is_kept() -> None:
+    history = EvictionHistory(capacity=1)
+    for reason in (7, 65_535):
+        history.add(KEYS[0], EvictionCause.PRESSURE, "", 1.0, reason=reason)
+        assert history.find(KEYS, 2.0)[KEYS[0]].reason == reason
+
+
 def test_full_history_forgets_the_oldest() -> None:
     history = EvictionHistory(capacity=3)
     for moment, key in enumerate(KEYS[:5]):

@@ -10,7 +10,8 @@ import pytest
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.store import worth
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstLru
-from kvservice.core.store.worth import GuardedWorth
+from kvservice.core.store.reasons import NOT_BY_WORTH, describe_reason
+from kvservice.core.store.worth import GuardedWorth, RuleState
 from kvservice.units import BlockKey
 
 Prompt = tuple[int, ...]
@@ -180,10 +181,31 @@ def test_gone_blocks_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_says_who_rules_and_why() -> None:
     policy = GuardedWorth()
-    assert policy.state().hit_rate_lru == policy.state().hit_rate_worth == 0
+    assert policy.rule().hit_rate_lru == policy.rule().hit_rate_worth == 0
     hit_rate(policy, rounds(prompts=100, blocks=4, times=12), 200)
-    found = policy.state()
+    found = policy.rule()
     assert found.is_by_worth and found.switches == 1 and found.hit_rate_worth > found.hit_rate_lru + 0.1
+
+
+def test_a_victim_of_worth_has_a_reason_and_one_of_lru_has_none() -> None:
+    policy = GuardedWorth()
+    add(policy, 10**6, None, 0)
+    assert policy.victim(None) is not None and policy.reason(key(10**6)) == NOT_BY_WORTH
+    hit_rate(policy, rounds(prompts=100, blocks=4, times=12), 200)
+    victim = policy.victim(None)
+    assert victim is not None and policy.rule().is_by_worth
+    said = describe_reason(policy.reason(victim))
+    assert "expected to bring the fewest hits: a shared block, used again 8 to 15 times, the last two 64 to" in said
+
+
+def test_what_is_exported_of_the_rule() -> None:
+    rule = RuleState(is_by_worth=True, switches=3, hit_rate_lru=0.25, hit_rate_worth=0.5)
+    assert rule.figures() == {
+        "eviction_by_worth": 1,
+        "eviction_rule_changes": 3,
+        "eviction_lru_hits_ppm": 250_000,
+        "eviction_worth_hits_ppm": 500_000,
+    }
 
 
 def test_use_does_not_pile_up_memory() -> None:
