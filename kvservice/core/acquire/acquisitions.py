@@ -31,6 +31,7 @@ from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.arrivals import DIGESTING, Arrivals
 from kvservice.core.acquire.fetches import Fetches
 from kvservice.core.acquire.handoff import APPEAR_SECONDS, WAIT_SECONDS_MAX, check_handoff_id
+from kvservice.core.acquire.hinted import expectation
 from kvservice.core.acquire.pulls import PULL_BLOCKS_MAX, Pulls
 from kvservice.core.acquire.sources import choose, nodes_are_faster
 from kvservice.core.actions import Follow, Probe, ReleaseRemote, Resolve
@@ -127,7 +128,8 @@ class Acquisitions:
         if is_long:
             now = yield
         if not request.hold_seconds:  # to hold a block for somebody is no use of it
-            self._store.policy.touch(request.keys[request.skip :] if acquisition.base else request.keys, now)
+            used = request.keys[request.skip :] if acquisition.base else request.keys
+            self._store.touch(used, now, expectation(request.hints))
         if is_long:
             now = yield
             missing = self._take_local(acquisition, missing)  # some may have come meanwhile

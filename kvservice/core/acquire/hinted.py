@@ -1,8 +1,8 @@
 """What the pool does with hints of clients: it counts them, holds what is pinned, and fetches what is to be fetched.
 
 A pin is a hold for a bounded time, within the budget of warmed blocks, so clients cannot fill a pool with it. Blocks to
-write down or to share, expected reuse and last turns are counted: they say something to an eviction policy, and none
-reads them yet. Pure.
+write down or to share, expected reuse and last turns are told to the eviction policy, for which prompts with a hint are
+kinds of their own (core.store.kinds). Pure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,21 @@ from dataclasses import replace
 from kvservice.core.acquire.holds import HOLD_SECONDS_MAX, Holds
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import AcquireRequest, Hints
+from kvservice.core.store.kinds import Expected
 from kvservice.core.store.slots import Block, Slot
+
+SOON_SECONDS = 300.0  # a next use that is expected within it is soon: a tool call, or a person who reads an answer
+
+
+def expectation(hints: Hints) -> Expected:
+    """What an eviction policy makes of hints. Of several the most certain one counts."""
+    if hints.last_turn:
+        return Expected.LAST_TURN
+    if hints.reuse_seconds:
+        return Expected.SOON if hints.reuse_seconds <= SOON_SECONDS else Expected.LATER
+    if hints.write_down:
+        return Expected.LATER
+    return Expected.SHARED if hints.share else Expected.NOTHING_SAID
 
 
 class Hinted:

@@ -17,7 +17,8 @@ from kvservice.core.messages import MissReason
 from kvservice.core.segment.geometry import Geometry, slab_of
 from kvservice.core.segment.header import SlotFlags, SlotHeader
 from kvservice.core.segment.refs import BlockHandle, BlockRef
-from kvservice.core.store.eviction import EvictionPolicy, SelfExplaining
+from kvservice.core.store.eviction import EvictionPolicy, Hintable, SelfExplaining
+from kvservice.core.store.kinds import Expected
 from kvservice.core.store.reasons import NOT_BY_WORTH
 from kvservice.core.store.removals import Removals
 from kvservice.core.store.slots import Block, BlockOrigin, Slot, SlotEvent, SlotState, SlotTable, loops
@@ -63,6 +64,7 @@ class BlockStore:
         self._epoch = epoch
         self.policy = policy
         self._explaining = policy if isinstance(policy, SelfExplaining) else None
+        self._hintable = policy if isinstance(policy, Hintable) else None
         self._emit = emit
         self._change = change or emit
         self.table = SlotTable(geometry)
@@ -105,6 +107,12 @@ class BlockStore:
         found = loops.leading(self._slots, keys, payload_bytes)
         self.table.pin(found)
         return found
+
+    def touch(self, chain: Sequence[BlockKey], now: float, expected: Expected = Expected.NOTHING_SAID) -> None:
+        """A client uses these consecutive blocks of one chain, and expects this of them."""
+        if expected and self._hintable is not None:
+            self._hintable.expect(expected)
+        self.policy.touch(chain, now)
 
     def pin(self, slots: Iterable[Slot]) -> None:
         """One more reader for each of these slots. The policy is not told: see `_victim`."""

@@ -22,6 +22,7 @@ from typing import Protocol, runtime_checkable
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.block.window_groups import WINDOW_BIT
+from kvservice.core.store.kinds import Expected
 from kvservice.core.store.worth import GuardedWorth, RuleState
 from kvservice.units import BlockKey
 
@@ -104,6 +105,15 @@ class SelfExplaining(Protocol):
 
     def rule(self) -> RuleState:
         """Which of its rules chooses victims, and what is known of both."""
+        ...
+
+
+@runtime_checkable
+class Hintable(Protocol):
+    """What a policy may have as well, to use hints of clients."""
+
+    def expect(self, expected: Expected) -> None:
+        """The client of the next prompt, with which `touch` is called now, expects this of it."""
         ...
 
 

@@ -4,19 +4,42 @@ How often a block was used does not tell in a conversation: its blocks live and 
 used again and its first at every turn. So a block that is used by one conversation only is judged by the conversation:
 by its turns and its last pause. A block that was used more often than its conversation went on is shared, for example
 a system prompt, and is judged by itself: by its uses and the time between the last two. So is the beginning of a chain
-that was asked for again, apart. Pure.
+that was asked for again, apart.
+
+Prompts of which the client expects something are kinds of their own, whatever it expects. So a hint counts for what it
+has proved to be worth: if prompts that are called last turns go on like others, the hint soon changes nothing. Pure.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 PAUSES = 9  # steps of the time between two uses: each is four times as long as the one before
 PRIVATE, SHARED, HEADS = 0, 5, 10  # first sorts: five steps of turns or uses each
 SORTS = 15  # three times five
-KINDS = SORTS * PAUSES
+HINTED = SORTS * PAUSES  # the first kind of prompts with a hint: for each hint five steps of turns
+KINDS = HINTED + 4 * (SHARED - PRIVATE)  # four things to expect
 _BITS_MAX = 2 * (PAUSES - 1)  # two bits of a time make a step
 
 
-def kind_of(uses: int, turn: int, interval: int, last_turn: int, last_interval: int) -> int:
+class Expected(IntEnum):
+    """What a client expects of a prompt."""
+
+    NOTHING_SAID = 0
+    LAST_TURN = 1  # nobody continues it
+    LATER = 2  # not for a while
+    SOON = 3  # in the next minutes
+    SHARED = 4  # other engines will ask for it
+
+
+def kind_of(
+    uses: int,
+    turn: int,
+    interval: int,
+    last_turn: int,
+    last_interval: int,
+    expected: Expected = Expected.NOTHING_SAID,
+) -> int:
     """The kind of a block with so many uses, that was new in this turn of its conversation.
 
     Args:
@@ -25,10 +48,22 @@ def kind_of(uses: int, turn: int, interval: int, last_turn: int, last_interval: 
         last_interval: the interval of the last block of its chain that has one.
     """
     is_shared = uses > last_turn - turn
+    if expected and not is_shared:
+        return HINTED + (expected - 1) * (SHARED - PRIVATE) + min(last_turn.bit_length(), SHARED - PRIVATE - 1)
     if is_shared or (turn == 0 and uses):
         sort = (SHARED if is_shared else HEADS) + min(uses.bit_length(), 5) - 1
         return sort * PAUSES + pause_of(interval)
     return (PRIVATE + min(last_turn.bit_length(), 4)) * PAUSES + (pause_of(last_interval) if last_turn else 0)
+
+
+def expected_of(kind: int) -> Expected:
+    """What was expected of the prompts of this kind."""
+    return Expected.NOTHING_SAID if kind < HINTED else Expected(1 + (kind - HINTED) // (SHARED - PRIVATE))
+
+
+def sort_of(kind: int) -> int:
+    """The sort of a kind; with a hint, that of blocks like these without one."""
+    return kind // PAUSES if kind < HINTED else PRIVATE + (kind - HINTED) % (SHARED - PRIVATE)
 
 
 def pause_of(ticks: int) -> int:
@@ -36,20 +71,38 @@ def pause_of(ticks: int) -> int:
     return (min(ticks.bit_length(), _BITS_MAX - 1) + 1) // 2
 
 
+_EXPECTED = {
+    Expected.LAST_TURN: "its last, as a client said",
+    Expected.LATER: "needed later, as a client said",
+    Expected.SOON: "needed soon, as a client said",
+    Expected.SHARED: "shared, as a client said",
+}
+
+
 def describe_kind(kind: int) -> str:
     """What is common to the blocks of a kind, in words."""
+    if kind >= HINTED:
+        return f"{_of_turns(sort_of(kind))}, {_EXPECTED[expected_of(kind)]}"
     sort, pause = divmod(kind, PAUSES)
     if sort == PRIVATE:
-        return "a block of a prompt that nobody has continued"
-    first = sort - PRIVATE if sort < SHARED else (sort - SHARED) % (HEADS - SHARED) + 1
-    least, most = 1 << first - 1, (1 << first) - 1  # turns or uses: numbers of so many bits
-    if sort < SHARED:
-        what = f"a block of a conversation of {_range(least + 1, most + 1, is_last=first == SHARED - 1)} turns"
-    else:
-        times = f"used again {_range(least, most, is_last=first == HEADS - SHARED)} times".replace("1 times", "once")
-        what = f"a shared block, {times}" if sort < HEADS else f"a block of the beginning of a prompt, {times}"
+        return _of_turns(sort)
+    what = _of_turns(sort) if sort < SHARED else _of_uses(sort)
     lowest, highest = 4**pause // 4, 4**pause - 1
     return f"{what}, the last two {_range(lowest, highest, is_last=pause == PAUSES - 1)} prompts apart"
+
+
+def _of_turns(sort: int) -> str:
+    if sort == PRIVATE:
+        return "a block of a prompt that nobody has continued"
+    least, most = 1 << sort - PRIVATE - 1, (1 << sort - PRIVATE) - 1  # the last turn, counted from 0
+    return f"a block of a conversation of {_range(least + 1, most + 1, is_last=sort == SHARED - 1)} turns"
+
+
+def _of_uses(sort: int) -> str:
+    step = (sort - SHARED) % (HEADS - SHARED)
+    uses = _range(1 << step, (2 << step) - 1, is_last=step == HEADS - SHARED - 1)
+    times = "once" if step == 0 else f"{uses} times"
+    return f"{'a shared block' if sort < HEADS else 'a block of the beginning of a prompt'}, used again {times}"
 
 
 def _range(least: int, most: int, *, is_last: bool) -> str:

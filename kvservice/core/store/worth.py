@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.store.guard import RuleGuard
-from kvservice.core.store.kinds import kind_of
+from kvservice.core.store.kinds import Expected, expected_of, kind_of
 from kvservice.core.store.orders import ByAge, ByWorth
 from kvservice.core.store.reasons import NOT_BY_WORTH, reason_of
 from kvservice.core.store.shadows import ShadowLru, ShadowWorth
@@ -69,6 +69,7 @@ class GuardedWorth:
         self._pinned: set[BlockKey] = set()
         self._found: Group | None = None  # the last blocks that an earlier boot left
         self._parked: set[BlockKey] = set()  # pinned blocks at the end of leaves that were taken out of the order
+        self._expected = Expected.NOTHING_SAID  # of the prompt that is being served
         self._tick = 0
         self._capacity = 0  # the most blocks that were resident when room was needed; 0: it was never needed
 
@@ -79,6 +80,10 @@ class GuardedWorth:
             self._begin_prompt()
             fresh = Group(0, self._tick, now)
             self._use(self._tree.walk(chain, fresh), fresh)
+        self._expected = Expected.NOTHING_SAID
+
+    def expect(self, expected: Expected) -> None:
+        self._expected = expected
 
     def _begin_prompt(self) -> None:
         self._tick += 1
@@ -112,8 +117,9 @@ class GuardedWorth:
         if self._guard.compare(asked, by_lru, by_worth):
             self._change_rule()
         self._forget()
+        may_raise = self._is_of_one_tenant()
         for _ in range(KINDS_A_PROMPT):
-            kind = self._worths.learn(self._capacity)
+            kind = self._worths.learn(self._capacity, may_raise=may_raise)
             if kind is None:
                 break
             for order in self._orders_by_worth():
@@ -147,7 +153,7 @@ class GuardedWorth:
         last_interval = next((stretch.interval for stretch in reversed(found) if stretch.interval), 0)
         groups: dict[int, Group] = {}
         for stretch in found:
-            kind = kind_of(stretch.uses, stretch.turn, stretch.interval, last_turn, last_interval)
+            kind = kind_of(stretch.uses, stretch.turn, stretch.interval, last_turn, last_interval, self._expected)
             group = groups.get(kind)
             if group is None:
                 group = groups[kind] = Group(kind, self._tick, now)
@@ -245,6 +251,7 @@ class GuardedWorth:
         elif key not in tree.of and self._is_like(above, shelf):
             return self._extend(above, key)
         fresh = Group(0, self._tick, now)
+        self._expected = Expected.NOTHING_SAID if above is None else expected_of(above.group.kind)
         if above is None and parent is not None and 0 < position < WINDOW_BIT and parent not in tree.of:
             found = tree.walk((parent, key), fresh, position - 1)
         elif key in tree.of:
@@ -253,6 +260,7 @@ class GuardedWorth:
         else:
             found = tree.walk((key,), fresh, position, above)
         self._use(found, fresh)
+        self._expected = Expected.NOTHING_SAID
         while above is not None and above.group.tick != self._tick:
             self._renew(above, now)
             above = above.above
@@ -345,6 +353,9 @@ class GuardedWorth:
         if shelf is None:
             shelf = shelves[account, is_secondary] = Shelf(size_class, account, is_secondary, self._make_order, ByAge)
         return shelf
+
+    def _is_of_one_tenant(self) -> bool:
+        return len({account for shelves in self._shelves.values() for account, _ in shelves}) <= 1
 
     def _all_shelves(self) -> Iterator[Shelf]:
         return (shelf for shelves in self._shelves.values() for shelf in shelves.values())

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from kvservice.core.store.kinds import KINDS, PAUSES
+from kvservice.core.store.kinds import HINTED, KINDS, PAUSES, PRIVATE, SHARED, Expected, expected_of, sort_of
 from kvservice.core.store.stretches import Group, Stretch
 
 # Ages begin at these ticks: the first few each, then two an octave.
@@ -36,6 +36,9 @@ RATE_MAX = 0.999  # nothing is certain; a rate of 1 would leave no chance for la
 PRIVATE_LIFT = (0.3, 1.0, 2.0, 3.0, 4.0)  # by turns: who went on will go on
 USED_LIFT = (4.0, 6.0, 8.0, 12.0, 16.0)  # by uses
 LIFT = PRIVATE_LIFT + USED_LIFT + USED_LIFT
+# The same for prompts with hints, beside those of as many turns without one. No more than that: what people say of the
+# future is often wrong, and what it was worth is soon known.
+HINT_LIFT = {Expected.LAST_TURN: 0.1, Expected.LATER: 0.5, Expected.SOON: 2.0, Expected.SHARED: 2.0}
 
 
 class Worths:
@@ -99,17 +102,20 @@ class Worths:
                     found.append(group)
         return found
 
-    def learn(self, capacity: int) -> int | None:
-        """Compute the worths of one kind anew, in turn, if enough was counted since. Returns the kind."""
+    def learn(self, capacity: int, *, may_raise: bool = True) -> int | None:
+        """Compute the worths of one kind anew, in turn, if enough was counted since. Returns the kind.
+
+        Without `may_raise` a hint lowers what a block is worth, or changes nothing. So no tenant keeps the blocks of
+        others out with hints.
+        """
         if not self._due:
             if self._counted < self._learn_at:
                 return None
             self._begin_pass(capacity)
         kind = self._due.pop()
-        if kind // PAUSES != self._sort:
-            self._begin_sort(kind // PAUSES)
-        rates = _rates(self._used[kind], self._reached[kind], self._of_sort, self._prior)
-        self.table[kind] = worth_by_age(rates)
+        if sort_of(kind) != self._sort:
+            self._begin_sort(sort_of(kind))
+        self.table[kind] = self._worths_of(kind, may_raise)
         return kind
 
     def _begin_pass(self, capacity: int) -> None:
@@ -118,7 +124,7 @@ class Worths:
             self._counted /= 2
         self._learn_at = self._counted + max(LEARN_MIN, self._counted * LEARN_SHARE)
         self._prior = max(PRIOR_PROMPTS * self._asked / self._prompts, PRIOR_SHARE * capacity)
-        self._due = [kind for kind in range(KINDS) if self._reached[kind][0]]
+        self._due = sorted((kind for kind in range(KINDS) if self._reached[kind][0]), key=sort_of)
         reached, used = _summed(self._reached, self._due), _summed(self._used, self._due)
         self._common = _rates(used, reached, [sum(used) / sum(reached)] * AGES, self._prior * AGES_ALIKE)
         self._sort = -1
@@ -127,11 +133,23 @@ class Worths:
         self._sort = sort
         kinds = range(sort * PAUSES, (sort + 1) * PAUSES)
         if self._is_fading:
+            hinted = range(HINTED + sort - PRIVATE, KINDS, SHARED - PRIVATE) if sort < SHARED else ()
             for counts in (self._reached, self._used):
-                for kind in kinds:
+                for kind in (*kinds, *hinted):
                     counts[kind] = [count / 2 for count in counts[kind]]
         expected = [rate * LIFT[sort] for rate in self._common]
         self._of_sort = _rates(_summed(self._used, kinds), _summed(self._reached, kinds), expected, self._prior)
+
+    def _worths_of(self, kind: int, may_raise: bool) -> list[float]:
+        """The worth of a kind of the sort that was begun, by age."""
+        used, reached, expected = self._used[kind], self._reached[kind], expected_of(kind)
+        if expected is Expected.NOTHING_SAID:
+            return worth_by_age(_rates(used, reached, self._of_sort, self._prior))
+        lift = HINT_LIFT[expected] if may_raise else min(HINT_LIFT[expected], 1.0)
+        worths = worth_by_age(_rates(used, reached, [rate * lift for rate in self._of_sort], self._prior))
+        if may_raise:
+            return worths
+        return [min(pair) for pair in zip(worths, worth_by_age(self._of_sort), strict=True)]
 
     def check_invariants(self) -> None:
         for age, row in enumerate(self._rows):

@@ -7,6 +7,8 @@ import pytest
 from kvservice.core import events as ev
 from kvservice.core.acquire.holds import HOLD_SECONDS_MAX
 from kvservice.core.messages import AcquireRequest, Hints, MissReason
+from kvservice.core.store.kinds import Expected, expected_of
+from kvservice.core.store.worth import GuardedWorth
 from kvservice.testing.builders import CoreHarness, make_chain, make_located, run_of
 from kvservice.units import AttachmentId
 
@@ -102,6 +104,30 @@ def test_prefetch_brings_what_computing_would_be_faster_for(prefetch: bool) -> N
     harness.located(harness.locates[-1], make_located(harness.locates[-1].keys))
     harness.pulled(harness.pulls[-1], ev.PullResult.OK)
     assert len(harness.result(op).blocks) == 2
+
+
+@pytest.mark.parametrize(
+    ("hints", "expected"),
+    [
+        (ALL, Expected.LAST_TURN),
+        (Hints(reuse_seconds=300.0, share=True, write_down=True), Expected.SOON),
+        (Hints(reuse_seconds=301.0), Expected.LATER),
+        (Hints(write_down=True, share=True), Expected.LATER),
+        (Hints(share=True), Expected.SHARED),
+        (PIN, Expected.NOTHING_SAID),
+        (Hints(), Expected.NOTHING_SAID),
+    ],
+)
+def test_eviction_is_told_what_clients_expect(hints: Hints, expected: Expected) -> None:
+    """Of a prompt that is new, and of what is stored of it."""
+    harness = CoreHarness(slab_count=8)
+    engine = harness.attach()
+    harness.resolved(acquire(harness, engine, hints))
+    harness.store(engine, CHAIN)
+    policy = harness.state._store.policy
+    assert isinstance(policy, GuardedWorth)
+    [kind] = {stretch.group.kind for stretch in policy._tree.of.values()}
+    assert expected_of(kind) is expected
 
 
 def test_a_leaving_node_holds_nothing() -> None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.core.store.kinds import HEADS, KINDS, PAUSES, PRIVATE, SHARED, SORTS, kind_of, pause_of
-
-
-def sort_of(kind: int) -> int:
-    return kind // PAUSES
+from kvservice.core.store.kinds import (
+    HEADS,
+    HINTED,
+    KINDS,
+    PAUSES,
+    PRIVATE,
+    SHARED,
+    SORTS,
+    Expected,
+    expected_of,
+    kind_of,
+    pause_of,
+    sort_of,
+)
 
 
 def test_the_blocks_of_a_conversation_are_of_one_kind() -> None:
@@ -41,4 +50,17 @@ def test_a_pause_is_four_times_the_one_before(ticks: int, pause: int) -> None:
 
 def test_every_kind_has_a_place() -> None:
     most = kind_of(10**6, 0, 10**9, 3, 10**9), kind_of(10**6, 0, 10**9, 10**7, 0)
-    assert max(most) == KINDS - 1 and sort_of(KINDS - 1) == SORTS - 1
+    assert max(most) == HINTED - 1 and sort_of(HINTED - 1) == SORTS - 1
+    assert kind_of(0, 10**6, 0, 10**6, 5, max(Expected)) == KINDS - 1
+
+
+@pytest.mark.parametrize("expected", list(Expected)[1:])
+def test_prompts_with_a_hint_are_kinds_of_their_own(expected: Expected) -> None:
+    kinds = [kind_of(0, turn, 7, turn, 7, expected) for turn in (0, 1, 3, 7, 15)]
+    assert len(set(kinds)) == 5 and all(expected_of(kind) is expected for kind in kinds)
+    assert [sort_of(kind) for kind in kinds] == [PRIVATE + step for step in range(5)]
+    assert [sort_of(kind_of(0, turn, 7, turn, 7)) for turn in (0, 1, 3, 7, 15)] == [sort_of(kind) for kind in kinds]
+
+
+def test_what_is_shared_is_judged_by_itself_whatever_is_said() -> None:
+    assert kind_of(4, 0, 2, 3, 9, Expected.LAST_TURN) == kind_of(4, 0, 2, 3, 9)

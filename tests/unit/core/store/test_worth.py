@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import pytest
 
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.store import worth
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstLru
+from kvservice.core.store.kinds import Expected
 from kvservice.core.store.reasons import NOT_BY_WORTH, describe_reason
 from kvservice.core.store.worth import GuardedWorth, RuleState
 from kvservice.units import BlockKey
@@ -293,3 +296,77 @@ def test_many_blocks_of_an_earlier_boot_hold_nobody_up() -> None:
     listed = [list(shelf.order.in_order()) for shelf in policy._all_shelves()]
     assert sum(map(len, listed)) == 300
     policy.check_invariants()
+
+
+def chats(seed: int, count: int) -> Iterator[tuple[str, Prompt, bool]]:
+    """(account, prompt, whether it is the last turn): always forty conversations, of four turns in the mean."""
+    draw = random.Random(seed)
+    running: list[tuple[str, list[int]]] = []
+    for number in range(count):
+        if len(running) < 40:
+            running.append(("ab"[number % 2], [1000 * number + block for block in range(8)]))
+        account, chain = running[draw.randrange(len(running))]
+        is_last = draw.random() < 0.25
+        yield account, tuple(chain), is_last
+        chain += [1000 * number + 500 + block for block in range(4)]
+        if is_last:
+            running.remove((account, chain))
+
+
+@cache
+def hit_rates(hint: Callable[[str, bool], Expected], *, has_tenants: bool = False) -> dict[str, float]:
+    """By account, of chats whose clients say this of each turn."""
+    policy, held = GuardedWorth(), set[BlockKey]()
+    hits, asked = Counter[str](), Counter[str]()
+    for number, (account, prompt, is_last) in enumerate(chats(1, 2000)):
+        chain = [key(block) for block in prompt]
+        policy.expect(hint(account, is_last))
+        policy.touch(chain, float(number))
+        found = next((index for index, block in enumerate(chain) if block not in held), len(chain))
+        hits[account] += found
+        asked[account] += len(chain)
+        for block in prompt[found:]:
+            if len(held) == 300:
+                victim = policy.victim(None)
+                assert victim is not None
+                policy.remove(victim)
+                held.discard(victim)
+            if key(block) not in held:
+                held.add(key(block))
+                index = prompt.index(block)
+                add(policy, block, prompt[index - 1] if index else None, index, account if has_tenants else "")
+    policy.check_invariants()
+    return {account: hits[account] / asked[account] for account in sorted(asked)}
+
+
+def say_nothing(account: str, is_last: bool) -> Expected:
+    return Expected.NOTHING_SAID
+
+
+def say_what_is_true(account: str, is_last: bool) -> Expected:
+    return Expected.LAST_TURN if is_last else Expected.SOON
+
+
+@pytest.mark.parametrize("has_tenants", [False, True])
+def test_hints_that_are_true_find_more(has_tenants: bool) -> None:
+    with_hints, without = (hit_rates(say, has_tenants=has_tenants) for say in (say_what_is_true, say_nothing))
+    assert all(with_hints[account] > without[account] + 0.05 for account in "ab"), (with_hints, without)
+
+
+@pytest.mark.parametrize("said", list(Expected)[1:])
+def test_hints_that_say_nothing_true_cost_nothing(said: Expected) -> None:
+    lies, without = hit_rates(lambda *_: said), hit_rates(say_nothing)
+    assert sum(lies.values()) / 2 > sum(without.values()) / 2 - 0.01, (lies, without)
+
+
+def test_hints_are_believed_for_what_followed() -> None:
+    """Clients who mistake one for the other are of the same use."""
+    mistaken = hit_rates(lambda _, is_last: Expected.SOON if is_last else Expected.LAST_TURN)
+    assert min(mistaken.values()) > max(hit_rates(say_nothing).values()) + 0.05
+
+
+def test_no_tenant_keeps_another_ones_blocks_out_with_hints() -> None:
+    """Both do the same. One needs all of it soon, as it says."""
+    loud = hit_rates(lambda account, _: Expected.SOON if account == "a" else Expected.NOTHING_SAID, has_tenants=True)
+    without = hit_rates(say_nothing, has_tenants=True)
+    assert loud["b"] > without["b"] - 0.01, (loud, without)
