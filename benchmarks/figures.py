@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from benchmarks import scale_figures, tier_figures
+from benchmarks import effect_figures, scale_figures, tier_figures
 from benchmarks.committed import Figures, Results, Unclean
 from benchmarks.goals import judged, read
 from benchmarks.memory import markdown as memory_table
@@ -20,9 +20,12 @@ from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
 from benchmarks.report import ROOT
 from benchmarks.sharing_table import sharing_tables
 
-_NAMES = ("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md", "disk-worth.md")
+_NAMES = (
+    *("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md", "disk-worth.md"),
+    *("effectiveness.md", "codecs.md"),
+)
 _HOWTO = ("traces.md", "monitor.md", "share-engines.md", "size-the-pool.md")
-PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, "codecs.md", *(f"howto/{name}" for name in _HOWTO)))
+PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, *(f"howto/{name}" for name in _HOWTO)))
 SIZES = {65536: "64 KiB", 737280: "720 KiB", 2097152: "2 MiB"}
 MORE_IN_FLIGHT = "7745369e8af1"  # of this commit's peers.json: 96 MiB of a pull were in flight, 24 may be now
 _BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -321,6 +324,10 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "scale-costs": lambda results: scale_figures.costs(results.document("scale")),
     "scale-restart": lambda results: scale_figures.restart(results.document("scale")),
     "wide": lambda results: scale_figures.wide(results.document("wide")),
+    "effect-trace": lambda results: effect_figures.one_pool(results.document("replay")),
+    "effect-made-up": lambda results: effect_figures.made_up(results.document("replay")),
+    "effect-nodes": lambda results: effect_figures.nodes(results.document("replay")),
+    "effect-policy": lambda results: effect_figures.policy(results.document("policy")),
     "traces-cost": traces_cost,
     "histograms-cost": histograms_cost,
     "blend": blend,

@@ -1,4 +1,5 @@
-"""Draws first-token-*.svg, blend-*.svg and disk-worth-*.svg of docs/img from their results, for `make figures`.
+"""Draws the pictures of results in docs/img, for `make figures`: first-token-*.svg, blend-*.svg, disk-worth-*.svg and
+policy-*.svg.
 
 Measures nothing. Without a result there is no picture. The picture of a result of a tree with uncommitted changes says
 so.
@@ -116,10 +117,52 @@ def disk_worth(document: dict[str, Any], theme: Theme, *, clean: bool) -> str:
     return picture(WIDTH + 20, height, DISK_TITLE, (), shapes)
 
 
+POLICY_TITLE = "Hit rate of the default policy, in points above the better of LRU and S3-FIFO, by size of the cache"
+POLICY_TOP, POLICY_HEIGHT, POLICY_COLUMN = 70, 300, 112  # pixels; a column for each size
+POINTS_MIN, POINTS_MAX = -6.0, 12.0  # what is beyond is drawn at the edge
+
+
+def policy(document: dict[str, Any], theme: Theme, *, clean: bool) -> str:
+    """A dot for each trace in a column for each size: grey below LRU or S3-FIFO, green above."""
+    figures = document["figures"]
+    bottom = POLICY_TOP + POLICY_HEIGHT
+    height = bottom + 66
+
+    def at(points: float) -> float:
+        inside = min(max(points, POINTS_MIN), POINTS_MAX)
+        return POLICY_TOP + POLICY_HEIGHT * (POINTS_MAX - inside) / (POINTS_MAX - POINTS_MIN)
+
+    shapes = [
+        text(0, 22, "Points of hit rate above the better of LRU and S3-FIFO", theme.text, size=17, bold=True),
+        text(0, 44, "a dot is a trace; a line is the mean; sizes are parts of a trace's different blocks", theme.quiet),
+    ]
+    for mark in (-6, -3, 0, 3, 6, 9, 12):
+        shapes += [
+            text(44, at(mark) + 4, f"{mark:+d}" if mark else "0", theme.quiet, anchor="end"),
+            box(54, at(mark), WIDTH - 60, 1.5 if mark == 0 else 0.5, theme.text if mark == 0 else theme.line, radius=0),
+        ]
+    for number, row in enumerate(figures["by_size"]):
+        middle = 54 + POLICY_COLUMN * (number + 0.6)
+        for order, seed in enumerate(figures["by_seed"]):
+            found = seed["points"][number]
+            x = middle + 56 * ((order * 0.618) % 1 - 0.5)  # beside each other, always alike
+            shapes.append(box(x - 2.5, at(found) - 2.5, 5, 5, theme.accents[2 if found >= 0 else 0], radius=2.5))
+        shapes += [
+            box(middle - 32, at(row["mean"]) - 1, 64, 2, theme.accents[1], radius=0),
+            text(
+                middle, POLICY_TOP + POLICY_HEIGHT + 22, f"{row['share']:.0%}", theme.text, anchor="middle", bold=True
+            ),
+        ]
+    where = f"{figures['seeds']} traces of random traffic; commit {document['commit'][:7]}"
+    shapes.append(text(0, height - 8, where + ("" if clean else NOT_CLEAN), theme.quiet, size=12))
+    return picture(WIDTH, height, POLICY_TITLE, (), shapes)
+
+
 DRAWN = {
     "first_token": ("first-token", drawn),
     "blend": ("blend", blend),
     "disk_worth": ("disk-worth", disk_worth),
+    "policy": ("policy", policy),
 }
 
 
@@ -130,6 +173,8 @@ def drawings() -> dict[str, str]:
         path = RESULTS / f"{result}.json"
         if path.exists():
             document = json.loads(path.read_text())
+            if result == "policy" and "by_seed" not in document["figures"]:
+                continue
             clean = not document["commit"].endswith("-dirty")
             made |= {f"{name}-{theme.name}.svg": draw(document, theme, clean=clean) for theme in THEMES}
     return made

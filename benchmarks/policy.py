@@ -103,6 +103,10 @@ def summary(played: Sequence[Played]) -> dict[str, object]:
             {"share": share, **_figures([point for each in played for point in each.points if point.share == share])}
             for share in sizes
         ],
+        "by_seed": [
+            {"seed": each.seed, "traffic": each.name, "points": [round(point.points, 3) for point in each.points]}
+            for each in played
+        ],
     }
 
 

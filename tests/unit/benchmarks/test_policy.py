@@ -42,6 +42,10 @@ def test_a_summary_is_of_all_points_and_of_each_size() -> None:
     sizes = found["by_size"]
     assert isinstance(sizes, list)
     assert [(row["share"], row["mean"], row["points"]) for row in sizes] == [(0.1, -0.75, 2), (0.4, 9.55, 2)]
+    assert found["by_seed"] == [
+        {"seed": 1, "traffic": "chats", "points": [1.0, -0.9]},
+        {"seed": 2, "traffic": "loops", "points": [-2.5, 20.0]},
+    ]
 
 
 def test_seeds_follow_from_the_commit() -> None:
