@@ -20,7 +20,7 @@ from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys, tenant_key, term_key
 from kvservice.core.block.tails import tail_hash
 from kvservice.core.block.tenants import NOBODY
-from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff
+from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff, Hints
 from kvservice.session.session import Session
 from kvservice.testing.sim.line import Line
 from kvservice.testing.sim.loop import ProcessLoop
@@ -34,6 +34,14 @@ from kvservice.units import BlockHash, BlockKey
 # A step that computes: the middle of what real engines take.
 STEP_SECONDS = 0.01
 WAITING_SECONDS = 0.025  # A step that computes nothing: it waits for answers and copies.
+# What clients say of a prompt; its last hash says which. Most say nothing.
+HINTS = (
+    *(3 * [NO_HINTS]),
+    Hints(last_turn=True),
+    Hints(reuse_seconds=30.0, prefetch=True),
+    Hints(write_down=True),
+    Hints(share=True),
+)
 BLOCKS_PER_STEP = 2  # blocks that a request computes in one step, so that requests take several steps
 # vLLM's default. Only the names of blocks depend on it.
 BLOCK_TOKENS = 16
@@ -260,7 +268,8 @@ class Engine(EngineParts):
         self._name(request)
         self.waiting.append(request_id)
         tokens = len(hashes) * BLOCK_TOKENS + self._rest(request)
-        self.half.on_new_request(request_id, hashes, self.clock(), tokens=tokens, wants=wants)
+        hints = HINTS[hashes[-1][1] % len(HINTS)]
+        self.half.on_new_request(request_id, hashes, self.clock(), tokens=tokens, wants=wants, hints=hints)
         if not self._is_stepping:
             self._is_stepping = True
             self.after(0.0, self._step)
