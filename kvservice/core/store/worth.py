@@ -117,6 +117,10 @@ class GuardedWorth:
         if self._guard.compare(asked, by_lru, by_worth):
             self._change_rule()
         self._forget()
+        if self._capacity:  # before that nobody asks what anything is worth
+            self._learn()
+
+    def _learn(self) -> None:
         may_raise = self._is_of_one_tenant()
         for _ in range(KINDS_A_PROMPT):
             kind = self._worths.learn(self._capacity, may_raise=may_raise)
