@@ -476,6 +476,7 @@ class ShardState:
         """Check everything that must always hold. O(slots). Raises AssertionError that names what does not hold."""
         first = (self._store, self._leases, self._pulls, self._acquisitions, self._windowed, self._warming, self._holds)
         rest = (
+            self._clearing,
             self._tails,
             self._writes,
             self._tiers,

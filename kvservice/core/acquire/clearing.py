@@ -31,8 +31,10 @@ CLEAR_MARKS_MAX = 16  # of one call; one that clears a long prompt has several
 # Between two looks for old blocks in a tier, as a share of the age limit: a block may stay there so much longer. It is
 # not served meanwhile, because its age is looked at when it is read.
 AGE_LOOK_SHARE = 0.01
+AGES_MIN = 1024  # entries of blocks and their ages before those of blocks that are gone are swept out
 Walk = Generator[None, None, object]  # yields after each whole slice; what it returns says what it found
 _ENDED = object()
+_Age = tuple[float, BlockKey]  # when a block was stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ class Clearing:
         self._freshness = shard.freshness
         self._tiers = tiers
         self._holds = holds
-        self._by_age: list[tuple[float, BlockKey]] = []  # heap; entries of blocks that are gone are skipped
+        self._by_age: list[_Age] = []  # heap; entries of blocks that are gone are skipped
+        self._unswept: list[_Age] = []  # entries that were in it when a sweep began
         self._looked_at = float("-inf")
         self._walks: deque[Walk] = deque()  # the first one is under way
         self._now = 0.0  # of the step
@@ -94,10 +97,9 @@ class Clearing:
         for _ in range(SLICE):
             if not self._by_age or self._by_age[0][0] >= oldest:
                 break
-            stored_at, key = heapq.heappop(self._by_age)
-            block = self._store.get(key)
-            if block is not None and block.stored_at == stored_at:
-                self._store.retire(key, EvictionCause.AGED, now)
+            entry = heapq.heappop(self._by_age)
+            if self._is_true(entry):
+                self._store.retire(entry[1], EvictionCause.AGED, now)
         self._holds.let_go_of(self._store.retired)
         if now >= self._looked_at + AGE_LOOK_SHARE * limit and not self._walks:
             self._looked_at = now
@@ -155,6 +157,28 @@ class Clearing:
 
     def _inserted(self, block: Block) -> None:
         heapq.heappush(self._by_age, (block.stored_at, block.key))
+        if len(self._by_age) > 2 * len(self._store) + AGES_MIN and not self._unswept:
+            self._unswept, self._by_age = self._by_age, []
+            self._walks.append(self._sweep())
+
+    def _sweep(self) -> Generator[None, None, None]:
+        """Forget the ages of blocks that are gone: of a busy pool they are far more than those of blocks."""
+        while self._unswept:
+            for _ in range(min(SLICE, len(self._unswept))):
+                entry = self._unswept.pop()
+                if self._is_true(entry):
+                    heapq.heappush(self._by_age, entry)
+            yield
+
+    def _is_true(self, entry: _Age) -> bool:
+        block = self._store.get(entry[1])
+        return block is not None and block.stored_at == entry[0]
+
+    def check_invariants(self) -> None:
+        if self._freshness.max_age_seconds:
+            listed = {*self._by_age, *self._unswept}
+            ages = {(block.stored_at, block.key) for block in self._store.blocks()}
+            assert ages <= listed, "a block would outlive the age limit"
 
     def _is_marked(self, marks: tuple[Mark, ...], block: Block | TierBlock) -> bool:
         if isinstance(block, Block):

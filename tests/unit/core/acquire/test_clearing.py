@@ -347,6 +347,29 @@ def test_the_age_counts_from_where_a_block_was_computed() -> None:
     assert not harness.keys_held()
 
 
+def test_ages_of_blocks_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an age limit of a day, a busy pool would remember a day of blocks."""
+    monkeypatch.setattr(clearing, "AGES_MIN", 8)
+    monkeypatch.setattr(clearing, "SLICE", 4)
+    harness = CoreHarness(slab_count=1, max_age=3600.0)
+    engine = harness.attach()
+    held = 0
+    for number in range(60):
+        harness.store(engine, make_chain(2, str(number)))
+        while harness.state.next_deadline() == 0.0:
+            harness.advance(0.0)
+        harness.advance(1.0)
+        held = max(held, len(harness.keys_held()))
+        assert len(harness.state._clearing._by_age) <= 2 * held + 8 + 2
+    assert harness.count("evicted_pressure") > 60
+    harness.advance(3540.0)
+    assert len(harness.keys_held()) == held
+    harness.advance(60.0)
+    for _ in range(held):  # a slice at a time
+        harness.advance(0.0)
+    assert not harness.keys_held() and harness.count("evicted_aged") == held
+
+
 def test_blocks_of_unknown_age_are_dropped_after_a_restart() -> None:
     harness = CoreHarness(max_age=60.0)
     harness.store(harness.attach(), CHAIN)
