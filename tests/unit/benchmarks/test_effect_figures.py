@@ -47,7 +47,7 @@ def test_made_up_traces_have_a_small_and_a_large_cache() -> None:
     assert lines[2:] == ["| chats | 1 | 0.500 | 0.500 | 0.500 | 100% |", "|  | 4 | 0.500 | 0.500 | 0.500 | 100% |"]
 
 
-def test_nodes_have_a_row_for_each_way_and_none_for_too_little_room() -> None:
+def test_nodes_have_a_row_for_each_way() -> None:
     table = effect_figures.nodes(DOCUMENT)
     assert "| 8 nodes, one pool, router by holdings |  | **0.390** |" in table
     assert "| the same with LRU |  | 0.380 |" in table
