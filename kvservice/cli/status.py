@@ -412,7 +412,7 @@ def draw_eviction(seen: Overview, names: Mapping[str, str]) -> Table:
         if (found := node.eviction) is not None:
             made.add_row(
                 plain(names[node.node_id]),
-                found.rule,
+                plain(found.rule),
                 percent(found.worth_hit_rate),
                 percent(found.lru_hit_rate),
                 f"{found.changes:,}",
