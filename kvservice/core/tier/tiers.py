@@ -98,6 +98,7 @@ class Tiers:
         self.hears_uses = WriteMoment.REUSED in self._moments  # else nobody needs to call `used`
         self._own = [tier.books for tier in self._tiers.values() if tier.books is not None]
         self.has_own = bool(self._own)
+        self._left: list[BlockKey] = []  # blocks that left memory in this event
         self.shared = tuple(tier.rules.name for tier in self._tiers.values() if tier.rules.is_shared)
         self._next_job = 1
         self._now = 0.0  # of the last event
@@ -193,6 +194,8 @@ class Tiers:
     def work(self, now: float, *, is_digesting: bool = False) -> None:
         """Clean, and begin what may begin. Called after every event; cheap when there is nothing to do."""
         self._now = now
+        if self._left:
+            self._tell_books(now)
         if WriteMoment.EVICTED in self._moments or self.spill.is_on:
             self._clean(now)
         self.spill.work(now)
@@ -408,9 +411,24 @@ class Tiers:
         """A block was evicted from memory: in the books it counts as used until now. Uses in memory are not told to
         them, which would cost an acquire of what is in memory as much as it costs by itself."""
         self.spill.left_memory(key)
+        if self._own:
+            self._left.append(key)
+
+    def _tell_books(self, now: float) -> None:
+        """What has left memory was used until now. It left from the ends of chains, so read backwards it is chains: a
+        policy has as little work with one as with a block."""
+        left, self._left = self._left, []
         for books in self._own:
-            if key in books:
-                books.touch((key,), self._now)
+            chain: list[BlockKey] = []
+            for key in reversed(left):
+                if key not in books:
+                    continue
+                if chain and books.policy.parent_of(key) != chain[-1]:
+                    books.touch(chain, now)
+                    chain = []
+                chain.append(key)
+            if chain:
+                books.touch(chain, now)
 
     # -- limits, time and figures ----
 
