@@ -416,7 +416,7 @@ MUTANTS = (
     Mutant(
         "tier: nothing is erased that the books name",
         TIERS,
-        "                books.touch((key,), self._now)\n",
+        "                chain.append(key)\n",
         "                self._shard.emit(Erase('disk', (key,)))\n",
         seed=8,
     ),
