@@ -145,7 +145,11 @@ def test_a_prompt_is_handed_over_between_two_engines(start: Start, wanted: list[
 
 def test_swaps_go_to_the_shard_and_come_back(start: Start, wanted: list[list[int]]) -> None:
     engine = start("n0", "swapped", device_blocks=20, host_blocks=64, preempt_by="swap")
-    assert [output.token_ids[0] for output in engine.generate(PROMPTS, ANSWERS)] == wanted
+    for turn in range(20):  # one whose answer takes longer than to compute it is computed, as on a busy machine
+        assert [output.token_ids[0] for output in engine.generate(PROMPTS, ANSWERS)] == wanted, turn
+        engine.forget()
+        if engine.counters["swapped_in"]:
+            break
     assert engine.counters["swapped_out"] > 0 and engine.counters["swapped_in"] > 0
 
 
