@@ -190,6 +190,7 @@ async def play(way: str, folder: Path, requests: int, size: int) -> Round:
     makers: dict[str, Callable[[], Tier]] | None = {DISK: lambda: fake} if way == "hung" else None
     geometry = plan_geometry(POOL_BLOCKS * (size + 64 * 1024) + 8 * MiB)
     config = PoolConfig(NodeId("n"), None, geometry, tiers=specs)
+    gc.collect()  # the pool of the round before, so that this one does not pay for it
     pool = await PoolRuntime.open(config, tiers=makers)
     await eventually_async(lambda: all(state.phase is TierPhase.OPEN for state in pool.tier_states()), "the tier")
     if way == "hung":

@@ -18,7 +18,6 @@ PAUSES = 9  # steps of the time between two uses: each is four times as long as 
 PRIVATE, SHARED, HEADS = 0, 5, 10  # first sorts: five steps of turns or uses each
 SORTS = 15  # three times five
 HINTED = SORTS * PAUSES  # the first kind of prompts with a hint: for each hint five steps of turns
-KINDS = HINTED + 4 * (SHARED - PRIVATE)  # four things to expect
 _BITS_MAX = 2 * (PAUSES - 1)  # two bits of a time make a step
 
 
@@ -30,6 +29,9 @@ class Expected(IntEnum):
     LATER = 2  # not for a while
     SOON = 3  # in the next minutes
     SHARED = 4  # other engines will ask for it
+
+
+KINDS = HINTED + (len(Expected) - 1) * (SHARED - PRIVATE)
 
 
 def kind_of(

@@ -84,6 +84,17 @@ def test_kinds_are_told_apart_by_what_they_did() -> None:
     assert other.table[0][3] > 10 * learnt.table[0][3]
 
 
+def knows_enough_of(kinds: Sequence[int]) -> Worths:
+    """Their worths can be computed, and have not been."""
+    learnt = Worths()
+    for kind in kinds:
+        group = Group(kind, 1, 0.0)
+        stretch_of(group, worths.LEARN_MIN)
+        learnt.enter(group)
+    learnt.asked(len(kinds) * worths.LEARN_MIN)
+    return learnt
+
+
 def test_nothing_is_computed_before_enough_was_counted() -> None:
     learnt = Worths()
     group = Group(0, 1, 0.0)
@@ -99,12 +110,7 @@ def test_nothing_is_computed_before_enough_was_counted() -> None:
 
 def test_one_call_learns_one_kind() -> None:
     """So that no call takes long. What was counted meanwhile is for the next pass."""
-    learnt = Worths()
-    for kind in (3, 4, PAUSES):
-        group = Group(kind, 1, 0.0)
-        stretch_of(group, worths.LEARN_MIN)
-        learnt.enter(group)
-    learnt.asked(3 * worths.LEARN_MIN)
+    learnt = knows_enough_of((3, 4, PAUSES))
     for _ in range(3):
         before = list(learnt.table)
         kind = learnt.learn(10)
@@ -114,12 +120,7 @@ def test_one_call_learns_one_kind() -> None:
 
 def test_counts_of_each_kind_fade_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worths, "FADE_AFTER", 100)
-    learnt = Worths()
-    for kind in (3, 4, PAUSES):
-        group = Group(kind, 1, 0.0)
-        stretch_of(group, worths.LEARN_MIN)
-        learnt.enter(group)
-    learnt.asked(3 * worths.LEARN_MIN)
+    learnt = knows_enough_of((3, 4, PAUSES))
     assert sorted(learn_all(learnt, 10)) == [3, 4, PAUSES]
     assert {learnt._reached[kind][0] for kind in (3, 4, PAUSES)} == {worths.LEARN_MIN / 2}
 
