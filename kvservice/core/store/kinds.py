@@ -31,7 +31,7 @@ class Expected(IntEnum):
     SHARED = 4  # other engines will ask for it
 
 
-KINDS = HINTED + (len(Expected) - 1) * (SHARED - PRIVATE)
+KINDS = HINTED + (len(Expected) - 1) * (SHARED - PRIVATE)  # five steps of turns for each thing to expect
 
 
 def kind_of(
