@@ -1,14 +1,12 @@
-"""Who chooses the next victim: worth, or LRU where it finds more.
+"""Who chooses the next victim: LRU, or worth where it finds more.
 
 A policy that learns will be wrong on something, and only a comparison bounds what that costs. Two shadow caches
-(core.store.shadows) are asked for the same blocks. LRU rules until worth can have learnt something. Then worth rules
-until its shadow falls behind LRU's, and again when it is ahead. A change of rule moves no block: it only changes who is
-asked for the next victim. Pure.
+(core.store.shadows) are asked for the same blocks. LRU rules at first. Worth takes over when its shadow is ahead of
+LRU's, and LRU when that is. A change of rule moves no block: it only changes who is asked for the next victim. Pure.
 """
 
 from __future__ import annotations
 
-PROMPTS_MIN = 200  # that LRU rules at first
 MARGIN = 0.003  # of the blocks asked for: how far one must be ahead of the other to take over
 HALF_LIFE = 2.0  # of what was found: in capacities of blocks that LRU's shadow evicted
 
@@ -17,7 +15,6 @@ class RuleGuard:
     def __init__(self) -> None:
         self.is_by_worth = False
         self.switches = 0
-        self._prompts = 0
         self._asked = 0.0
         self._found_lru = 0.0
         self._found_worth = 0.0
@@ -31,15 +28,11 @@ class RuleGuard:
 
     def compare(self, asked: int, found_lru: int, found_worth: int) -> bool:
         """What both shadows found of a prompt. Returns whether the rule changes."""
-        self._prompts += 1
         self._asked += asked
         self._found_lru += found_lru
         self._found_worth += found_worth
-        if self._prompts <= PROMPTS_MIN:
-            return False
         lead, margin = self._found_worth - self._found_lru, MARGIN * self._asked
-        is_first = self._prompts == PROMPTS_MIN + 1  # worth has the benefit of the doubt
-        by_worth = lead >= -margin if self.is_by_worth or is_first else lead > margin
+        by_worth = lead >= -margin if self.is_by_worth else lead > margin
         if by_worth == self.is_by_worth:
             return False
         self.is_by_worth = by_worth

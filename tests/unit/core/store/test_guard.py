@@ -1,8 +1,8 @@
-"""Rules of core.store.guard: worth rules only as long as it is not behind."""
+"""Rules of core.store.guard: worth rules where it finds more than LRU."""
 
 from __future__ import annotations
 
-from kvservice.core.store.guard import PROMPTS_MIN, RuleGuard
+from kvservice.core.store.guard import RuleGuard
 
 
 def play(guard: RuleGuard, prompts: int, lru: int, worth: int) -> list[int]:
@@ -10,18 +10,24 @@ def play(guard: RuleGuard, prompts: int, lru: int, worth: int) -> list[int]:
     return [number for number in range(prompts) if guard.compare(100, lru, worth)]
 
 
-def test_lru_rules_until_something_was_seen() -> None:
+def test_lru_rules_until_worth_has_found_more() -> None:
     guard = RuleGuard()
     assert guard.hit_rates == (0.0, 0.0)
-    assert play(guard, PROMPTS_MIN, 10, 50) == [] and not guard.is_by_worth
-    assert play(guard, 1, 10, 50) == [0] and guard.is_by_worth
+    assert play(guard, 300, 50, 50) == [] and not guard.is_by_worth
+    assert len(play(guard, 10, 50, 100)) == 1 and guard.is_by_worth
+
+
+def test_a_small_lead_changes_nothing() -> None:
+    guard = RuleGuard()
+    play(guard, 1000, 50, 50)
+    assert not guard.compare(100, 0, 100), "a tenth of a percent of what was asked for"
 
 
 def test_worth_is_left_when_it_falls_behind_and_taken_again() -> None:
     guard = RuleGuard()
-    play(guard, PROMPTS_MIN + 1, 50, 50)
+    play(guard, 100, 50, 60)
     assert guard.is_by_worth
-    assert play(guard, 100, 50, 40) and not guard.is_by_worth
+    assert play(guard, 200, 50, 40) and not guard.is_by_worth
     assert play(guard, 300, 50, 60) and guard.is_by_worth and guard.switches == 3
 
 
