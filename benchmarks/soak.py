@@ -9,6 +9,9 @@ promised is compared. Faults come one after the other: parts are killed, stopped
 full, the wall clocks of the shards are set an hour back or ahead. n2, lookup partition 1 and engine process 1 are
 left alone, so that their memory can be followed for the whole time.
 
+What a shard remembers of evicted blocks is bounded, but an hour would not fill it. So it is filled before the clock
+starts, for at most a seventh of the time.
+
 Now and then the engines rest. Then every shard must soon hold for engines exactly the slots that they hold, and no
 lease. The books are checked once a second. Exits with 1 when a byte was wrong, books did not balance, a request
 hangs, a quiet point was not quiet, or the memory of a process grew by 1 MiB in ten minutes.
@@ -46,6 +49,7 @@ from benchmarks.crowd_engine import Traffic
 from benchmarks.report import default_out, percentile, print_table, write_report
 from benchmarks.stepped_shard import CLOCK_VARIABLE
 from kvservice.cli.progress import Progress
+from kvservice.core.explain.evictions import EVICTIONS_MAX
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import KiB, MiB
 
@@ -60,6 +64,10 @@ LEASE_SECONDS = 4.0
 CLOCK_SECONDS = 3600.0  # a step, there or back
 MAX_AGE_SECONDS = 1800.0  # less than a step of the clock, so that steps mean something to the shards
 UNTOUCHED = ("n2", "lookup1", "engines1")
+FILL_RATE, FILL_SHARE = (
+    100.0,
+    0.15,
+)  # requests a second of each engine, of which it makes what it can; of the soak's time
 QUIET_SECONDS_MAX = 45.0  # from the rest of the engines until every book agrees; leases of the killed end first
 WARM_SHARE, WARM_SECONDS = 0.25, 60.0  # of a process's life: what it allocates once. The larger one is not judged.
 JUDGED_SECONDS = 600.0  # of a life, without that: a shorter one has no slope that says anything
@@ -132,6 +140,8 @@ class Soak:
 
     async def run(self, say: Callable[..., None]) -> None:
         end = 60 * self._options.minutes
+        await self._fill(say, FILL_SHARE * end)
+        self._started = time.monotonic()
         watching = asyncio.create_task(self._watch(say, end))
         try:
             next_quiet = self._options.quiet_seconds
@@ -149,6 +159,17 @@ class Soak:
         finally:
             watching.cancel()
             await asyncio.wait([watching])
+
+    async def _fill(self, say: Callable[..., None], most: float) -> None:
+        """Evict as many blocks as a shard remembers, so that the tables of n2 are full before its memory is judged."""
+        self._crowd.play(Traffic(FILL_RATE, PROMPTS, new_share=1.0, stores="all"))
+        evicted = 0
+        while evicted < EVICTIONS_MAX and self._now < most:
+            await self._wait(1.0)
+            counters = (await asyncio.to_thread(self._cluster.stats, "n2")).counters
+            evicted = counters["evicted_primary"] + counters["evicted_secondary"]
+            say("filling the tables of n2", min(evicted, EVICTIONS_MAX), EVICTIONS_MAX)
+        self.counts["evictions_before"] = evicted
 
     def _play(self) -> None:
         self._crowd.play(Traffic(self._options.rate, PROMPTS, SKEW, stores="all"))

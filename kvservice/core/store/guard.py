@@ -7,7 +7,7 @@ LRU's, and LRU when that is. A change of rule moves no block: it only changes wh
 
 from __future__ import annotations
 
-MARGIN = 0.003  # of the blocks asked for: how far one must be ahead of the other to take over
+MARGIN = 0.0003  # of the blocks asked for: how far one must be ahead of the other to take over
 HALF_LIFE = 2.0  # of what was found: in capacities of blocks that LRU's shadow evicted
 
 

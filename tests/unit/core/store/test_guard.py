@@ -20,7 +20,7 @@ def test_lru_rules_until_worth_has_found_more() -> None:
 def test_a_small_lead_changes_nothing() -> None:
     guard = RuleGuard()
     play(guard, 1000, 50, 50)
-    assert not guard.compare(100, 0, 100), "a tenth of a percent of what was asked for"
+    assert not guard.compare(100, 10, 20), "a ten thousandth of what was asked for"
 
 
 def test_worth_is_left_when_it_falls_behind_and_taken_again() -> None:
