@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvservice.client.shard import ShardClient
-from kvservice.core.messages import MissReason, SealStatus
+from kvservice.core.messages import AcquireResult, MissReason, SealStatus
 from kvservice.errors import FingerprintMismatch, InvalidRequest, NotAttached
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
@@ -45,7 +45,13 @@ async def test_blocks_of_one_node_are_promised_verified_on_another(cluster: Loca
     assert await a.store(keys) == [SealStatus.SEALED] * 100
     cluster.wait_until_known(keys)
     before = cluster.stats("n1").counters
-    result = await b.read_all(keys, timeout=30.0)  # the shards meet now, and a busy machine takes long to make agents
+
+    async def fetched() -> AcquireResult | None:
+        result = await b.read_all(keys, timeout=30.0)
+        return None if result.miss is MissReason.PEER_FAILED else result
+
+    # The shards meet now. On a busy machine the first try may end before both have made their agents.
+    result = await eventually_async(fetched, "a fetch from the peer", 60.0)
     assert (len(result.blocks), result.fetched_count, result.miss) == (100, 100, MissReason.NONE)
     counters = cluster.stats("n1").counters
     assert counters["fetched_bytes"] - before.get("fetched_bytes", 0) == 100 * LAYOUT.payload_bytes
