@@ -64,10 +64,8 @@ LEASE_SECONDS = 4.0
 CLOCK_SECONDS = 3600.0  # a step, there or back
 MAX_AGE_SECONDS = 1800.0  # less than a step of the clock, so that steps mean something to the shards
 UNTOUCHED = ("n2", "lookup1", "engines1")
-FILL_RATE, FILL_SHARE = (
-    100.0,
-    0.15,
-)  # requests a second of each engine, of which it makes what it can; of the soak's time
+FILL_RATE = 100.0  # requests a second of each engine, which makes as many of them as it can
+FILL_SHARE = 0.15  # of the soak's time, at most
 QUIET_SECONDS_MAX = 45.0  # from the rest of the engines until every book agrees; leases of the killed end first
 WARM_SHARE, WARM_SECONDS = 0.25, 60.0  # of a process's life: what it allocates once. The larger one is not judged.
 JUDGED_SECONDS = 600.0  # of a life, without that: a shorter one has no slope that says anything
