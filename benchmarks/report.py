@@ -12,7 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -70,10 +70,23 @@ def commit() -> str:
 
 def command_line() -> str:
     """The command that repeats this run, from the root of the project. It names no folder of this machine: another
-    checkout stands in it by its commit, any other folder as FOLDER."""
+    checkout stands in it by its commit, any other folder as FOLDER, and a file to write at an absolute path is left
+    out."""
     main = sys.modules["__main__"].__spec__
     program = ["python", "-m", main.name] if main is not None and main.name else ["python", Path(sys.argv[0]).name]
-    return shlex.join([*program, *map(_repeatable, sys.argv[1:])])
+    return shlex.join([*program, *map(_repeatable, _without_files_of_here(sys.argv[1:]))])
+
+
+def _without_files_of_here(arguments: Sequence[str]) -> Iterator[str]:
+    rest = iter(arguments)
+    for argument in rest:
+        option, equals, value = argument.partition("=")
+        if option != "--out":
+            yield argument
+            continue
+        value = value if equals else next(rest)
+        if not Path(value).is_absolute():
+            yield from (option, value)
 
 
 def _repeatable(argument: str) -> str:

@@ -24,6 +24,7 @@ from scripts.reference.markdown import cell
 
 ROOT = Path(__file__).parent.parent.parent
 MECHANISMS = ROOT / "tests" / "conformance" / "mechanisms"
+AGAIN = ".again.xml"  # ends the name of the report of what failed at first and was run once more
 # Public suites that every implementation of a seam runs: their tests are methods there, and run in tests/contract.
 SUITES = sorted((ROOT / "kvservice" / "testing").glob("*_contract.py"))
 
@@ -166,19 +167,21 @@ PAGES = {"conformance.md": page}
 
 def outcomes(folder: Path) -> dict[tuple[str, str], set[str]]:
     """(module, function without its parameters) → how its cases ended: passed, skipped or failed. Tests of public
-    suites are found in the module that runs them."""
-    found: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for path in sorted(folder.glob("*.xml")):
+    suites are found in the module that runs them. What was run again ended as it did then."""
+    ends: dict[tuple[str, str], str] = {}
+    for path in sorted(folder.glob("*.xml"), key=lambda path: (path.name.endswith(AGAIN), path)):
         for case in ElementTree.parse(path).getroot().iter("testcase"):
-            place, name = case.get("classname", ""), case.get("name", "").partition("[")[0]
-            parts = place.split(".")
-            last = next((index for index, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1)
-            module = ".".join(parts[: last + 1])
             ended = {child.tag for child in case} & {"skipped", "failure", "error"}
             outcome = "passed" if not ended else "skipped" if ended == {"skipped"} else "failed"
-            found[module, name].add(outcome)
-            for made in parts[last + 1 :]:
-                found[module, made].add(outcome)
+            ends[case.get("classname", ""), case.get("name", "")] = outcome
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for (place, name), outcome in ends.items():
+        parts = place.split(".")
+        last = next((index for index, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1)
+        module = ".".join(parts[: last + 1])
+        found[module, name.partition("[")[0]].add(outcome)
+        for made in parts[last + 1 :]:
+            found[module, made].add(outcome)
     return found
 
 

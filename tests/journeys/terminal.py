@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvservice.testing.eventually import eventually, patience
+from tests.interruptible import interruptible
 
 INTERRUPTED = (0, 130, -signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a program that Ctrl-C ended in good order
 KILLED = 128 + signal.SIGKILL
@@ -37,7 +38,7 @@ class Terminal:
     def __init__(self, folder: Path, environment: Mapping[str, str], logs: Path) -> None:
         """`logs`: where the output of commands goes that stay."""
         self._shell = subprocess.Popen(
-            ["bash", "--noprofile", "--norc"],
+            interruptible(["bash", "--noprofile", "--norc"]),
             cwd=folder,
             env=dict(environment),
             stdin=subprocess.PIPE,
@@ -45,8 +46,6 @@ class Terminal:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            # In the background, tests are run with SIGINT ignored, and no shell can undo that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self._logs = logs
         self._lines: queue.Queue[str | None] = queue.Queue()

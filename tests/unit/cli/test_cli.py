@@ -22,6 +22,7 @@ from kvservice.discovery import find_shards
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
 from kvservice.transfer.nixl import nixl_available
+from tests.interruptible import interruptible
 
 pytestmark = pytest.mark.processes
 
@@ -251,13 +252,11 @@ def test_logs_are_found_where_they_are_written(runtime: Path) -> None:
         assert (last.returncode, last.stdout) == (0, "") and str(path) in last.stderr
         assert command(runtime, "logs", "--node", "other").returncode == 2
         follow = subprocess.Popen(
-            [sys.executable, "-m", "kvservice", "logs", "--follow", "--lines", "0"],
+            interruptible([sys.executable, "-m", "kvservice", "logs", "--follow", "--lines", "0"]),
             env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Tests that run in the background have SIGINT ignored, and so would this process.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert follow.stderr is not None and follow.stdout is not None
         assert str(path) in follow.stderr.readline()
