@@ -339,6 +339,7 @@ class GuardedWorth:
         shelf.count += change
         if not shelf.count:  # so that tenants without blocks cost nothing
             del self._shelves[shelf.size_class][shelf.account, shelf.is_secondary]
+            shelf.close()
 
     def make_primary(self, key: BlockKey) -> None:
         stretch = self._tree.of[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -370,3 +371,29 @@ def test_no_tenant_keeps_another_ones_blocks_out_with_hints() -> None:
     loud = hit_rates(lambda account, _: Expected.SOON if account == "a" else Expected.NOTHING_SAID, has_tenants=True)
     without = hit_rates(say_nothing, has_tenants=True)
     assert loud["b"] > without["b"] - 0.01, (loud, without)
+
+
+def test_what_goes_leaves_no_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy shard never looks for cycles of what was once frozen (kvservice.garbage), so each would stay for ever."""
+    monkeypatch.setattr(worth, "GONE_MIN", 100)
+    policy = GuardedWorth()
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(200):
+            policy.touch([key(4 * number)], float(number))
+            for block in range(4):
+                parent = None if block == 0 else 4 * number + block - 1
+                add(policy, 4 * number + block, parent, block, account=f"tenant {number}")
+            for _ in range(4):
+                victim = policy.victim(None)
+                assert victim is not None
+                policy.remove(victim)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kinds = Counter(type(one).__name__ for one in gc.garbage if type(one).__module__.startswith("kvservice"))
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not kinds
