@@ -44,7 +44,7 @@ AGAIN_MOST = 3  # Tests of one run: more of them are a change that is at fault, 
 # These compute, and no other lane can change what they find.
 COMPUTING = ("conformance", "fuzz", "golden", "property", "sim", "tidy")
 # What kvservice promises may not fail once in a thousand runs either.
-PROMISE = re.compile(r"byte|wrong|torn|damaged|foreign")
+PROMISE = re.compile(r"byte|wrong|torn|damaged|foreign|token|equal|same")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,12 @@ class Lane:
         self, options: list[str], environment: dict[str, str], output: IO[bytes] | None
     ) -> subprocess.Popen[bytes]:
         before = self.command if self.command and shutil.which(self.command[0]) else ()
-        folders = [f"tests/{name}" for name in self.folders]
-        report = f"--junitxml={REPORTS / self.name}.xml"
-        asked = ["-m", self.markers, "--durations=15", report, *self._cache, *options, *folders]
-        command = [*before, sys.executable, "-m", "pytest", *asked]
+        command = [*before, *self._pytest(".xml", "--durations=15", *options)]
         return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output)
 
     def run_again(self, options: list[str], environment: dict[str, str]) -> int:
         """Run what failed once more. Blocks. Returns pytest's exit code."""
-        report = f"--junitxml={REPORTS / self.name}{AGAIN}"
-        asked = ["-m", self.markers, "--last-failed", report, *self._cache, *options]
-        folders = [f"tests/{name}" for name in self.folders]
-        command = [sys.executable, "-m", "pytest", *asked, *folders]
+        command = self._pytest(AGAIN, "--last-failed", *options)
         return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
 
     def failed(self) -> list[str]:
@@ -79,9 +73,10 @@ class Lane:
         path = self._cache_folder / "v" / "cache" / "lastfailed"
         return sorted(json.loads(path.read_text())) if path.exists() else []
 
-    @property
-    def _cache(self) -> tuple[str, str]:
-        return "-o", f"cache_dir={self._cache_folder}"
+    def _pytest(self, report_ends: str, *options: str) -> list[str]:
+        asked = ["-m", self.markers, f"--junitxml={REPORTS / self.name}{report_ends}"]
+        folders = [f"tests/{name}" for name in self.folders]
+        return [sys.executable, "-m", "pytest", *asked, "-o", f"cache_dir={self._cache_folder}", *options, *folders]
 
     @property
     def _cache_folder(self) -> Path:
@@ -178,7 +173,7 @@ def main(options: list[str]) -> int:
         finally:
             for process in running.values():
                 process.terminate()
-    unsteady = steady(codes, options, environment)
+    unsteady = [] if pytest.ExitCode.INTERRUPTED in codes.values() else steady(codes, options, environment)
     left = left_behind(before, environment[SESSION_VARIABLE])
     if left:
         print("the tests left behind:\n  " + "\n  ".join(left))
