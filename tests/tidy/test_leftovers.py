@@ -15,7 +15,9 @@ from tests.conftest import SESSION_VARIABLE
 ROOT = Path(__file__).resolve().parents[2]
 LEAKS = {
     "shared_memory": "open('/dev/shm/{name}', 'w').close()",
-    "process": "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)",
+    # It speaks first: a process in the middle of its `exec` has no command and no environment yet.
+    "process": "import subprocess as s; c = ['sh', '-c', 'echo; sleep 600; :']; "
+    "s.Popen(c, stdout=s.PIPE, start_new_session=True).stdout.readline()",
 }
 
 
