@@ -26,7 +26,7 @@ from kvservice.client.overview import OverviewReader
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
-from kvservice.core.messages import Holder, MissReason, SealStatus
+from kvservice.core.messages import AcquireResult, Holder, MissReason, SealStatus
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.client import LookupClient
 from kvservice.lookup.server import LookupServer
@@ -310,7 +310,13 @@ async def test_nodes_read_each_others_blocks_over_tls(cluster: LocalCluster) -> 
     keys = chain(seed=1, count=20)
     assert await a.store(keys) == [SealStatus.SEALED] * 20
     await asyncio.to_thread(cluster.wait_until_known, keys)
-    result = await b.read_all(keys)
+
+    async def read() -> AcquireResult | None:
+        found = await b.read_all(keys)
+        return None if found.miss is MissReason.LOOKUP_FAILED else found
+
+    # A node that has just started asks the lookup service while the two still greet each other.
+    result = await eventually_async(read, "a lookup that is answered")
     assert (len(result.blocks), result.fetched_count, result.miss) == (20, 20, MissReason.NONE)
     with grpc.insecure_channel(cluster.record("n1").peer_address) as channel, pytest.raises(grpc.RpcError):
         shard_pb2_grpc.AdminServiceStub(channel).Stats(shard_pb2.StatsRequest(), timeout=CALL_SECONDS)
