@@ -406,15 +406,14 @@ def _details(seen: Overview, names: Mapping[str, str]) -> Table:
 
 def draw_eviction(seen: Overview, names: Mapping[str, str]) -> Table:
     """Which rule chooses who is evicted on each node, and what each rule would find."""
-    numbers = ("by worth it finds", "by LRU", "changes")
+    numbers = ("by worth it finds", "by S3-FIFO", "by LRU", "changes")
     made = table("node", "rule", *numbers, right=numbers)
     for node in seen.nodes:
         if (found := node.eviction) is not None:
             made.add_row(
                 plain(names[node.node_id]),
                 plain(found.rule),
-                percent(found.worth_hit_rate),
-                percent(found.lru_hit_rate),
+                *(percent(found.hit_rates[rule]) for rule in ("worth", "s3-fifo", "lru")),
                 f"{found.changes:,}",
             )
     return made

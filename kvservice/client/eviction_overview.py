@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvservice.observe.metrics import PPM, SHADOW_HITS_PPM
+from kvservice.observe.metrics import EVICTION_RULE, PPM, SHADOW_HITS_PPM
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionOverview:
-    """The default policy compares two rules with shadow caches, and the better one chooses who is evicted."""
+    """The default policy compares three rules with shadow caches, and the best one chooses who is evicted."""
 
-    rule: str  # "worth" or "lru"
+    rule: str  # a key of `hit_rates`, or "another"
     changes: int  # since the node's start
-    worth_hit_rate: float  # of the shadow of each rule, of late
-    lru_hit_rate: float
+    hit_rates: Mapping[str, float]  # of the shadow of each rule, of late
 
 
 def eviction_of(counters: Mapping[str, int]) -> EvictionOverview | None:
     """None for a policy of one rule, or when the node did not answer."""
-    if "eviction_by_worth" not in counters:
+    if EVICTION_RULE not in counters:
         return None
     rates = {rule: counters.get(name, 0) / PPM for rule, name in SHADOW_HITS_PPM.items()}
-    rule = "worth" if counters["eviction_by_worth"] else "lru"
-    return EvictionOverview(rule, counters.get("eviction_rule_changes", 0), rates["worth"], rates["lru"])
+    rule = dict(enumerate(rates)).get(counters[EVICTION_RULE], "another")  # the shard may be newer than this
+    return EvictionOverview(rule, counters.get("eviction_rule_changes", 0), rates)

@@ -24,10 +24,15 @@ GAUGES: Mapping[str, str] = {
     "mirror_keys": "keys in the node's mirror of the directory",
     "mirror_bytes": "shared memory that the mirror takes",
     "mirror_live_partitions": "lookup partitions whose part of the mirror is fresh",
-    "eviction_by_worth": "1 while what a block is worth chooses who is evicted; 0 while LRU does",
 }
-# Kept in the counters in parts per million; exported as kvservice_eviction_shadow_hit_ratio{rule}.
-SHADOW_HITS_PPM = {"lru": "eviction_lru_hits_ppm", "worth": "eviction_worth_hits_ppm"}
+# The rules of the default eviction policy, in core.store.guard's order -> the counter with what the shadow of a rule
+# finds, in parts per million. Exported as kvservice_eviction_rule{rule} and kvservice_eviction_shadow_hit_ratio{rule}.
+SHADOW_HITS_PPM = {
+    "lru": "eviction_lru_hits_ppm",
+    "s3-fifo": "eviction_s3_fifo_hits_ppm",
+    "worth": "eviction_worth_hits_ppm",
+}
+EVICTION_RULE = "eviction_rule"  # the place of the one that rules
 PPM = 1_000_000  # counters are whole numbers
 MIRROR_AGE_MS = "mirror_age_ms"  # exported as kvservice_mirror_age_seconds, in Prometheus' unit
 # Counter of a shard -> help text. Exported as kvservice_<name>_total.
@@ -64,7 +69,7 @@ COUNTERS: Mapping[str, str] = {
     "evicted_quota": "blocks evicted for another block of their tenant, which is at its quota",
     "evicted_cleared": "blocks that `kvservice clear` dropped",
     "evicted_aged": "blocks dropped because they were older than max_age_seconds",
-    "eviction_rule_changes": "times that the eviction policy changed between worth and LRU",
+    "eviction_rule_changes": "times that the eviction policy changed its rule",
     "slots_reserved": "slots given to engines for writing",
     "admission_stopped": "times that admission stopped storing all but a sample, because nothing was reused",
     "admission_resumed": "times that admission resumed storing",
@@ -424,14 +429,21 @@ class ShardCollector(Collector):
         )
         age.add_metric(labels, numbers.counters.get(MIRROR_AGE_MS, 0) / 1e3)
         yield age
+        rules = GaugeMetricFamily(
+            f"{_PREFIX}_{EVICTION_RULE}",
+            "1 for the rule that chooses who is evicted, 0 for the others",
+            labels=[*names, "rule"],
+        )
         shadows = GaugeMetricFamily(
             f"{_PREFIX}_eviction_shadow_hit_ratio",
             "share of the blocks asked for of late that a pool of this size would have held under this rule",
             labels=[*names, "rule"],
         )
-        for rule, name in SHADOW_HITS_PPM.items():
+        for place, (rule, name) in enumerate(SHADOW_HITS_PPM.items()):
             if name in numbers.counters:
+                rules.add_metric([*labels, rule], numbers.counters.get(EVICTION_RULE) == place)
                 shadows.add_metric([*labels, rule], numbers.counters[name] / PPM)
+        yield rules
         yield shadows
         slots = GaugeMetricFamily(f"{_PREFIX}_slots", "slots by state", labels=[*names, "state"])
         for state, count in sorted(numbers.slots.items()):

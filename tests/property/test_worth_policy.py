@@ -9,6 +9,7 @@ import pytest
 
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.store import guard, orders, stretches, worth, worths
+from kvservice.core.store.guard import Rule
 from kvservice.core.store.worth import GuardedWorth
 from kvservice.units import BlockKey
 
@@ -136,7 +137,7 @@ def test_the_victim_is_the_best_leaf_and_all_can_go(
     monkeypatch.setattr(worths, "LEARN_MIN", (5, 50)[seed % 2])
     monkeypatch.setattr(guard, "MARGIN", (0.0, -1.0, 1.0)[seed % 3])  # -1: the rule changes with almost every prompt
     world = World(seed, is_honest=is_honest)
-    world.policy._guard.is_by_worth = seed % 3 == 2  # and stays
+    world.policy._guard.rule = list(Rule)[seed % 5 % 3]  # with the margin of 1 it stays
     steps = (world.touch, world.touch, world.add, world.pin, world.unpin, world.take_out, world.evict)
     for number in range(200):
         world.draw.choice((*steps, world.make_primary))(float(number))

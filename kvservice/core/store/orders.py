@@ -1,13 +1,15 @@
-"""In which order the leaves of a cache go: the longest unused first, or those with the least worth first.
+"""In which order the leaves of a cache go: the longest unused first, those that S3-FIFO would not hold, or those with
+the least worth.
 
 An order holds entries of stretches that were leaves when they were put in, and checks them when they come to the top.
-So whoever makes a stretch a leaf, or moves it to another group, puts it in again; nobody takes one out. Both orders are
+So whoever makes a stretch a leaf, or moves it to another group, puts it in again; nobody takes one out. All orders are
 total, so the same history always chooses the same victim. Pure.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 
 from kvservice.core.store.kinds import KINDS
@@ -68,6 +70,40 @@ class ByAge:
     def _is_true(self, entry: _Entry) -> bool:
         tick, precedence, _, stretch = entry
         return tick == stretch.group.tick and precedence == stretch.precedence and self._is_leaf(stretch)
+
+
+class ByFifo:
+    """What the shadow of S3-FIFO has evicted, or begun to, goes first, and of both parts the least recently used leaf.
+    The shadow is as large as the pool and is asked for the same blocks. Put a leaf in again when it loses of it."""
+
+    def __init__(self, is_leaf: IsLeaf) -> None:
+        self._gone = ByAge(lambda stretch: not _is_kept(stretch) and is_leaf(stretch))
+        self._kept = ByAge(lambda stretch: _is_kept(stretch) and is_leaf(stretch))
+
+    def put(self, stretch: Stretch) -> None:
+        self._part_of(stretch).put(stretch)
+
+    def put_older(self, stretch: Stretch) -> None:
+        """Its group has reached its next age, which changes nothing here."""
+
+    def first(self) -> Stretch | None:
+        return self._gone.first() or self._kept.first()
+
+    def drop_first(self) -> None:
+        (self._gone if self._gone.first() else self._kept).drop_first()
+
+    def rank(self, stretch: Stretch) -> Rank:
+        return (0.0, int(_is_kept(stretch)), *_entry_of(stretch)[:3])
+
+    def in_order(self) -> Iterator[Stretch]:
+        return itertools.chain(self._gone.in_order(), self._kept.in_order())
+
+    def _part_of(self, stretch: Stretch) -> ByAge:
+        return self._kept if _is_kept(stretch) else self._gone
+
+
+def _is_kept(stretch: Stretch) -> bool:
+    return stretch.shadow_fifo == len(stretch.keys)
 
 
 class ByWorth:

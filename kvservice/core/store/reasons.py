@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvservice.core.store.kinds import KINDS, describe_kind
 from kvservice.core.store.worths import AGE_STARTS, AGES
 
-NOT_BY_WORTH = 0  # LRU ruled, or another policy: the block had waited longest
+NOT_BY_WORTH = 0  # another rule chose, or another policy
 REASONS = 1 + 2 * KINDS * AGES  # numbers: none, and for primary and secondary copies one for each kind and age
 assert REASONS <= 1 << 16, "the eviction history keeps a reason in two bytes"
 

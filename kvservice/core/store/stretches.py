@@ -5,7 +5,7 @@ a stretch is cut in two. So a prompt of a hundred blocks costs a few steps, and 
 for all blocks like it.
 
 Of each stretch the leading `held` blocks are resident, because a prefix outlives what extends it. Blocks that are gone
-stay in the tree until they are forgotten, the longest unused first. The two shadow caches of the guard keep their
+stay in the tree until they are forgotten, the longest unused first. The shadow caches of the guard keep their
 counts here as well. Pure.
 """
 
@@ -41,10 +41,14 @@ class Stretch:
     __slots__ = (
         "above",  # the stretch that ends right before this one; None: it begins a chain, or that is not known
         "below",  # how many stretches name this one as `above`
+        "fifo_entered",  # how often it entered a queue of the shadow of S3-FIFO
+        "fifo_gone_at",  # blocks that had gone from the small queue there when it went last; -1: it never did
+        "fifo_uses",  # in its queue there, as far as they count
         "group",  # the blocks it was last used with
         "held",  # its leading blocks that are resident
         "held_below",  # stretches below that hold a block: while there is one, this stretch gives none up
         "interval",  # ticks between its last two uses; 0: it was used once
+        "is_new",  # whether it is, or was last, in the small queue of the shadow of S3-FIFO
         "is_queued",  # whether it waits to be forgotten
         "is_tip",  # whether its group knows that it is the end of something
         "keys",
@@ -52,6 +56,7 @@ class Stretch:
         "number",  # in the order in which stretches were made; breaks ties
         "position",  # of its first block
         "precedence",  # of stretches that were used at the same time, the one with the smallest goes first
+        "shadow_fifo",  # its leading blocks that the shadow of S3-FIFO holds
         "shadow_lru",  # its leading blocks that the shadow of LRU holds
         "shadow_worth",  # its leading blocks that the shadow of worth holds
         "shadow_worth_below",  # stretches below of which the shadow of worth holds a block
@@ -69,16 +74,19 @@ class Stretch:
         self.shelf: Shelf | None = None
         self.below = self.held = self.held_below = 0
         self.interval = self.turn = self.uses = 0
-        self.shadow_lru = self.shadow_worth = self.shadow_worth_below = 0
+        self.shadow_fifo = self.shadow_lru = self.shadow_worth = self.shadow_worth_below = 0
+        self.fifo_entered = self.fifo_uses = 0
+        self.fifo_gone_at = -1
         self.lost_at = -1
-        self.is_tip = self.is_queued = False
+        self.is_tip = self.is_new = self.is_queued = False
 
     def may_join(self, below: Stretch) -> bool:
         """Whether the stretch below it has the same history, and nothing else hangs here."""
         is_like = self.group is below.group and self.uses == below.uses and self.interval == below.interval
         is_alike_here = self.shelf is below.shelf and self.lost_at == below.lost_at and self.turn == below.turn
+        is_alike_there = self.is_new == below.is_new
         is_prefix = self.held == len(self.keys) or not below.held
-        return is_like and is_alike_here and is_prefix and below.above is self and self.below == 1
+        return is_like and is_alike_here and is_alike_there and is_prefix and below.above is self and self.below == 1
 
     def move_to(self, position: int) -> None:
         """The deepest goes first. Of a window group's blocks, the earlier ones serve only shorter hits, so they go
@@ -261,9 +269,9 @@ class StretchTree:
         keys = stretch.keys[:offset]
         upper = Stretch(keys, stretch.position, self._made, stretch.group)
         self.of.update(dict.fromkeys(keys, upper))
-        for name in ("above", "interval", "lost_at", "shelf", "turn", "uses"):
+        for name in ("above", "fifo_gone_at", "fifo_uses", "interval", "is_new", "lost_at", "shelf", "turn", "uses"):
             setattr(upper, name, getattr(stretch, name))
-        for name in ("held", "shadow_lru", "shadow_worth"):
+        for name in ("held", "shadow_fifo", "shadow_lru", "shadow_worth"):
             count = getattr(stretch, name)
             setattr(upper, name, min(count, offset))
             setattr(stretch, name, max(count - offset, 0))
@@ -283,12 +291,12 @@ class StretchTree:
         keys = [key for stretch in run for key in stretch.keys]
         joined.above = first.above
         joined.move_to(first.position)
-        for name in ("held", "shadow_lru", "shadow_worth"):
+        for name in ("held", "shadow_fifo", "shadow_lru", "shadow_worth"):
             setattr(joined, name, sum(getattr(stretch, name) for stretch in run))
         for stretch in run[:-1]:
             stretch.keys = []
             stretch.above = None
-            stretch.held = stretch.shadow_lru = stretch.shadow_worth = 0
+            stretch.held = stretch.shadow_fifo = stretch.shadow_lru = stretch.shadow_worth = 0
         joined.keys = keys
         self.of.update(dict.fromkeys(keys, joined))
         return joined

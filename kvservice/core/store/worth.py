@@ -1,8 +1,8 @@
-"""The default eviction policy: the leaf that is worth least goes first, or the least recently used one.
+"""The default eviction policy: the leaf that is worth least goes first, or the one that LRU or S3-FIFO would evict.
 
-What a block is worth is learnt for its kind and age (core.store.kinds, core.store.worths). LRU guards it: worth rules
-only where a comparison shows that it finds more (core.store.guard). Under both, leaves go before the prefix they extend
-and secondary copies before primary ones, because another node has the primary copy.
+What a block is worth is learnt for its kind and age (core.store.kinds, core.store.worths). LRU and S3-FIFO guard it:
+the rule is followed that finds most, as a comparison shows (core.store.guard). Under each of them leaves go before the
+prefix they extend, and secondary copies before primary ones, because another node has the primary copy.
 
 Time is counted in prompts, not in seconds, so an idle night ages nothing.
 
@@ -12,16 +12,16 @@ The work is done on stretches (core.store.stretches), and so takes a few steps a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.block.window_groups import WINDOW_BIT
-from kvservice.core.store.guard import RuleGuard
+from kvservice.core.store.guard import Rule, RuleGuard
 from kvservice.core.store.kinds import Expected, expected_of, kind_of
-from kvservice.core.store.orders import ByAge, ByWorth
+from kvservice.core.store.orders import ByAge, ByFifo, ByWorth
 from kvservice.core.store.reasons import NOT_BY_WORTH, reason_of
-from kvservice.core.store.shadows import ShadowLru, ShadowWorth
+from kvservice.core.store.shadows import ShadowFifo, ShadowLru, ShadowWorth
 from kvservice.core.store.stretches import Group, IsLeaf, LeafOrder, Rank, Shelf, Stretch, StretchTree
 from kvservice.core.store.worths import Worths
 from kvservice.units import BlockKey
@@ -32,18 +32,16 @@ GONE_MIN = 32_768  # gone blocks that are remembered at least: small pools need 
 
 @dataclass(frozen=True, slots=True)
 class RuleState:
-    is_by_worth: bool  # False: LRU rules
+    rule: Rule
     switches: int  # how often the rule changed
-    hit_rate_lru: float  # of late, of the shadow of LRU: a cache as large as the pool
-    hit_rate_worth: float  # the same of worth
+    hit_rates: Mapping[Rule, float]  # of late, of the shadow of each rule: a cache as large as the pool
 
     def figures(self) -> dict[str, int]:
         """By the names of observe.metrics; rates in parts per million."""
         return {
-            "eviction_by_worth": int(self.is_by_worth),
+            "eviction_rule": list(Rule).index(self.rule),
             "eviction_rule_changes": self.switches,
-            "eviction_lru_hits_ppm": round(1e6 * self.hit_rate_lru),
-            "eviction_worth_hits_ppm": round(1e6 * self.hit_rate_worth),
+            **{f"eviction_{rule.name.lower()}_hits_ppm": round(1e6 * rate) for rule, rate in self.hit_rates.items()},
         }
 
 
@@ -64,6 +62,7 @@ class GuardedWorth:
         self._worths = Worths()
         self._guard = RuleGuard()
         self._lru = ShadowLru()
+        self._fifo = ShadowFifo()
         self._worth = ShadowWorth(ByWorth(_is_shadow_leaf, self._worths.table))
         self._shelves: dict[int, dict[tuple[str, bool], Shelf]] = {}  # by size, then by account and kind of copy
         self._pinned: set[BlockKey] = set()
@@ -109,12 +108,16 @@ class GuardedWorth:
         self._regroup(found, fresh.used_at)
         asked = sum(len(stretch.keys) for stretch in found)
         self._worths.asked(asked)
-        by_lru, by_worth = self._lru.use(found), self._worth.use(found)
+        hits = {
+            Rule.LRU: self._lru.use(found),
+            Rule.S3_FIFO: self._fifo.use(found),
+            Rule.WORTH: self._worth.use(found),
+        }
         for stretch in self._joined(found):
             self._tree.queue(stretch)
             self._offer(stretch)
         self._shrink_shadows()
-        if self._guard.compare(asked, by_lru, by_worth):
+        if self._guard.compare(asked, hits):
             self._change_rule()
         self._forget()
         if self._capacity:  # before that nobody asks what anything is worth
@@ -173,6 +176,7 @@ class GuardedWorth:
 
     def _on_cut(self, upper: Stretch, lower: Stretch) -> None:
         self._lru.after_cut(upper)
+        self._fifo.after_cut(upper)
         self._offer(upper)
         self._offer(lower)
 
@@ -184,10 +188,18 @@ class GuardedWorth:
         if stretch.is_shadow_leaf:
             self._worth.order.put(stretch)
 
+    def _offer_by_fifo(self, stretch: Stretch) -> None:
+        """The shadow of S3-FIFO may hold all of a stretch, or not, and it was otherwise before."""
+        if self._guard.rule is Rule.S3_FIFO and stretch.is_leaf:
+            assert stretch.shelf is not None
+            stretch.shelf.order.put(stretch)
+
     def _shrink_shadows(self) -> None:
         if self._capacity:
             evicted = self._lru.shrink(self._capacity)
             self._worth.shrink(self._capacity)
+            for stretch in self._fifo.shrink(self._capacity):
+                self._offer_by_fifo(stretch)
             self._guard.fade(evicted / self._capacity)
 
     def _change_rule(self) -> None:
@@ -195,7 +207,9 @@ class GuardedWorth:
             shelf.sort(self._make_order)
 
     def _make_order(self, is_leaf: IsLeaf) -> LeafOrder:
-        return ByWorth(is_leaf, self._worths.table) if self._guard.is_by_worth else ByAge(is_leaf)
+        if self._guard.rule is Rule.WORTH:
+            return ByWorth(is_leaf, self._worths.table)
+        return ByFifo(is_leaf) if self._guard.rule is Rule.S3_FIFO else ByAge(is_leaf)
 
     def _orders_by_worth(self) -> Iterator[ByWorth]:
         yield self._worth.order
@@ -206,8 +220,10 @@ class GuardedWorth:
     def _forget(self) -> None:
         for stretch in self._tree.to_forget(max(GONE_MIN, self._capacity), self._tick):
             self._lru.forget(stretch)
+            self._fifo.forget(stretch)
             self._worth.forget(stretch)
             self._tree.forget(stretch)
+            self._offer_by_fifo(stretch)
 
     # -- what comes and goes ----
 
@@ -290,6 +306,7 @@ class GuardedWorth:
     def _extend(self, stretch: Stretch, key: BlockKey) -> Stretch:
         self._worths.extend(stretch.group)
         self._lru.extend(stretch)
+        self._fifo.extend(stretch)
         self._worth.extend(stretch)
         stretch.keys.append(key)
         self._tree.of[key] = stretch
@@ -302,6 +319,7 @@ class GuardedWorth:
         self._move(stretch, group)
         self._worths.enter(group)
         self._lru.use((stretch,))
+        self._fifo.use((stretch,))
         self._worth.use((stretch,))
         self._tree.queue(stretch)
         self._offer(stretch)
@@ -462,21 +480,21 @@ class GuardedWorth:
         return [key for stretch in stretches for key in stretch.keys[: stretch.held]]
 
     def reason(self, key: BlockKey) -> int:
-        if not self._guard.is_by_worth:
+        if self._guard.rule is not Rule.WORTH:
             return NOT_BY_WORTH
         stretch = self._tree.of[key]
         assert stretch.shelf is not None
         return reason_of(stretch.group.kind, stretch.group.age, is_secondary=stretch.shelf.is_secondary)
 
     def rule(self) -> RuleState:
-        lru, worth = self._guard.hit_rates
-        return RuleState(self._guard.is_by_worth, self._guard.switches, lru, worth)
+        return RuleState(self._guard.rule, self._guard.switches, self._guard.hit_rates)
 
     def check_invariants(self) -> None:
         self._tree.check_invariants()
         self._worths.check_invariants()
         stretches = list(dict.fromkeys(self._tree.of.values()))
         assert sum(stretch.shadow_lru for stretch in stretches) == self._lru.count, "the shadow of LRU is miscounted"
+        assert sum(stretch.shadow_fifo for stretch in stretches) == self._fifo.count, "that of S3-FIFO is miscounted"
         assert sum(stretch.shadow_worth for stretch in stretches) == self._worth.count, "that of worth is miscounted"
         shelves = list(self._all_shelves())
         held = {shelf: 0 for shelf in shelves}

@@ -107,7 +107,7 @@ def make_node(number: int, asked: int = 80_000, state: str = "ok") -> NodeOvervi
         },
         lookup_keys=23_000,
         mirror=MirrorOverview(69_000, 4 * MiB, 2, 0.3, 1200, {"stale": 2}),
-        eviction=None if silent else EvictionOverview("worth", 3, 0.412, 0.38),
+        eviction=None if silent else EvictionOverview("worth", 3, {"lru": 0.38, "s3-fifo": 0.402, "worth": 0.412}),
     )
 
 

@@ -19,6 +19,8 @@ from prometheus_client.exposition import generate_latest
 
 from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.messages import CodecDrift, PoolStats, TierFigures, UsageRow
+from kvservice.core.store.guard import Rule
+from kvservice.core.store.worth import RuleState
 from kvservice.observe import logs
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, LookupNumbers
@@ -61,11 +63,11 @@ def test_a_nodes_machine_is_named_beside_its_id() -> None:
     assert f'kvservice_node_info{{host="{socket.gethostname()}",node="n0",service="s"}} 1.0' in text
 
 
-def test_both_rules_of_eviction_are_exported() -> None:
-    text = exported(stats(eviction_by_worth=1, eviction_lru_hits_ppm=250_000, eviction_worth_hits_ppm=500_000))
-    assert 'kvservice_eviction_by_worth{node="n0",service="s"} 1.0' in text
-    assert 'kvservice_eviction_shadow_hit_ratio{node="n0",rule="lru",service="s"} 0.25' in text
-    assert 'kvservice_eviction_shadow_hit_ratio{node="n0",rule="worth",service="s"} 0.5' in text
+def test_the_rules_of_eviction_are_exported() -> None:
+    text = exported(stats(**RuleState(Rule.S3_FIFO, 1, {Rule.LRU: 0.25, Rule.S3_FIFO: 0.5, Rule.WORTH: 0.4}).figures()))
+    for rule, rules, found in (("lru", 0.0, 0.25), ("s3-fifo", 1.0, 0.5), ("worth", 0.0, 0.4)):
+        assert f'kvservice_eviction_rule{{node="n0",rule="{rule}",service="s"}} {rules}' in text
+        assert f'kvservice_eviction_shadow_hit_ratio{{node="n0",rule="{rule}",service="s"}} {found}' in text
     assert 'rule="lru"' not in exported(stats()), "a policy of one rule has no shadows"
 
 
