@@ -141,7 +141,7 @@ def _explained(name: str) -> None:
     )
 
 
-OWN = {"state", "evictions", "counters"}  # of an overview: this process chooses these texts
+OWN = {"state", "evictions", "counters", "hit_rates"}  # of an overview: this process chooses these texts
 
 
 def _everywhere(value: Any, name: str) -> Any:
