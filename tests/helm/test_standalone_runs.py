@@ -22,7 +22,6 @@ import pytest
 from kvservice.cli.main import app
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import MissReason, SealStatus
-from kvservice.lookup.client import LookupClient
 from kvservice.testing.eventually import eventually_async
 from tests.helm.chart import NAMESPACE, PLAINTEXT, Pod, find, pod, rendered
 from tests.helm.pod_process import ContainerProcess, Place
@@ -33,6 +32,7 @@ SETTINGS = ("cache.pool=64Mi", "cache.drainSeconds=3", "cache.graceSeconds=2", "
 NODES = ("node-a", "node-b")
 KEEPER = "node-a"  # its pod is rendered with shard.keepBlocks
 START_SECONDS = 120
+MIRRORED = "kvservice_mirror_keys{"
 ADOPTED = "kvservice_blocks_adopted_total{"
 
 
@@ -162,15 +162,14 @@ async def test_block_stored_through_one_pod_is_read_through_the_other(cluster: C
     a, b = [await Engine.attach(ShardClient(cluster.socket(node))) for node in NODES]
     keys = chain(seed=7, count=40)
     assert await a.store(keys) == [SealStatus.SEALED] * 40
-    lookup = LookupClient([f"{process.place.ip}:7400" for process in cluster.lookups])
 
-    async def are_known() -> bool:
-        return sum(run.count for run in (await lookup.resolve(keys, 0, 5.0)).runs) == 40
+    def are_known() -> bool:
+        lines = metrics_of(cluster.shards[NODES[1]]).splitlines()
+        return any(line.startswith(MIRRORED) and line.endswith(" 40.0") for line in lines)
 
-    await eventually_async(are_known, "the blocks in the directory")
+    await eventually_async(are_known, "the blocks in the mirror that the other pod asks", 10)
     result = await b.read_all(keys)
     assert (len(result.blocks), result.fetched_count, result.miss) == (40, 40, MissReason.NONE)
-    await lookup.close()
     for engine in (a, b):
         await engine.pool.close()
         engine.let_go()
