@@ -57,14 +57,15 @@ def machine_info() -> dict[str, object]:
 
 
 def commit() -> str:
-    """Short hash of the measured tree, '-dirty' when tracked files differ from it, but for results of runs before.
+    """Short hash of the measured tree, '-dirty' when tracked files differ from it, but for results of runs before
+    and the pictures made of them.
 
     In a copy without .git it is what was noted when the copy was made, or 'unknown'.
     """
     revision = git("rev-parse", "--short=12", "HEAD")
     if revision is None:
         return COMMIT_NOTE.read_text().strip() if COMMIT_NOTE.exists() else "unknown"
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs/img")
     return f"{revision}-dirty" if changed else revision
 
 
