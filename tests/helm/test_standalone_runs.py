@@ -144,6 +144,12 @@ def metrics_of(process: ContainerProcess) -> str:
         return str(reply.read().decode())
 
 
+def value_of(process: ContainerProcess, metric: str) -> float:
+    """`metric` is its name and the brace of its labels."""
+    (line,) = (line for line in metrics_of(process).splitlines() if line.startswith(metric))
+    return float(line.split()[-1])
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     made = Cluster(PLAINTEXT)
@@ -163,11 +169,9 @@ async def test_block_stored_through_one_pod_is_read_through_the_other(cluster: C
     keys = chain(seed=7, count=40)
     assert await a.store(keys) == [SealStatus.SEALED] * 40
 
-    def are_known() -> bool:
-        lines = metrics_of(cluster.shards[NODES[1]]).splitlines()
-        return any(line.startswith(MIRRORED) and line.endswith(" 40.0") for line in lines)
-
-    await eventually_async(are_known, "the blocks in the mirror that the other pod asks", 10)
+    await eventually_async(
+        lambda: value_of(cluster.shards[NODES[1]], MIRRORED) == 40, "the blocks in the mirror that the other pod asks"
+    )
     result = await b.read_all(keys)
     assert (len(result.blocks), result.fetched_count, result.miss) == (40, 40, MissReason.NONE)
     for engine in (a, b):
@@ -223,8 +227,7 @@ def test_the_next_pod_of_a_node_takes_up_the_kept_blocks(cluster: Cluster) -> No
     assert cluster.shards[KEEPER].end(30) == 0
     cluster.start_shard(KEEPER)
     wait_until_ready(cluster.shards[KEEPER])
-    (line,) = (line for line in metrics_of(cluster.shards[KEEPER]).splitlines() if line.startswith(ADOPTED))
-    assert float(line.split()[-1]) == 40
+    assert value_of(cluster.shards[KEEPER], ADOPTED) == 40
 
 
 def test_pods_end_with_zero_in_time_and_leave_nothing(cluster: Cluster) -> None:
