@@ -8,6 +8,9 @@ no effect.
 parent's node is not far above its share, so that a prefix stays together on one node. The first block of a chain goes
 to the node furthest below its share. Shares are by room and grow with a shard's age: a shard that has just joined has
 the most room, and would otherwise get everything at once. If it is the only other node, it gets everything.
+
+A peer that did not answer gets nothing for a while, and then is asked again: it may only have been busy. What it would
+have got goes to the others. A block that a peer could not read is offered again as well. Both end after TRIES_MAX.
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ OCCUPIED_WEIGHT = 0.25  # of occupied room against free room: only blocks that a
 OFFER_BLOCKS_MAX = 64  # of one offer, so that a failed one costs little; more blocks are further offers
 OFFER_BYTES_MAX = 64 << 20  # of one offer: it is read within seconds even over a slow link
 OFFERS_PER_PEER = 2  # one is being read while the next is on its way
+OFFERS_MAX = 16  # under way to all peers: each of them asks this node for a lease, and more at once would time out
 OFFER_SECONDS_MAX = 10.0  # for a peer to read one offer; without an answer, other nodes are asked
+TRIES_MAX = 5  # failed offers of one peer in a row, and offers of one block; about 4 s when they fail at once
+RETRY_SECONDS = 0.25  # until the second try, and twice as long until each further one
 FIND_SECONDS = 3.0  # for finding takers; then the shard leaves without handing over
 SETTLE_SHARE = 0.3  # the part of a drain's time that is kept for readers to finish
 LOOKED_UP_MAX = 262_144  # blocks that are looked up; of more, only the most recently used are handed over
@@ -108,7 +114,17 @@ class _Share:
     queue: deque[Block] = field(default_factory=deque)
     out: int = 0  # offers under way
     full: set[int] = field(default_factory=set)  # payload sizes that it has no more room for
-    failed: bool = False
+    failures: int = 0  # offers in a row that it did not answer
+    rests_until: float = -math.inf  # it is offered nothing before
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.failures >= TRIES_MAX
+
+
+def pause(tries: int) -> float:
+    """Seconds until the next try, after this many."""
+    return RETRY_SECONDS * 2.0 ** (tries - 1)
 
 
 def ramp(age_seconds: float) -> float:
@@ -156,6 +172,10 @@ def plan(
     return {node: offered for node, offered in found.items() if offered}
 
 
+def _silence(node: NodeId) -> str:
+    return f"node {node} did not answer"
+
+
 class Leaving:
     """One drain of this shard, from beginning to end."""
 
@@ -171,7 +191,10 @@ class Leaving:
         self._total = 0
         self._used_at: dict[BlockKey, float] = {}  # at the beginning: a receiver's read must not count as a use
         self._elsewhere: set[BlockKey] = set()
-        self._again: set[BlockKey] = set()  # what a peer did not keep, and was offered once more
+        self._tries: Counter[BlockKey] = Counter()  # how often a peer answered that it did not keep the block
+        self._waiting: dict[NodeId | None, list[Block]] = {}  # for a peer, by the one that did not keep them
+        self._waits_until = math.inf  # then the waiting blocks are offered again
+        self._wake_at = math.inf  # while handing over, the end of that wait, of a peer's rest, or of the time for it
         self._handed: set[BlockKey] = set()
         self._handed_bytes = 0
         self._shares: dict[NodeId, _Share] = {}
@@ -195,8 +218,8 @@ class Leaving:
 
     def undo(self) -> None:
         self._move(DrainEvent.UNDO)
-        self._offers, self._shares = {}, {}
-        self._step_until = self._deadline = math.inf
+        self._end_offers()
+        self._deadline = math.inf
 
     def begin(self, timeout_seconds: float, handover: bool, now: float) -> None:
         """Begin to leave. A second call can only shorten the time."""
@@ -208,7 +231,7 @@ class Leaving:
                 self._step_until = min(self._step_until, now + timeout_seconds * (1 - SETTLE_SHARE))
             return
         self._began, self._deadline = now, now + timeout_seconds
-        self._elsewhere, self._handed, self._handed_bytes, self._again = set(), set(), 0, set()
+        self._elsewhere, self._handed, self._handed_bytes, self._tries = set(), set(), 0, Counter()
         self._notes, self._received = [], Counter()
         self._total = len(self._store)
         self._counters["drains_begun"] += 1
@@ -247,7 +270,8 @@ class Leaving:
             else:  # offered there anyway: its secondary copy becomes primary, and nothing is read
                 self._elsewhere.add(block.key)
                 self._shares[keeper.node_id].queue.append(block)
-        self._distribute(unheld)
+                self._shares[keeper.node_id].left_bytes -= block.payload_bytes
+        self._place(unheld, now)
         self._offer_more(now)
 
     def offered(self, number: int, result: TakeOverResult | None, now: float) -> None:
@@ -266,12 +290,16 @@ class Leaving:
                 self._handed_bytes += block.payload_bytes
                 self._received[node] += 1
         rest = [block for place, block in enumerate(blocks) if not (place < len(kept) and kept[place])]
-        if result is None or result.full:
-            self._ask_others(share, rest, failed=result is None)
-        else:  # a read failed, or the tenant's quota there is full: once more, elsewhere if there is another peer
-            again = [block for block in rest if block.key not in self._again]
-            self._again.update(block.key for block in again)
-            self._distribute(again, besides=node)
+        share.left_bytes += sum(block.payload_bytes for block in rest)
+        if result is None:
+            self._let_rest(share, rest, now)
+        else:
+            share.failures, share.rests_until = 0, -math.inf
+            self._notes = [note for note in self._notes if note != _silence(node)]
+            if result.full:
+                self._leave_out(share, rest, now)
+            else:
+                self._try_again(rest, node, now)
         self._offer_more(now)
 
     def tick(self, lease_count: int, now: float) -> None:
@@ -279,6 +307,12 @@ class Leaving:
             what = "the directory did not answer" if self.phase is DrainPhase.FINDING_TAKERS else "out of time"
             self._notes.append(what)
             self._settle()
+        elif now >= self._wake_at:
+            if now >= self._waits_until:
+                waiting, self._waiting, self._waits_until = self._waiting, {}, math.inf
+                for node, blocks in waiting.items():
+                    self._place(blocks, now, besides=node)
+            self._offer_more(now)
         self.look(lease_count, now)
 
     def look(self, lease_count: int, now: float) -> None:
@@ -291,7 +325,7 @@ class Leaving:
             self._counters["drains_done"] += 1
 
     def next_deadline(self) -> float | None:
-        until = min(self._step_until, self._deadline)
+        until = min(self._wake_at, self._step_until, self._deadline)
         return None if until == math.inf else until
 
     def progress(self, lease_count: int, now: float) -> DrainProgress:
@@ -314,63 +348,112 @@ class Leaving:
     def _move(self, event: DrainEvent) -> None:
         self.phase = step(TRANSITIONS, self.phase, event, "the drain")
 
-    def _distribute(self, blocks: list[Block], besides: NodeId | None = None) -> None:
+    def _place(self, blocks: Sequence[Block], now: float, besides: NodeId | None = None) -> None:
         """Queue blocks for the peers that may still have room for them, separately for each size. `besides` gets none
-        if there is another peer."""
+        if there is another peer. Blocks wait when only peers that rest could take them."""
         parents = {block.key: self._store.parent_of(block) for block in blocks if block.key in self._store}
         for size in sorted({block.payload_bytes for block in blocks}):
             part = [block for block in blocks if block.payload_bytes == size and block.key in parents]
-            shares = [
-                (node, share.weight, share.left_bytes)
+            able = {
+                node: share
                 for node, share in self._shares.items()
-                if not share.failed and size not in share.full and (node != besides or len(self._shares) == 1)
-            ]
+                if not share.is_given_up and size not in share.full and share.left_bytes >= size
+            }
+            rests = [share.rests_until for share in able.values() if share.rests_until > now]
+            awake = {node: share for node, share in able.items() if share.rests_until <= now}
+            chosen = {node: share for node, share in awake.items() if node != besides} or awake
+            placed: set[BlockKey] = set()
+            shares = [(node, share.weight, share.left_bytes) for node, share in chosen.items()]
             for node, offered in plan(part, parents, shares).items():
-                self._shares[node].queue += offered
-                self._shares[node].left_bytes -= len(offered) * size
+                chosen[node].queue += offered
+                chosen[node].left_bytes -= len(offered) * size
+                placed.update(block.key for block in offered)
+            if rests and len(placed) < len(part):
+                self._wait([block for block in part if block.key not in placed], None, max(rests))
 
-    def _ask_others(self, share: _Share, rest: list[Block], *, failed: bool) -> None:
-        """Offer to the other peers what this one did not take and will not take."""
-        node, size = share.peer.holder.node_id, rest[0].payload_bytes if rest else 0
-        if failed:
-            note = f"node {node} did not answer"
-            rest, share.failed, left = rest + list(share.queue), True, []
-        else:
-            note = f"node {node} has no room for more"
-            rest = rest + [block for block in share.queue if block.payload_bytes == size]
-            left = [block for block in share.queue if block.payload_bytes != size]
-            share.full.add(size)
-        share.queue = deque(left)
+    def _wait(self, blocks: list[Block], besides: NodeId | None, until: float) -> None:
+        """Blocks that are added to others which wait already are offered together with those."""
+        if blocks and not self._waiting:
+            self._waits_until = until
+        if blocks:
+            self._waiting.setdefault(besides, []).extend(blocks)
+
+    def _let_rest(self, share: _Share, rest: list[Block], now: float) -> None:
+        """Offer nothing for a while to a peer that did not answer, and the others what it would have got."""
+        if now >= share.rests_until:  # two offers that fail together count once
+            share.failures += 1
+            share.rests_until = now + pause(share.failures)
+        note = _silence(share.peer.holder.node_id)
         if note not in self._notes:
             self._notes.append(note)
-        self._distribute([block for block in rest if block.key not in self._elsewhere])
+        self._take_back(share, rest, list(share.queue), now, keep_own=not share.is_given_up)
+
+    def _leave_out(self, share: _Share, rest: list[Block], now: float) -> None:
+        """Offer no more blocks of this size to a peer that has no room for them."""
+        note = f"node {share.peer.holder.node_id} has no room for more"
+        if note not in self._notes:
+            self._notes.append(note)
+        if rest:
+            size = rest[0].payload_bytes
+            share.full.add(size)
+            queued = [block for block in share.queue if block.payload_bytes == size]
+            self._take_back(share, rest, queued, now, keep_own=False)
+
+    def _take_back(self, share: _Share, rest: list[Block], queued: list[Block], now: float, *, keep_own: bool) -> None:
+        """Offer to the other peers what this one did not take and what is queued for it. Blocks that it holds already
+        stay in its queue if `keep_own`; nobody needs to read them."""
+        gone = {block.key for block in queued}
+        own = [block for block in (*rest, *queued) if keep_own and block.key in self._elsewhere]
+        share.queue = deque([*own, *(block for block in share.queue if block.key not in gone)])
+        share.left_bytes += sum(block.payload_bytes for block in queued) - sum(block.payload_bytes for block in own)
+        self._place([block for block in (*rest, *queued) if block.key not in self._elsewhere], now)
+
+    def _try_again(self, rest: list[Block], node: NodeId, now: float) -> None:
+        """A read failed, or the tenant's quota at this peer is full: offer these blocks again, first to others."""
+        self._tries.update(block.key for block in rest)
+        again = [block for block in rest if self._tries[block.key] < TRIES_MAX]
+        if again:
+            self._wait(again, node, now + pause(max(self._tries[block.key] for block in again)))
 
     def _offer_more(self, now: float) -> None:
         left = self._step_until - now
-        for node, share in self._shares.items():
-            while share.queue and share.out < OFFERS_PER_PEER and left > 0:
-                batch = self._next_batch(share)
-                if not batch:
-                    continue
-                items = tuple(
-                    TakeOverItem(
-                        block.key,
-                        self._store.parent_of(block),
-                        block.position,
-                        block.route,
-                        max(now - self._used_at.get(block.key, now), 0.0),
-                        tag_of(self._store.account_of(block)),
-                    )
-                    for block in batch
-                )
-                number = self._next
-                self._next += 1
-                self._offers[number] = (node, batch)
-                share.out += 1
-                wait = min(left, OFFER_SECONDS_MAX)
-                self._emit(Offer(number, share.peer.holder, batch[0].payload_bytes, items, wait))
-        if not self._offers and not any(share.queue for share in self._shares.values()):
+        while left > 0 and len(self._offers) < OFFERS_MAX and (share := self._next_peer(now)):
+            batch = self._next_batch(share)
+            if batch:
+                self._offer(share, batch, min(left, OFFER_SECONDS_MAX), now)
+        queued = [share for share in self._shares.values() if share.queue]
+        if not self._offers and not queued and not self._waiting:
             self._settle()
+            return
+        rests = [share.rests_until for share in queued if share.rests_until > now]
+        self._wake_at = min(self._waits_until, self._step_until, *rests)
+
+    def _next_peer(self, now: float) -> _Share | None:
+        """The peer with the fewest offers under way, of those that may be offered more."""
+        ready = (
+            share
+            for share in self._shares.values()
+            if share.queue and share.out < OFFERS_PER_PEER and share.rests_until <= now
+        )
+        return min(ready, key=lambda share: share.out, default=None)
+
+    def _offer(self, share: _Share, batch: tuple[Block, ...], wait_seconds: float, now: float) -> None:
+        items = tuple(
+            TakeOverItem(
+                block.key,
+                self._store.parent_of(block),
+                block.position,
+                block.route,
+                max(now - self._used_at.get(block.key, now), 0.0),
+                tag_of(self._store.account_of(block)),
+            )
+            for block in batch
+        )
+        number = self._next
+        self._next += 1
+        self._offers[number] = (share.peer.holder.node_id, batch)
+        share.out += 1
+        self._emit(Offer(number, share.peer.holder, batch[0].payload_bytes, items, wait_seconds))
 
     def _next_batch(self, share: _Share) -> tuple[Block, ...]:
         """Blocks of one size that are still here, from the front of the peer's queue."""
@@ -391,14 +474,17 @@ class Leaving:
 
     def _settle(self) -> None:
         self._move(DrainEvent.SETTLE)
-        self._step_until = math.inf
-        self._offers, self._shares = {}, {}
+        self._end_offers()
         lost = self._total - len(self._handed) - len(self._elsewhere)
         self._counters["drain_blocks_handed"] += len(self._handed)
         self._counters["drain_blocks_lost"] += max(lost, 0)
-        if lost > 0 and self._again:
+        if lost > 0 and self._tries:
             self._notes.append(f"{lost} blocks were kept by no other node")
         self._emit(Farewell())
+
+    def _end_offers(self) -> None:
+        self._offers, self._shares, self._waiting = {}, {}, {}
+        self._step_until = self._waits_until = self._wake_at = math.inf
 
     def check_invariants(self) -> None:
         out = Counter(node for node, _ in self._offers.values())
@@ -406,5 +492,10 @@ class Leaving:
             assert share.out == out[node], "offers under way are miscounted"
         assert not self._offers or self.phase is DrainPhase.HANDING_OVER
         assert not self._shares or self.phase is DrainPhase.HANDING_OVER, "shares of a hand-over that is over"
+        assert len(self._offers) <= OFFERS_MAX
+        assert bool(self._waiting) == (self._waits_until < math.inf), "blocks wait for nothing, or nothing waits"
+        if self.phase is DrainPhase.HANDING_OVER:
+            queued = any(share.queue for share in self._shares.values())
+            assert self._offers or self._waiting or queued, "a hand-over with nothing left to offer"
         timed = self.phase in (DrainPhase.FINDING_TAKERS, DrainPhase.HANDING_OVER)
         assert timed == (self._step_until < math.inf), "a step of the drain would never end, or ends nothing"

@@ -14,7 +14,10 @@ from kvservice.core.drain.sender import (
     OFFERS_PER_PEER,
     RAMP_FLOOR,
     RAMP_SECONDS,
+    RETRY_SECONDS,
+    TRIES_MAX,
     DrainPhase,
+    pause,
     plan,
     ramp,
     weights,
@@ -53,6 +56,9 @@ class Leaver(CoreHarness):
     def answer(self, place: int = -1, *, kept: bool = True, full: bool = False) -> None:
         offer = self.offers[place]
         self.send(ev.Offered(offer.offer, TakeOverResult((kept,) * len(offer.items), full)))
+
+    def no_answer(self, place: int = -1) -> None:
+        self.send(ev.Offered(self.offers[place].offer, None))
 
     @property
     def phase(self) -> DrainPhase:
@@ -156,19 +162,125 @@ def test_second_begin_while_settling_only_shortens_the_wait(shard: Leaver, engin
     assert shard.phase is DrainPhase.GONE
 
 
-def test_a_full_or_silent_peer_leaves_its_part_to_others(shard: Leaver, engine: AttachmentId) -> None:
+def test_what_a_silent_peer_was_offered_goes_to_the_others(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN)
     shard.begin()
     shard.find(peer(), peer(SECOND, free=0))
-    first = shard.offers[0]
-    shard.send(ev.Offered(first.offer, None))
-    assert {offer.peer for offer in shard.offers[1:]} <= {PEER, SECOND}
-    while shard.phase is DrainPhase.HANDING_OVER:
-        shard.answer()
+    assert [offer.peer for offer in shard.offers] == [PEER]
+    shard.no_answer()
+    assert [offer.peer for offer in shard.offers] == [PEER, SECOND]
     assert set(shard.offered()) == set(CHAIN)
+    shard.answer()
     progress = shard.state.progress(shard.now)
-    assert (progress.blocks_handed, progress.blocks_lost) == (4, 0)
-    assert "did not answer" in progress.note
+    assert (shard.phase, progress.blocks_handed, progress.blocks_lost) == (DrainPhase.GONE, 4, 0)
+    assert progress.note == "node peer did not answer"
+
+
+def test_a_peer_that_did_not_answer_is_asked_again(shard: Leaver, engine: AttachmentId) -> None:
+    """It may only have been busy."""
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.find(peer())
+    shard.no_answer()
+    assert len(shard.offers) == 1
+    shard.advance(RETRY_SECONDS)
+    assert len(shard.offers) == 2
+    shard.answer()
+    progress = shard.state.progress(shard.now)
+    assert (shard.phase, progress.blocks_handed, progress.blocks_lost) == (DrainPhase.GONE, 4, 0)
+    assert progress.note == "", "it has answered"
+
+
+def test_a_peer_that_never_answers_is_given_up(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.find(peer())
+    for tries in range(1, TRIES_MAX):
+        assert len(shard.offers) == tries
+        shard.no_answer()
+        shard.advance(0.99 * pause(tries))
+        assert len(shard.offers) == tries
+        shard.advance(0.02 * pause(tries))
+    shard.no_answer()
+    assert (shard.phase, len(shard.offers)) == (DrainPhase.GONE, TRIES_MAX)
+    assert shard.state.progress(shard.now).blocks_lost == 4
+
+
+def test_offers_that_fail_together_are_one_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "OFFER_BLOCKS_MAX", 2)
+    monkeypatch.setattr(sender, "TRIES_MAX", 2)
+    shard = Leaver(slab_count=4)
+    shard.store(shard.attach(), CHAIN)
+    shard.begin()
+    shard.find(peer())
+    assert len(shard.offers) == 2
+    shard.no_answer(0)
+    shard.no_answer(1)
+    shard.advance(RETRY_SECONDS)
+    assert sorted(shard.offered()[4:]) == sorted(CHAIN)
+
+
+def test_an_answer_ends_the_rest_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two offers failed, so it rests; the other one is answered."""
+    monkeypatch.setattr(sender, "OFFER_BLOCKS_MAX", 1)
+    shard = Leaver(slab_count=4)
+    shard.store(shard.attach(), CHAIN)
+    shard.begin()
+    shard.find(peer(), peer(SECOND, free=0), holders={key: (PEER,) for key in CHAIN})
+    assert [item.key for offer in shard.offers for item in offer.items] == list(CHAIN[:2])
+    shard.no_answer(0)
+    assert len(shard.offers) == 2, "it rests, and nobody else needs what it has"
+    shard.answer(1)
+    assert shard.offered() == [*CHAIN[:2], CHAIN[0], CHAIN[2]]
+    shard.answer(2)
+    shard.answer(3)
+    shard.answer(4)
+    progress = shard.state.progress(shard.now)
+    assert (shard.phase, progress.blocks_elsewhere, progress.blocks_lost) == (DrainPhase.GONE, 4, 0)
+
+
+def test_blocks_wait_for_the_only_peer_with_room(shard: Leaver, engine: AttachmentId) -> None:
+    """What the other one could not take is offered to the first again when it has rested."""
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.find(peer(), peer(SECOND, free=0))
+    shard.no_answer()
+    shard.answer(kept=False, full=True)
+    assert shard.phase is DrainPhase.HANDING_OVER and len(shard.offers) == 2
+    shard.advance(RETRY_SECONDS)
+    assert shard.offers[-1].peer == PEER
+    shard.answer()
+    progress = shard.state.progress(shard.now)
+    assert (shard.phase, progress.blocks_handed) == (DrainPhase.GONE, 4)
+
+
+def test_only_so_many_offers_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each peer gets one before any gets a second."""
+    monkeypatch.setattr(sender, "OFFER_BLOCKS_MAX", 1)
+    monkeypatch.setattr(sender, "OFFERS_MAX", 4)
+    shard = Leaver(slab_count=4)
+    shard.store(shard.attach(), make_chain(12))
+    shard.begin()
+    peers = [make_holder(name) for name in "abc"]
+    shard.find(*[peer(holder) for holder in peers])
+    assert len(shard.offers) == 4 and {offer.peer for offer in shard.offers[:3]} == set(peers)
+    for answered in range(12):
+        assert len(shard.offers) - answered <= 4
+        shard.answer(answered)
+    assert len(shard.offers) == 12
+    assert shard.state.progress(shard.now).blocks_handed == 12
+
+
+def test_an_answer_after_the_time_for_it_ends_the_drain(shard: Leaver, engine: AttachmentId) -> None:
+    """Nothing is offered any more."""
+    shard.store(engine, CHAIN)
+    shard.begin(timeout=10.0)
+    shard.find(peer())
+    shard.now += 7.5
+    shard.no_answer()
+    shard.advance(0.0)
+    assert (shard.phase, len(shard.offers)) == (DrainPhase.GONE, 1)
+    assert "out of time" in shard.state.progress(shard.now).note
 
 
 def test_when_nobody_takes_anything_it_leaves_all_the_same(shard: Leaver, engine: AttachmentId) -> None:
@@ -521,18 +633,22 @@ def test_a_copy_that_is_gone_is_not_counted_as_safe(shard: Leaver, engine: Attac
 
 
 @pytest.mark.parametrize("others", [(SECOND,), ()])
-def test_a_block_that_was_not_kept_is_offered_once_more(
+def test_a_block_that_was_not_kept_is_offered_again(
     shard: Leaver, engine: AttachmentId, others: tuple[Holder, ...]
 ) -> None:
     """A read failed, or its tenant's quota there is full. It goes to another node, if there is one."""
     shard.store(engine, CHAIN[:1])
     shard.begin()
     shard.find(peer(), *[peer(holder, free=0) for holder in others])
+    for tries in range(1, TRIES_MAX):
+        shard.answer(kept=False)
+        assert len(shard.offers) == tries
+        shard.advance(pause(tries))
     shard.answer(kept=False)
-    assert [offer.peer for offer in shard.offers] == [PEER, *(others or (PEER,))]
-    shard.answer(kept=False)
+    expected = ([PEER, *(others or (PEER,))] * TRIES_MAX)[:TRIES_MAX]
+    assert [offer.peer for offer in shard.offers] == expected
     progress = shard.state.progress(shard.now)
-    assert (shard.phase, len(shard.offers), progress.blocks_lost) == (DrainPhase.GONE, 2, 1)
+    assert (shard.phase, progress.blocks_lost) == (DrainPhase.GONE, 1)
     assert "1 blocks were kept by no other node" in progress.note
 
 
