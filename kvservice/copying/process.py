@@ -6,9 +6,11 @@ supervisor should start it again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from queue import Empty, SimpleQueue
 
 from kvservice.copying.worker.devices import device_named
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
@@ -24,14 +26,18 @@ def run(config: CopyWorkerConfig, wanted: str) -> int:
     """Serve copies on the device `wanted` (cpu, or a GPU's UUID or index) until a signal. Blocks; call it on the main
     thread. Returns the exit status for the process, or ends the process itself. Raises KVServiceError if it cannot
     start."""
-    stopped = threading.Event()
+    # An Event would not do: a signal that arrives while this thread holds the Event's lock would wait for it for ever.
+    signals: SimpleQueue[int] = SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+        signal.signal(number, lambda number, _: signals.put(number))
     server = CopyWorker(config, device_named(wanted))
     record = server.start()
     keep_tables()
     say(f"worker for {record.device} listens at {record.socket}")
-    while not stopped.wait(POLL_SECONDS):
+    stopped = None
+    while stopped is None:
+        with contextlib.suppress(Empty):
+            stopped = signals.get(timeout=POLL_SECONDS)
         if server.wedged.is_set():
             os._exit(STATUS_WEDGED)  # a thread that hangs cannot be joined
         if server.device_lost.is_set():

@@ -420,6 +420,18 @@ def kept_cancellations(root: Path) -> list[str]:
     return findings
 
 
+def handlers_without_locks(root: Path) -> list[str]:
+    """A handler runs between two steps of the main thread, which may hold the lock that `Event.set` waits for."""
+    return [
+        f"{path.relative_to(root)}:{node.lineno}: the handler of a signal takes a lock: put into a queue.SimpleQueue"
+        for path in sources(root, *SOURCE_FOLDERS)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "signal.signal"
+        for handler in node.args[1:]
+        if any(isinstance(inner, ast.Attribute) and inner.attr == "set" for inner in ast.walk(handler))
+    ]
+
+
 def no_drawers(root: Path) -> list[str]:
     return [
         f"{path.relative_to(root)}: a module is named after what it owns"
@@ -538,6 +550,7 @@ RULES = {
         no_pickle,
         sizes,
         kept_cancellations,
+        handlers_without_locks,
         no_drawers,
         formatter_decides,
         actors_link,

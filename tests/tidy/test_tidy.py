@@ -100,6 +100,8 @@ FAULTS = [
         "import asyncio\nasync def f(e):\n    await asyncio.wait_for(e, 1)\n",
     ),
     ("kept_cancellations", "actors/x.py", "from asyncio import wait_for\n"),
+    ("handlers_without_locks", "kvservice/x.py", "signal.signal(15, lambda *_: stopped.set())\n"),
+    ("handlers_without_locks", "benchmarks/x.py", "signal.signal(15, stopped.set)\n"),
     ("kept_cancellations", "kvservice/x.py", "async def f(t):\n    t.cancel()\n    await asyncio.gather(t)\n"),
     ("no_drawers", "kvservice/core/utils.py", ""),
     ("no_drawers", "actors/helpers.py", ""),
