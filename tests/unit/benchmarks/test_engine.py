@@ -26,7 +26,8 @@ def test_requests_are_served_with_each_host(figures: dict[str, Any]) -> None:
         assert row["served"] == REQUESTS and row["tokens_per_second"] > 0
     without, *_, large = figures["serving"]
     assert without["recomputed"] > 0 and not without["swapped_out"]
-    assert large["swapped_out"] > 0 and not large["recomputed"]
+    assert large["swapped_out"] > 0
+    assert large["recomputed"] < without["recomputed"]  # a swap that a busy machine is slow to bring back is computed
     assert large["prompt_tokens_computed"] < without["prompt_tokens_computed"]
 
 

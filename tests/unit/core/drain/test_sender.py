@@ -7,9 +7,7 @@ import math
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS, LOCATE_GIVE_UP_SECONDS
 from kvservice.core.drain import sender
-from kvservice.core.drain.receiver import TAKES_MAX
 from kvservice.core.drain.sender import (
     OFFERS_PER_PEER,
     RAMP_FLOOR,
@@ -22,9 +20,9 @@ from kvservice.core.drain.sender import (
     ramp,
     weights,
 )
-from kvservice.core.messages import Holder, MissReason, Peer, TakeOverItem, TakeOverResult
+from kvservice.core.messages import Holder, MissReason, Peer, TakeOverResult
 from kvservice.core.store.slots import Block, Slot
-from kvservice.errors import Exhausted, InvalidRequest, Unavailable, UnsupportedLayout
+from kvservice.errors import Unavailable
 from kvservice.testing.builders import (
     LARGE,
     SMALL,
@@ -388,224 +386,7 @@ def test_a_node_that_leaves_too_is_given_nothing() -> None:
     assert weights([peer(draining=True), peer(SECOND)]) == [0.0, 1.0]
 
 
-# -- the receiver ----
-
-
-class Receiver(CoreHarness):
-    def offer(self, keys: tuple[BlockKey, ...], *, idle: float = 0.0, size: int = SMALL, wait: float = 5.0) -> int:
-        items = tuple(
-            TakeOverItem(key, keys[i - 1] if i else None, i, SpanRoute(1), idle) for i, key in enumerate(keys)
-        )
-        op = self.next_op()
-        self.send(ev.PeerTakeOver(op, self.state.epoch, make_holder("leaver"), size, items, wait))
-        return op
-
-    def taken(self, op: int) -> TakeOverResult:
-        value = self.reply(op)
-        assert isinstance(value, TakeOverResult)
-        return value
-
-    def finish(self, result: ev.PullResult = ev.PullResult.OK) -> None:
-        self.located(self.locates[-1], make_located(self.locates[-1].keys))
-        self.pulled(self.pulls[-1], result)
-
-
-def test_offered_blocks_are_read_verified_and_kept_as_primary() -> None:
-    receiver = Receiver()
-    op = receiver.offer(CHAIN)
-    assert receiver.open(op)
-    receiver.finish()
-    assert receiver.taken(op) == TakeOverResult((True,) * 4, full=False)
-    assert receiver.keys_held() == set(CHAIN)
-    assert not any(one.is_secondary for one in receiver.state.blocks())
-    assert receiver.announced[CHAIN[3]] == 1
-    assert len(receiver.remote_releases) == 1
-    engine = receiver.attach()
-    assert len(receiver.hit(engine, CHAIN).blocks) == 4
-
-
-def test_a_secondary_copy_becomes_primary_without_a_read() -> None:
-    receiver = Receiver()
-    engine = receiver.attach()
-    op = receiver.acquire(engine, CHAIN)
-    receiver.fetch_all(op, CHAIN)
-    receiver.release(engine, receiver.result(op).lease_id)
-    asked = len(receiver.locates)
-    assert receiver.taken(receiver.offer(CHAIN)).kept == (True,) * 4
-    assert len(receiver.locates) == asked
-    assert not any(one.is_secondary for one in receiver.state.blocks())
-
-
-@pytest.mark.parametrize("is_read", [False, True])
-def test_a_copy_that_became_primary_is_so_after_a_restart(is_read: bool) -> None:
-    """Else the next start takes the last copy for a secondary one, which goes first. What is read keeps its header."""
-    receiver = Receiver()
-    engine = receiver.attach()
-    op = receiver.acquire(engine, CHAIN)
-    receiver.fetch_all(op, CHAIN)
-    if not is_read:
-        receiver.release(engine, receiver.result(op).lease_id)
-    before = dict(receiver.headers)
-    receiver.taken(receiver.offer(CHAIN))
-    assert (receiver.headers == before) is is_read
-    receiver.restart()
-    assert {block.is_secondary for block in receiver.state.blocks()} == {is_read}
-
-
-def test_room_is_made_only_of_what_was_used_earlier() -> None:
-    receiver = Receiver(slab_count=2)  # 8 slots
-    engine = receiver.attach()
-    old, new = make_chain(4, "old"), make_chain(4, "new")
-    receiver.store(engine, old)
-    receiver.now += 100.0
-    receiver.store(engine, new)
-    receiver.now += 10.0
-    op = receiver.offer(make_chain(6, "offered"), idle=50.0)
-    receiver.finish()
-    assert receiver.taken(op) == TakeOverResult((True,) * 4 + (False,) * 2, full=True)
-    assert set(new) <= receiver.keys_held()
-    assert not set(old) & receiver.keys_held()
-
-
-def test_a_shard_full_of_what_was_used_later_takes_nothing() -> None:
-    receiver = Receiver(slab_count=1)
-    engine = receiver.attach()
-    receiver.store(engine, CHAIN)
-    op = receiver.offer(OTHER, idle=1.0)
-    receiver.located(receiver.locates[-1], make_located(OTHER))
-    assert receiver.taken(op) == TakeOverResult((False,) * 3, full=True)
-    assert receiver.keys_held() == set(CHAIN)
-    assert len(receiver.remote_releases) == 1
-
-
-def test_a_secondary_copy_makes_room_for_the_last_copy() -> None:
-    """However recently it was used: another node has it, and of what is offered nobody else has any."""
-    receiver = Receiver(slab_count=1)
-    engine = receiver.attach()
-    op = receiver.acquire(engine, CHAIN)
-    receiver.fetch_all(op, CHAIN)
-    receiver.release(engine, receiver.result(op).lease_id)
-    op = receiver.offer(OTHER, idle=50.0)
-    receiver.finish()
-    assert receiver.taken(op) == TakeOverResult((True,) * 3, full=False)
-    assert receiver.keys_held() == {*OTHER, CHAIN[0]}
-
-
-@pytest.mark.parametrize("answered", ["waits", "timed_out", "cancelled"])
-def test_a_take_over_that_is_never_located_gives_its_place_back(answered: str) -> None:
-    receiver = Receiver()
-    ops = [receiver.offer((key,), wait=1.0 if answered == "timed_out" else 30.0) for key in make_chain(TAKES_MAX)]
-    with pytest.raises(Exhausted):
-        receiver.taken(receiver.offer(OTHER))
-    if answered == "cancelled":
-        for op in ops:
-            receiver.send(ev.Cancel(op))
-    receiver.advance(LOCATE_GIVE_UP_SECONDS - 0.1)
-    with pytest.raises(Exhausted):
-        receiver.taken(receiver.offer(OTHER))
-    assert [receiver.open(op) for op in ops] == [answered != "timed_out"] * TAKES_MAX
-    receiver.advance(0.2)
-    if answered == "waits":
-        assert all(receiver.taken(op) == TakeOverResult((False,), full=False) for op in ops)
-    late = receiver.locates[0]
-    receiver.offer(OTHER)
-    receiver.located(late, make_located(late.keys))
-    assert not receiver.pulls, "an answer that comes after all reads nothing"
-    receiver.finish()
-    assert receiver.keys_held() == set(OTHER)
-
-
-@pytest.mark.parametrize("result", [v for v in ev.PullResult if v is not ev.PullResult.OK])
-def test_what_does_not_arrive_well_is_not_kept(result: ev.PullResult) -> None:
-    receiver = Receiver()
-    op = receiver.offer(CHAIN)
-    receiver.finish(result)
-    assert receiver.taken(op).kept == (False,) * 4
-    assert receiver.keys_held() == set()
-    receiver.send(ev.WritesEnded(receiver.pulls[-1].job))
-    receiver.advance(61.0)
-    assert receiver.slots("free") == receiver.state.capacity
-
-
-def test_an_offer_is_answered_in_time_whatever_the_leaver_does() -> None:
-    receiver = Receiver()
-    silent = receiver.offer(CHAIN, wait=2.0)
-    slow = receiver.offer(OTHER, wait=2.0)
-    receiver.located(receiver.locates[-1], make_located(OTHER))
-    receiver.advance(2.1)
-    assert receiver.taken(silent).kept == (False,) * 4
-    assert receiver.taken(slow).kept == (False,) * 3
-    receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)  # it goes on, and what arrives is kept
-    receiver.located(receiver.locates[0], None)
-    assert receiver.keys_held() == set(OTHER)
-
-
-def test_an_engine_that_stores_the_same_block_meanwhile_wins() -> None:
-    receiver = Receiver()
-    engine = receiver.attach()
-    op = receiver.offer(CHAIN[:2])
-    receiver.located(receiver.locates[-1], make_located(CHAIN[:2]))
-    receiver.store(engine, CHAIN[:1])
-    receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)
-    assert receiver.taken(op).kept == (True, True)
-    assert receiver.announced[CHAIN[0]] == 1
-
-
-def test_a_block_that_a_fetch_brought_meanwhile_becomes_primary() -> None:
-    """The leaver's copy goes away, and copies are evicted first."""
-    receiver = Receiver()
-    engine = receiver.attach()
-    op = receiver.acquire(engine, CHAIN[:1])
-    receiver.resolved(op, run_of(0, 1, PEER))
-    receiver.located(receiver.locates[-1], make_located(CHAIN[:1]))
-    fetch = receiver.pulls[-1]
-    take = receiver.offer(CHAIN[:1])
-    receiver.located(receiver.locates[-1], make_located(CHAIN[:1]))
-    receiver.pulled(fetch, ev.PullResult.OK)
-    assert [one.is_secondary for one in receiver.state.blocks()] == [True]
-    receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)
-    assert receiver.taken(take).kept == (True,)
-    assert [one.is_secondary for one in receiver.state.blocks()] == [False]
-
-
-def test_a_take_over_ends_with_its_time_and_the_leavers_lease() -> None:
-    for wait, lease_seconds in ((1.0, 10.0), (10.0, 3.0)):
-        receiver = Receiver()
-        receiver.offer(CHAIN, wait=wait)
-        receiver.located(receiver.locates[-1], make_located(CHAIN, lease_seconds=lease_seconds))
-        end = receiver.now + min(wait, lease_seconds - LEASE_MARGIN_SECONDS)
-        assert receiver.now < receiver.pulls[-1].deadline <= end
-
-
-def test_a_request_during_a_take_over_is_answered() -> None:
-    """It asks for blocks that are being taken over. The next request hits."""
-    receiver = Receiver()
-    engine = receiver.attach()
-    take = receiver.offer(CHAIN)
-    receiver.located(receiver.locates[-1], make_located(CHAIN))
-    op = receiver.acquire(engine, CHAIN)
-    receiver.resolved(op, *[])
-    receiver.pulled(receiver.pulls[0], ev.PullResult.OK)
-    assert receiver.taken(take).kept == (True,) * 4
-    assert len(receiver.hit(engine, CHAIN).blocks) == 4
-    assert not receiver.open(op)
-
-
-@pytest.mark.parametrize(
-    ("keys", "size", "wait"),
-    [((), SMALL, 1.0), ((CHAIN[0], CHAIN[0]), SMALL, 1.0), (CHAIN, SMALL, -1.0), (CHAIN, SMALL, math.nan)],
-)
-def test_malformed_offers_are_refused(keys: tuple[BlockKey, ...], size: int, wait: float) -> None:
-    receiver = Receiver()
-    with pytest.raises(InvalidRequest):
-        receiver.taken(receiver.offer(keys, size=size, wait=wait))
-
-
-def test_a_shard_that_leaves_itself_takes_nothing() -> None:
-    receiver = Receiver()
-    receiver.send(ev.Drain())
-    with pytest.raises(Unavailable):
-        receiver.taken(receiver.offer(CHAIN))
+# -- what was not kept ----
 
 
 def test_a_receivers_read_does_not_make_a_block_hotter() -> None:
@@ -666,13 +447,6 @@ def test_a_peer_that_is_full_for_one_size_is_offered_the_others(shard: Leaver, e
     progress = shard.state.progress(shard.now)
     assert (progress.blocks_handed, progress.blocks_lost) == (2, 4)
     assert shard.phase is DrainPhase.GONE
-
-
-@pytest.mark.parametrize("size", [0, 2 * MiB])
-def test_an_offer_of_blocks_that_fit_no_slab_is_refused(size: int) -> None:
-    receiver = Receiver()
-    with pytest.raises(UnsupportedLayout, match="do not fit a slab"):
-        receiver.taken(receiver.offer(CHAIN, size=size))
 
 
 def test_a_node_that_is_alone_leaves_at_once() -> None:
