@@ -77,16 +77,21 @@ def wide(seed: int, nodes: int, *, whole: bool) -> bool:
     return not outcome.violation
 
 
-def campaign(seed: int, count: int, processes: int) -> bool:
+def campaign(seed: int, count: int, processes: int, *, tiers: bool) -> bool:
+    """Play `count` schedules from `seed` on; with `tiers`, of those that have disks or an object store. Returns whether
+    nothing went wrong."""
     from kvservice.testing.sim.campaign import CampaignTally, run_campaign
+    from kvservice.testing.sim.schedule import TIERS_AT, TIERS_EVERY
 
     console = Console(highlight=False, soft_wrap=True)
+    every = TIERS_EVERY if tiers else 1
+    first = seed + (TIERS_AT - seed) % every
     with Progress("playing") as progress:
 
         def show(tally: CampaignTally) -> None:
             progress.update(f"{tally.schedules} of {count} schedules", tally.schedules, count)
 
-        tally = run_campaign(seed, count, processes, show)
+        tally = run_campaign(range(first, first + count * every, every), processes, show)
     console.print(f"{tally.schedules} schedules, {tally.virtual_seconds / 3600:.1f} h of virtual time")
     for label, name in NUMBERS:
         console.print(f"  {tally.counters[name]:>10,}  {label}")
@@ -95,7 +100,7 @@ def campaign(seed: int, count: int, processes: int) -> bool:
     if not tally.violations:
         console.print("0 violations")
         return True
-    first, what = min(tally.violations)
-    console.print(f"VIOLATION at seed {first}: {what}", style="bold red", markup=False)
-    console.print(f"to see what happened: kvservice sim --seed {first}")
+    failed, what = min(tally.violations)
+    console.print(f"VIOLATION at seed {failed}: {what}", style="bold red", markup=False)
+    console.print(f"to see what happened: kvservice sim --seed {failed}")
     return False

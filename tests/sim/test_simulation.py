@@ -29,7 +29,7 @@ REACHED = (
 
 
 def test_no_schedule_breaks_a_promise() -> None:
-    tally = run_campaign(0, SCHEDULES, processes=2)
+    tally = run_campaign(range(SCHEDULES), processes=2)
     assert not tally.violations, f"see it happen: kvservice sim --seed {min(tally.violations)[0]}\n{tally.violations}"
     assert tally.schedules == SCHEDULES
     if SCHEDULES >= 1_000:  # what never happened was not tested

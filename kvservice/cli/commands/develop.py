@@ -117,6 +117,9 @@ def sim(
             help="Play one schedule with so many nodes. 0: two or three, as the seed says.",
         ),
     ] = 0,
+    tiers: Annotated[
+        bool, typer.Option("--tiers", help="With --count, play only schedules that have disks or an object store.")
+    ] = False,
 ) -> None:
     """Play random faults against the real core.
 
@@ -126,5 +129,5 @@ def sim(
     if nodes:
         good = run.wide(seed, nodes, whole=whole)
     else:
-        good = run.campaign(seed, count, processes) if count > 1 else run.tell(seed, whole=whole)
+        good = run.campaign(seed, count, processes, tiers=tiers) if count > 1 else run.tell(seed, whole=whole)
     raise typer.Exit(ExitCode.GOOD if good else ExitCode.PROBLEM)

@@ -44,7 +44,7 @@ def run_seeds(seeds: range) -> CampaignTally:
 
 
 def run_campaign(
-    first: int, count: int, processes: int, on_progress: Callable[[CampaignTally], None] | None = None
+    seeds: range, processes: int, on_progress: Callable[[CampaignTally], None] | None = None
 ) -> CampaignTally:
     """Play the schedules; blocks until all have run or one fails. Processes are started fresh, not forked, so that none
     inherits a lock."""
@@ -52,7 +52,7 @@ def run_campaign(
     context = multiprocessing.get_context("spawn")
     # It computes for minutes, so everything else on the machine goes first.
     with ProcessPoolExecutor(processes, context, initializer=os.nice, initargs=(19,)) as pool:
-        for part in pool.map(run_seeds, _chunks(first, count)):
+        for part in pool.map(run_seeds, _chunks(seeds)):
             tally.add(part)
             if on_progress is not None:
                 on_progress(tally)
@@ -62,6 +62,6 @@ def run_campaign(
     return tally
 
 
-def _chunks(first: int, count: int) -> Iterator[range]:
-    for start in range(first, first + count, CHUNK):
-        yield range(start, min(start + CHUNK, first + count))
+def _chunks(seeds: range) -> Iterator[range]:
+    for start in range(0, len(seeds), CHUNK):
+        yield seeds[start : start + CHUNK]

@@ -79,6 +79,7 @@ TierWriteSetting = Literal["evicted", "stored", "reused"]  # as the settings say
 MEMORY_NODE_FAULTS = ("garble", "garble", "garble", "wedge", "crash_node", "lose_node", "pause_node")
 # One schedule of so many has clears; all of these have tiers too.
 CLEARS_EVERY, CLEARS_AT = 24, 14
+TIERS_EVERY, TIERS_AT = 3, 2  # schedules with disks or an object store, by their seeds
 MUTES_EVERY, MUTES_AT = 12, 4  # those with nodes that answer no handshake
 MAPS_EVERY, MAPS_AT = 11, 10  # those whose nodes are of one machine and map each other
 SLICES_EVERY, SLICES_AT = 8, 7  # one schedule of so many does every call a block at a time
@@ -207,7 +208,7 @@ def make_schedule(seed: int) -> Schedule:
             for _ in range(rng.choice((1, 1, 2)))
         ]
         made = _with_faults(made, resets)
-    if seed % 3 == 2:
+    if seed % TIERS_EVERY == TIERS_AT:
         made = _with_tiers(made, rng, asks)
     if seed % MUTES_EVERY == MUTES_AT:
         made = _with_mutes(made)
