@@ -39,6 +39,8 @@ FOUND_BLOCKS = 256  # of one event: the core takes some milliseconds for them, a
 # Between two questions what was cleared elsewhere: one listing of a folder that is nearly empty. Nodes that share only
 # the tier obey a clear that much later.
 MARKS_EVERY_SECONDS = 60.0
+# Until a tier that was down for the moment is opened again; twice as long after each time, up to the second one.
+REOPEN_SECONDS_MIN, REOPEN_SECONDS_MAX = 5.0, 300.0
 PROBE_SLACK_SECONDS = 0.02  # for an answer that comes at the deadline to arrive
 
 
@@ -88,11 +90,19 @@ class PoolTiers:
     # -- life ----
 
     def opening(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """One coroutine for each tier. It ends when the core has heard of every block that was found, or of none."""
+        """One coroutine for each tier. It ends when the core has heard of every block that was found, or when the tier
+        cannot be used at all. A tier that is down for the moment is opened again and again."""
         for name in self._makers:
             yield self._start(name)
 
     async def _start(self, name: str) -> None:
+        wait = REOPEN_SECONDS_MIN
+        while await self._try_start(name):
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, REOPEN_SECONDS_MAX)
+
+    async def _try_start(self, name: str) -> bool:
+        """Returns whether to try again later."""
         began = self._clock()
         try:
             found = await in_thread(partial(self._started, name), DaemonThreads(f"kvservice-start-{name}"))
@@ -100,7 +110,7 @@ class PoolTiers:
         except Exception as error:  # noqa: BLE001  a tier is code of others too, and the pool serves without it
             reason = error.message if isinstance(error, KVServiceError) else f"{type(error).__name__}: {error}"
             self._fail(name, reason)
-            return
+            return isinstance(error, KVServiceError) and error.attributes.get("transient") is True
         finally:
             self._starting[name].set()
         self._states[name] = TierStatus(name, TierPhase.OPEN)
@@ -109,6 +119,7 @@ class PoolTiers:
         for first in range(0, max(len(found), 1), FOUND_BLOCKS):
             self._report(ev.TierFound(name, tuple(found[first : first + FOUND_BLOCKS])), None)
             await asyncio.sleep(0)
+        return False
 
     def _started(self, name: str) -> list[TierBlock]:
         """Runs on its own thread, for as long as the tier needs, maybe for ever."""

@@ -32,6 +32,7 @@ class FakeTier:
         self.files: Files = {} if files is None else files
         self.delay_seconds = 0.0  # before each piece of work
         self.start_error = ""  # the start fails with it
+        self.start_is_transient = False  # that error says that it may work later
         self.is_full = False  # writes are answered with FULL
         self.fails = False  # writes and reads are answered with FAILED
         self.in_use: list[memoryview] = []  # slots that it reads or writes at this moment
@@ -64,7 +65,7 @@ class FakeTier:
     def start(self) -> list[TierBlock]:
         self._may_start.wait()
         if self.start_error:
-            raise TierError(self.start_error)
+            raise TierError(self.start_error, transient=self.start_is_transient)
         self._thread.start()
         headers = (unpack_file_header(data[:FILE_HEADER_BYTES]) for data in self.files.values())
         return [header.block for header in headers if header is not None]

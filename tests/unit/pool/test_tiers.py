@@ -204,6 +204,25 @@ async def test_a_tier_that_cannot_start_leaves_the_others_open() -> None:
     bench.memory.close()
 
 
+async def test_a_tier_that_is_down_for_the_moment_is_opened_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_tiers, "REOPEN_SECONDS_MIN", 0.01)
+    down, wrong = FakeTier("down"), FakeTier("wrong")
+    down.start_error = wrong.start_error = "it does not answer"
+    down.start_is_transient = True
+    bench = Bench(down, wrong)
+    opening = [asyncio.ensure_future(work) for work in bench.tiers.opening()]
+    await eventually_async(lambda: bench.tiers.counters().get("tier_down_start_failed", 0) >= 2, "two tries")
+    assert [state.phase for state in bench.tiers.states()] == [TierPhase.FAILED, TierPhase.FAILED]
+    down.start_error = wrong.start_error = ""
+    await asyncio.gather(*opening)
+    assert [state.phase for state in bench.tiers.states()] == [TierPhase.OPEN, TierPhase.FAILED]
+    assert bench.tiers.counters()["tier_wrong_start_failed"] == 1
+    item = (bench.fill(SLOTS[0], CHAIN[0], 7), SLOTS[0])
+    assert await bench.answer(act.WriteDown(1, "down", (item,))) == ev.WrittenDown(1, (True,))
+    await bench.tiers.close()
+    bench.memory.close()
+
+
 async def test_a_pool_serves_while_a_tier_hangs_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_tiers, "CLOSE_SECONDS", 0.1)
     tier = FakeTier("disk")
