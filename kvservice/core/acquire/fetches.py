@@ -181,13 +181,14 @@ class Fetches:
 
     def arrived(self, number: int, position: int, handle: BlockHandle, slot: Slot, now: float) -> None:
         fetch, key = self._open[number], handle.key
-        index = fetch.indices[position]
+        index, block = fetch.indices[position], fetch.blocks.get(key)
+        # A peer's request has no fingerprint; the books of a tier do.
+        fingerprint = fetch.fingerprint if block is None else block.fingerprint or fetch.fingerprint
         is_here = key in self._store  # an engine of this node sealed the same block meanwhile
-        if is_here or not self._shard.may_keep(handle, slot, fetch.account, fetch.fingerprint, now):
+        if is_here or not self._shard.may_keep(handle, slot, fetch.account, fingerprint, now):
             self._store.abort(slot)
         else:
             parent = fetch.chain[index - 1] if index else None
-            block = fetch.blocks.get(key)
             route = span_route(fetch.chain, index) if block is None else block.route
             place = fetch.base + index if block is None else block.position
             # What this node brought back is no copy of another node's block.
@@ -202,7 +203,7 @@ class Fetches:
                 now,
                 is_secondary=is_secondary,
                 model=fetch.model,
-                fingerprint=fetch.fingerprint,
+                fingerprint=fingerprint,
                 stored_at=handle.stored_at,
             )
         self._arrivals.end(key, number)

@@ -8,6 +8,7 @@ import pytest
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.block.marks import MarkKind
 from kvservice.core.events import PullResult
 from kvservice.core.messages import AcquireRequest, AcquireResult, LocateResult, MissReason
 from kvservice.core.tier.rules import TierRules, WriteMoment
@@ -397,6 +398,24 @@ def test_a_reader_that_waits_gets_what_only_the_disk_has() -> None:
     assert harness.slots("leased") == 3
     routes = {block.key: block.route for block in harness.state.blocks()}
     assert dict(harness.state.inventory())[CHAIN[1]] == routes[CHAIN[1]]
+
+
+def test_a_clear_of_another_model_refuses_a_reader_nothing() -> None:
+    harness, _ = on_disk()
+    harness.advance(100.0)
+    harness.clear(MarkKind.MODEL, "another")
+    op = located(harness, CHAIN, 0.5)
+    harness.brought(harness.reads()[0], OK)
+    assert None not in result_of(harness, op).handles and harness.count("arrived_too_old") == 0
+
+
+def test_what_a_reader_asked_for_goes_with_its_own_model() -> None:
+    harness, _ = on_disk()
+    located(harness, CHAIN, 0.5)
+    harness.brought(harness.reads()[0], OK)
+    harness.advance(100.0)
+    assert harness.clear(MarkKind.MODEL, "another").blocks == 0
+    assert harness.clear(MarkKind.MODEL, "model").blocks == 4
 
 
 def test_a_reader_that_does_not_wait_gets_what_is_in_memory() -> None:
