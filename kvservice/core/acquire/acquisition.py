@@ -132,6 +132,7 @@ class Fetch:
     urgent: bool = True  # an engine waits for it
     fingerprint: bytes = b""  # first bytes of the digest of its engine's, for a tier; b"" = not known
     blocks: dict[BlockKey, TierBlock] = field(default_factory=dict)  # of a tier: those being read
+    later: list[int] = field(default_factory=list)  # of a tier: those read after these, as its share of memory allows
 
 
 def holders_by_index(runs: Sequence[HolderRun], end: int, own: NodeId) -> dict[int, tuple[Holder, ...]]:

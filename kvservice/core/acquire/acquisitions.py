@@ -379,7 +379,8 @@ class Acquisitions:
         shared = [
             name
             for name in self._tiers.shared
-            if self._tiers.may_probe(name, now) and self._estimates.of(tier_holder(name)).asks(count, size, recompute)
+            if self._tiers.may_probe(name, size, now)
+            and self._estimates.of(tier_holder(name)).asks(count, size, recompute)
         ]
         return (*([DIRECTORY] if self._shard.has_directory else []), *shared)
 

@@ -141,7 +141,8 @@ class Fetches:
         fetch.started, fetch.give_up_at = now, max(deadline, now) + PULL_GRACE_SECONDS
 
     def _bring_back(self, fetch: Fetch, now: float) -> None:
-        """Read blocks of a tier, as far as it has them and there is room."""
+        """Read blocks of a tier, as far as it has them and there is room. If it may not give all of them at once, and
+        nobody else has them, the others are asked of it again after these."""
         number, node = fetch.number, fetch.holder.node_id
         until = min(fetch.until, now + PULL_SECONDS_MAX)
         blocks = self._tiers.begin_read(number, node, [self._wanted(fetch, i, now) for i in fetch.indices], until, now)
@@ -155,6 +156,8 @@ class Fetches:
             self._pulls.drop(number)
             self._end(fetch, 0, reason, now)
             return
+        if reason is MissReason.STALE and not fetch.alternates:
+            fetch.later, fetch.indices = fetch.indices[len(slots) :], fetch.indices[: len(slots)]
         self._cut(fetch, len(slots), reason, now)
         fetch.blocks = {block.key: block for block in blocks}
         self._pulls.bring_back(number, name_of_tier(node), blocks, slots, until, urgent=fetch.urgent)
@@ -223,10 +226,21 @@ class Fetches:
             self._counters["fetched_blocks"] += good
             self._counters["fetched_bytes"] += good * size
         bad = next((position for position, result in enumerate(results) if result is not PullResult.OK), None)
-        if bad is None:
-            del self._open[number]
-        else:
+        if bad is not None:
             self._end(fetch, bad, MISS_OF[results[bad]], now)
+            return
+        del self._open[number]
+        if fetch.later:
+            self._read_on(fetch, now)
+
+    def _read_on(self, fetch: Fetch, now: float) -> None:
+        """A tier gave what it might give at once: ask it for the rest, if that is still wanted."""
+        if self._shard.is_draining():
+            self._fail(fetch, fetch.later, MissReason.DRAINING, now)
+        elif now >= fetch.until:
+            self._fail(fetch, fetch.later, MissReason.DEADLINE, now)
+        else:
+            self._ask_again(fetch, fetch.holder, fetch.alternates, fetch.later, now)
 
     # -- what does not come ----
 
@@ -235,7 +249,8 @@ class Fetches:
 
         Blocks that did come are not expected any more, so both ways skip them.
         """
-        left = [i for i in fetch.indices[from_position:] if self._arrivals.is_brought_by(fetch.chain[i], fetch.number)]
+        rest = (*fetch.indices[from_position:], *fetch.later)
+        left = [i for i in rest if self._arrivals.is_brought_by(fetch.chain[i], fetch.number)]
         self._counters["fetches_failed"] += 1
         del self._open[fetch.number]
         self._ask_next(fetch, left, reason, now)
@@ -246,9 +261,14 @@ class Fetches:
             self._fail(fetch, left, reason, now)
             return
         holder, *others = fetch.alternates
+        self._ask_again(fetch, holder, others, left, now)
+
+    def _ask_again(self, fetch: Fetch, holder: Holder, others: list[Holder], indices: list[int], now: float) -> None:
         # An id names one pull: a late WritesEnded of the old pull must not touch the slots of the new one.
         number = self._pulls.open(self, holder, fetch.payload_bytes)
-        again = replace(fetch, number=number, holder=holder, alternates=others, indices=left, started=0.0, blocks={})
+        again = replace(
+            fetch, number=number, holder=holder, alternates=others, indices=indices, later=[], started=0.0, blocks={}
+        )
         self._register(again)
         self._ask(again, now)
 
@@ -260,7 +280,8 @@ class Fetches:
             self._end(fetch, 0, MissReason.PEER_FAILED, now)
             return
         fetch.give_up_at = math.inf  # its slots stay reserved until Pulled, because the transport may still write them
-        self._fail(fetch, fetch.indices, MissReason.DEADLINE, now)
+        later, fetch.later = fetch.later, []
+        self._fail(fetch, [*fetch.indices, *later], MissReason.DEADLINE, now)
 
     def _fail(self, fetch: Fetch, indices: Sequence[int], reason: MissReason, now: float) -> None:
         """These blocks, which the fetch still brings, do not come."""

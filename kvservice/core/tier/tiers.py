@@ -188,7 +188,7 @@ class Tiers:
         """Queue the block if the tier lacks it, unless nothing of its tenant comes back."""
         if tier.has(block.key) or not self._shard.admission.admits(self._store.account_of(block)):
             return
-        if not tier.queue.put(block.key):
+        if not tier.queue.put(block.key, block.payload_bytes):
             self._count(tier, "dropped_full")
 
     def work(self, now: float, *, is_digesting: bool = False) -> None:
@@ -324,7 +324,8 @@ class Tiers:
     ) -> dict[int, tuple[Holder, ...]]:
         """The tiers of this node that can give each of these blocks now. Blocks that none has are left out."""
         found: dict[int, tuple[Holder, ...]] = {}
-        open_tiers = [tier for tier in self._tiers.values() if tier.books is not None and self._may_read(tier, now)]
+        own = [tier for tier in self._tiers.values() if tier.books is not None]
+        open_tiers = [tier for tier in own if self._may_read(tier, payload_bytes, now)]
         for index in indices if open_tiers else ():
             having = tuple(tier.holder for tier in open_tiers if self._gives(tier, keys[index], payload_bytes))
             if having:
@@ -336,19 +337,25 @@ class Tiers:
         block = None if tier.books is None else tier.books.get(key)
         return block is not None and block.payload_bytes == payload_bytes
 
-    def _may_read(self, tier: _Tier, now: float) -> bool:
-        """Whether the tier is asked at all: not while it owes an answer, and not for more than a share of the memory.
-        Its answer ends that, so a tier that hangs costs one request its time, and the others nothing."""
+    def _may_read(self, tier: _Tier, payload_bytes: int, now: float) -> bool:
+        """Whether the tier is asked for blocks of this size at all: not while it owes an answer, and not for more than
+        a share of the memory. Its answer ends that, so a tier that hangs costs one request its time, and the others
+        nothing."""
         if not tier.is_open:
             return False
         late = any(read.deadline < now for read in tier.reads.values())
-        if late or tier.reading_bytes >= self._reading_max:
+        if late or not self._has_room(tier.reading_bytes, payload_bytes):
             self._count(tier, "busy")
             return False
         return True
 
-    def may_probe(self, name: str, now: float) -> bool:
-        return self._may_read(self._tiers[name], now)
+    def _has_room(self, reading_bytes: int, payload_bytes: int) -> bool:
+        """Whether a block may be read beside so many bytes of the same tier. Alone it always may, so that a small
+        memory reads as well."""
+        return not reading_bytes or reading_bytes + payload_bytes <= self._reading_max
+
+    def may_probe(self, name: str, payload_bytes: int, now: float) -> bool:
+        return self._may_read(self._tiers[name], payload_bytes, now)
 
     def has_shared(self, name: str, keys: Sequence[BlockKey]) -> None:
         """A shared tier said that it has these blocks: they are not written into it again."""
@@ -356,9 +363,9 @@ class Tiers:
             self._tiers[name].known.put(key, True)
 
     def first_of(self, keys: Iterable[BlockKey], now: float) -> TierBlock | None:
-        """The first of these blocks that a tier of this node can give now."""
+        """The first of these blocks that a tier of this node can give now, if it has room for its size."""
         open_books = [
-            tier.books for tier in self._tiers.values() if tier.books is not None and self._may_read(tier, now)
+            tier.books for tier in self._tiers.values() if tier.books is not None and self._may_read(tier, 0, now)
         ]
         found = (books.get(key) for key in keys for books in open_books)
         return next((block for block in found if block is not None), None) if open_books else None
@@ -366,14 +373,18 @@ class Tiers:
     def begin_read(
         self, number: int, holder: NodeId, wanted: Sequence[TierBlock], deadline: float, now: float
     ) -> tuple[TierBlock, ...]:
-        """The leading blocks of `wanted` that the tier can give, pinned in its books until `end_read`. A shared tier
-        is believed to have them all. Of a tier of this node, its books say what a block is."""
+        """The leading blocks of `wanted` that the tier can give now, pinned in its books until `end_read`. A shared
+        tier is believed to have them all. Of a tier of this node, its books say what a block is."""
         tier = self._of_holder[holder]
         given: list[TierBlock] = []
-        for block in wanted if self._may_read(tier, now) else ():
+        reading_bytes = tier.reading_bytes
+        for block in wanted if self._may_read(tier, wanted[0].payload_bytes, now) else ():
             known = block if tier.books is None else tier.books.get(block.key)
             if known is None or known.payload_bytes != block.payload_bytes:
                 break
+            if not self._has_room(reading_bytes, known.payload_bytes):
+                break
+            reading_bytes += known.payload_bytes
             given.append(known)
         if tier.books is not None:
             for block in given:
@@ -486,6 +497,8 @@ class Tiers:
         for tier in self._tiers.values():
             tier.queue.check_invariants()
             assert tier.reading_bytes == sum(read.byte_count for read in tier.reads.values()), "bytes read are off"
+            is_alone = sum(len(read.blocks) for read in tier.reads.values()) <= 1
+            assert is_alone or tier.reading_bytes <= self._reading_max, "a tier reads into more than its share"
             books = tier.books
             if books is not None and len(books) <= CHECK_BLOCKS_MAX:
                 books.check_invariants()

@@ -21,7 +21,7 @@ WRITE_BLOCKS_MAX = 16  # of one job: its slots are pinned until its last block i
 SMALL_JOBS_MAX = 2
 WRITING_BYTES_MAX = 64 * MiB  # being written into one tier: enough for a disk's parallel writes
 # The share of the memory that writes, and the share that reads of one tier may hold: a tier that never answers keeps
-# it for ever. Reads get more, because engines wait for them.
+# it for ever. Reads get more, because engines wait for them. A block that is larger than the share goes alone.
 WRITING_SHARE, READING_SHARE = 1 / 16, 1 / 4
 REST_SECONDS_MAX = 60.0  # after failed writes, doubled from one second on: a full disk is tried once a minute
 
@@ -40,7 +40,7 @@ class _Job:
 class WriteQueue:
     def __init__(self, memory_bytes: int) -> None:
         self._writing_max = min(WRITING_BYTES_MAX, int(memory_bytes * WRITING_SHARE))
-        self._waiting: dict[BlockKey, None] = {}  # in their order
+        self._waiting: dict[BlockKey, int] = {}  # payload bytes, in their order
         self._jobs: dict[int, _Job] = {}
         self._writing: set[BlockKey] = set()
         self.writing_bytes = 0
@@ -59,11 +59,11 @@ class WriteQueue:
         """Whether the tier failed lately: nothing is queued for it then."""
         return now < self._rest_until
 
-    def put(self, key: BlockKey) -> bool:
+    def put(self, key: BlockKey, payload_bytes: int) -> bool:
         """Queue a block. False when too many wait."""
         if len(self._waiting) >= QUEUE_MAX:
             return False
-        self._waiting[key] = None
+        self._waiting[key] = payload_bytes
         return True
 
     def next_items(self, prepare: Callable[[BlockKey], Item | None]) -> tuple[Item, ...]:
@@ -74,8 +74,10 @@ class WriteQueue:
         if len(self._jobs) >= SMALL_JOBS_MAX and len(self._waiting) < WRITE_BLOCKS_MAX:
             return ()
         byte_count = 0
-        while self._waiting and len(items) < WRITE_BLOCKS_MAX and self._has_room(byte_count):
-            key = next(iter(self._waiting))
+        while self._waiting and len(items) < WRITE_BLOCKS_MAX:
+            key, payload_bytes = next(iter(self._waiting.items()))
+            if not self._has_room(self.writing_bytes + byte_count, payload_bytes):
+                break
             del self._waiting[key]
             item = prepare(key)
             if item is not None:
@@ -83,8 +85,8 @@ class WriteQueue:
                 byte_count += item[0].payload_bytes
         return tuple(items)
 
-    def _has_room(self, byte_count: int) -> bool:
-        return self.writing_bytes + byte_count < max(self._writing_max, 1)
+    def _has_room(self, writing_bytes: int, payload_bytes: int) -> bool:
+        return not writing_bytes or writing_bytes + payload_bytes <= self._writing_max
 
     def begin(self, number: int, items: tuple[Item, ...]) -> None:
         job = self._jobs[number] = _Job(items)
@@ -126,3 +128,4 @@ class WriteQueue:
         assert len(keys) == len(set(keys)) and set(keys) == self._writing, "a block is written twice at once"
         assert not self._writing & self._waiting.keys(), "a block that is being written waits to be written"
         assert self.writing_bytes == sum(job.byte_count for job in self._jobs.values()), "bytes in flight are off"
+        assert len(keys) <= 1 or self.writing_bytes <= self._writing_max, "a tier writes more than its share"

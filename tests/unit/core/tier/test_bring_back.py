@@ -320,16 +320,6 @@ def test_a_shared_tier_that_is_not_open_is_not_asked() -> None:
     assert harness.result(op).miss is MissReason.NEVER_STORED and not harness.tier_work
 
 
-def test_reads_take_a_share_of_the_memory_only() -> None:
-    chain = make_chain(12)
-    harness, engine = on_disk(chain=chain, has_directory=False)
-    harness.acquire(engine, chain[:5])
-    op = harness.acquire(engine, (*chain[:5], *chain[5:]))
-    assert len(harness.reads()) == 1 and harness.count("tier_disk_busy") > 0
-    harness.brought(harness.reads()[0], OK)
-    assert (len(harness.result(op).blocks), harness.result(op).miss) == (5, MissReason.NEVER_STORED)
-
-
 def test_without_room_in_memory_nothing_comes_back() -> None:
     harness, engine = on_disk(has_directory=False)
     refs = harness.reserve(engine, 14)
