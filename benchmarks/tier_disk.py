@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.peers.lmcache_disk import is_installed as lmcache_is_installed
 from benchmarks.peers.lmcache_disk import lmcache_disk
 from benchmarks.report import ROOT, default_out, print_table, write_report
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.tier.base import TierRead, TierWrite, WriteResult
@@ -103,7 +103,8 @@ def tier(folder: Path, threads: int, io: DiskIO = DiskIO.DIRECT) -> Iterator[Tra
     def transfer(blocks: Blocks, writes: bool) -> None:
         room, wrong = threading.Semaphore(IN_FLIGHT), list[object]()
 
-        def ended(_: int, results: tuple[WriteResult, ...] | tuple[PullResult, ...], *__: object) -> None:
+        def ended(_: int, found: tuple[WriteResult | BroughtBlock, ...]) -> None:
+            results = (one.result if isinstance(one, BroughtBlock) else one for one in found)
             wrong.extend(result for result in results if result.value != "ok")
             room.release()
 

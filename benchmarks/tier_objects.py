@@ -28,7 +28,7 @@ import numpy as np
 import obstore
 
 from benchmarks.report import default_out, print_table, write_report
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, BlockFileHeader, pack_file_header
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.tier.tier_block import TierBlock
@@ -92,11 +92,11 @@ class Both:
 
     def tier_seconds(self, way: str, blocks: Sequence[TierBlock], at_once: int) -> float:
         """One job a block, `at_once` of them under way."""
-        slots, results = threading.Semaphore(at_once), list[object]()
+        slots, results = threading.Semaphore(at_once), list[WriteResult | PullResult]()
         done = threading.Event()
 
-        def answered(_: int, found: tuple[WriteResult | PullResult, ...], *digests: object) -> None:
-            results.extend(found)
+        def answered(_: int, found: tuple[WriteResult | BroughtBlock, ...]) -> None:
+            results.extend(one.result if isinstance(one, BroughtBlock) else one for one in found)
             slots.release()
             if len(results) == len(blocks):
                 done.set()

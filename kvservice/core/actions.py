@@ -150,7 +150,7 @@ class WriteDown:
 
 @dataclass(frozen=True, slots=True)
 class BringBack:
-    """Read and verify blocks of a tier into reserved slots. Answered by Pulled, as a Pull is."""
+    """Read and verify blocks of a tier into reserved slots. Answered by BroughtBack."""
 
     job: int
     tier: str

@@ -245,7 +245,24 @@ class PullResult(Enum):
 class Pulled:
     job: int
     results: tuple[PullResult, ...]
-    digests: tuple[int, ...] = ()  # of what a BringBack brought, verified; 0 where the result is not OK
+
+
+@dataclass(frozen=True, slots=True)
+class BroughtBlock:
+    """What a tier says of one block that it was asked for. Digest and time are those of its header, which was verified;
+    0 where the result is not OK."""
+
+    result: PullResult
+    digest: int = 0  # of the bytes that are now in the slot
+    stored_at: float = 0.0  # when they were computed, in seconds since 1970; 0 = not known
+
+
+@dataclass(frozen=True, slots=True)
+class BroughtBack:
+    """The end of a BringBack. Nothing writes its slots any more."""
+
+    job: int
+    blocks: tuple[BroughtBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +386,7 @@ Event = (
     | Located
     | Followed
     | Pulled
+    | BroughtBack
     | WritesEnded
     | WrittenDown
     | Probed

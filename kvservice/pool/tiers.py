@@ -257,8 +257,7 @@ class PoolTiers:
             case act.WriteDown():
                 self._report(ev.WrittenDown(action.job, (False,) * len(action.items)), None)
             case act.BringBack():
-                count = len(action.items)
-                self._report(ev.Pulled(action.job, (ev.PullResult.FAILED,) * count, (0,) * count), context)
+                self._report(ev.BroughtBack(action.job, _none_of(action)), context)
             case act.Probe():
                 self._report(ev.Probed(action.op, action.tier, 0), context)
             case act.Erase():
@@ -294,16 +293,15 @@ class PoolTiers:
         span: tracing.Span,
         context: contextvars.Context,
         job: int,
-        results: tuple[ev.PullResult, ...],
-        digests: tuple[int, ...],
+        blocks: tuple[ev.BroughtBlock, ...],
     ) -> None:
         _let_go(items)
-        if not len(results) == len(digests) == len(items):
-            results, digests = (ev.PullResult.FAILED,) * len(items), (0,) * len(items)
+        if len(blocks) != len(items):
+            blocks = _none_of(action)
             self._counters[f"tier_{action.tier}_errors"] += 1
-        span.end(verified=results.count(ev.PullResult.OK))
+        span.end(verified=sum(block.result is ev.PullResult.OK for block in blocks))
         context.run(self._timings.add, "fetch_seconds", self._clock() - began, action.tier)
-        self._report(ev.Pulled(action.job, results, digests), context)
+        self._report(ev.BroughtBack(action.job, blocks), context)
 
     def _probe(self, tier: Tier, action: act.Probe) -> None:
         keys = action.chain[action.start :]
@@ -325,6 +323,10 @@ class PoolTiers:
 
 
 _Items = tuple[tuple[TierBlock, memoryview], ...]
+
+
+def _none_of(action: act.BringBack) -> tuple[ev.BroughtBlock, ...]:
+    return (ev.BroughtBlock(ev.PullResult.FAILED),) * len(action.items)
 
 
 def _let_go(items: _Items) -> None:

@@ -470,16 +470,18 @@ class CoreHarness:
         """Blocks being brought back from a tier that were not answered with `brought`."""
         return [work for work in self.tier_work if isinstance(work, act.BringBack) and work.tier == tier]
 
-    def brought(self, read: act.BringBack, *results: ev.PullResult) -> list[act.Action]:
-        """Answer a read. Blocks that are OK arrive with their right bytes. One result stands for all."""
+    def brought(self, read: act.BringBack, *results: ev.PullResult, stored_at: float | None = None) -> list[act.Action]:
+        """Answer a read. Blocks that are OK arrive with their right bytes. One result stands for all. Without
+        `stored_at` they are as old as the read says."""
         self.tier_work.remove(read)
         each = results * len(read.items) if len(results) == 1 else results
-        digests = [0] * len(each)
+        found = [ev.BroughtBlock(result) for result in each]
         for place, ((block, slot), result) in enumerate(zip(read.items, each, strict=False)):
             if result is ev.PullResult.OK:
                 self.contents[slot] = content_of(block.key)
-                digests[place] = self.digest_now(slot, block.key)
-        return self.send(ev.Pulled(read.job, each, tuple(digests)))
+                digest, age = self.digest_now(slot, block.key), block.stored_at if stored_at is None else stored_at
+                found[place] = ev.BroughtBlock(result, digest, age)
+        return self.send(ev.BroughtBack(read.job, tuple(found)))
 
     def probed(self, op: int, count: int, tier: str = "objects") -> list[act.Action]:
         return self.send(ev.Probed(op, tier, count))

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.blockfile import (
     FILE_HEADER_BYTES,
     BlockFileHeader,
@@ -19,6 +19,7 @@ from kvservice.core.segment.blockfile import (
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
+from kvservice.tier.headers import brought
 from kvservice.units import BlockKey
 
 Files = dict[BlockKey, bytes]  # whole block files, header and payload
@@ -82,13 +83,12 @@ class FakeTier:
         count = len(job.items)
 
         def work() -> None:
-            found = [self._read(*item, job.deadline) for item in job.items]
-            on_done(job.job_id, tuple(result for result, _ in found), tuple(digest for _, digest in found))
+            on_done(job.job_id, tuple(self._read(*item, job.deadline) for item in job.items))
 
         self._add(
             self._urgent if job.urgent else self._rest,
             work,
-            lambda: on_done(job.job_id, (PullResult.FAILED,) * count, (0,) * count),
+            lambda: on_done(job.job_id, (BroughtBlock(PullResult.FAILED),) * count),
         )
 
     def erase(self, keys: Sequence[BlockKey]) -> None:
@@ -160,19 +160,19 @@ class FakeTier:
         self.files[block.key] = pack_file_header(BlockFileHeader(block, len(payload))) + bytes(payload)
         return WriteResult.OK
 
-    def _read(self, block: TierBlock, target: memoryview, deadline: float) -> tuple[PullResult, int]:
+    def _read(self, block: TierBlock, target: memoryview, deadline: float) -> BroughtBlock:
         if monotonic() > deadline:
-            return PullResult.FAILED, 0
+            return BroughtBlock(PullResult.FAILED)
         self._use(target)
         self._counters["reads"] += 1
         data = self.files.get(block.key)
         if data is None or self.fails:
-            return (PullResult.FAILED if self.fails else PullResult.STALE), 0
+            return BroughtBlock(PullResult.FAILED if self.fails else PullResult.STALE)
         found = unpack_file(data)
         if found is None:
-            return PullResult.CORRUPT, 0
+            return BroughtBlock(PullResult.CORRUPT)
         header, payload = found
         if not is_file_of(header, block):
-            return PullResult.STALE, 0
+            return BroughtBlock(PullResult.STALE)
         target[:] = payload
-        return PullResult.OK, header.block.digest
+        return brought(PullResult.OK, header)

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.tier.base import Tier, TierRead, TierWrite, WriteResult
@@ -50,24 +50,24 @@ class BlocksOfTier:
     ) -> tuple[tuple[PullResult, ...], tuple[int, ...], list[bytearray]]:
         """(results, digests, slots)"""
         slots = [bytearray(block.payload_bytes) for block in blocks]
-        answers: list[tuple[tuple[PullResult, ...], tuple[int, ...]]] = []
+        answers: list[tuple[BroughtBlock, ...]] = []
         done = threading.Event()
 
-        def on_done(_: int, results: tuple[PullResult, ...], digests: tuple[int, ...]) -> None:
-            answers.append((results, digests))
+        def on_done(_: int, found: tuple[BroughtBlock, ...]) -> None:
+            answers.append(found)
             done.set()
 
         items = tuple((block, memoryview(slot)) for block, slot in zip(blocks, slots, strict=True))
         self.tier.read(TierRead(2, items, time.monotonic() + seconds), on_done)
         assert done.wait(PATIENT_SECONDS), "the read is not answered"
-        return *answers[0], slots
+        return tuple(block.result for block in answers[0]), tuple(block.digest for block in answers[0]), slots
 
     def begin_read(self, *blocks: TierBlock) -> list[tuple[PullResult, ...]]:
         """Does not wait: the results come into this list."""
         answers: list[tuple[PullResult, ...]] = []
         items = tuple((block, memoryview(bytearray(block.payload_bytes))) for block in blocks)
         job = TierRead(3, items, time.monotonic() + PATIENT_SECONDS)
-        self.tier.read(job, lambda _, results, digests: answers.append(results))
+        self.tier.read(job, lambda _, found: answers.append(tuple(block.result for block in found)))
         return answers
 
     def probe(self, *numbers: int, seconds: float = PATIENT_SECONDS) -> int:

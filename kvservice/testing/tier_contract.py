@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.testing.eventually import eventually
@@ -22,6 +22,7 @@ from kvservice.units import BlockKey, KiB, MiB, SpanRoute
 # For one job, which takes milliseconds; a busy machine gets more. Then the rule fails.
 WAIT_SECONDS = 30.0
 SIZES = (1, 4 * KiB, 4 * KiB + 1, 64 * KiB, 100_001, 720 * KiB, 2 * MiB)  # bytes of a payload
+STORED_AT = 1_795_000_000.0  # of each block
 OK, STALE, CORRUPT, FAILED = PullResult.OK, PullResult.STALE, PullResult.CORRUPT, PullResult.FAILED
 
 
@@ -73,7 +74,7 @@ class StartedTier:
         """Of each block the result, and what is in its target."""
         self._jobs += 1
         done = threading.Event()
-        answers = list[tuple[int, tuple[PullResult, ...], tuple[int, ...]]]()
+        answers = list[tuple[int, tuple[BroughtBlock, ...]]]()
         targets = [page_aligned(bytes(block.payload_bytes)) for block in blocks]
         until = time.monotonic() + WAIT_SECONDS if deadline is None else deadline
         job = TierRead(self._jobs, tuple(zip(blocks, targets, strict=True)), until, urgent)
@@ -84,11 +85,13 @@ class StartedTier:
 
         self.tier.read(job, answered)
         assert done.wait(WAIT_SECONDS), "the read was not answered"
-        ((job_id, results, digests),) = answers
-        assert job_id == job.job_id and len(results) == len(digests) == len(blocks)
-        for block, target, result, digest in zip(blocks, targets, results, digests, strict=True):
-            assert digest == (digest_payload(target, block.key) if result is OK else 0)
-        return [(result, bytes(target)) for result, target in zip(results, targets, strict=True)]
+        ((job_id, found),) = answers
+        assert job_id == job.job_id and len(found) == len(blocks)
+        for block, target, answer in zip(blocks, targets, found, strict=True):
+            is_here = answer.result is OK
+            assert answer.digest == (digest_payload(target, block.key) if is_here else 0)
+            assert answer.stored_at == (STORED_AT if is_here else 0.0), "as the header says, whatever was asked"
+        return [(answer.result, bytes(target)) for answer, target in zip(found, targets, strict=True)]
 
     def result_of(self, block: TierBlock) -> PullResult:
         return self.read(block)[0][0]
@@ -104,7 +107,7 @@ def a_block(number: int, payload: bytes) -> TierBlock:
     """Block `number` with these bytes."""
     key = BlockKey(number.to_bytes(2, "big") * 8)
     return TierBlock(
-        key, len(payload), digest_payload(payload, key), number, SpanRoute(7), 3, bytes(range(16)), 1_795_000_000.0
+        key, len(payload), digest_payload(payload, key), number, SpanRoute(7), 3, bytes(range(16)), STORED_AT
     )
 
 
@@ -158,6 +161,14 @@ class TierContract:
         ):
             started.write((block, payload))
             assert started.result_of(asked) in (STALE, CORRUPT)
+
+    def test_what_comes_back_has_the_age_of_its_file(self, started: StartedTier) -> None:
+        """Of what another node wrote nobody knows it, and it is asked for as not older than so much."""
+        block, payload = some(1)
+        started.write((block, payload))
+        for least in (0.0, STORED_AT - 60.0, STORED_AT):
+            assert started.read(replace(block, digest=0, stored_at=least)) == [(OK, payload)]
+        assert started.result_of(replace(block, digest=0, stored_at=STORED_AT + 1.0)) is STALE
 
     def test_a_flipped_bit_is_never_a_hit(self, place: TierPlace, started: StartedTier) -> None:
         block, payload = some(1)

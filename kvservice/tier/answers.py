@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.tier.base import ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
 
 T = TypeVar("T")
@@ -50,10 +50,6 @@ def write_answers(job: TierWrite, on_done: WriteCallback) -> ItemAnswers[WriteRe
     return ItemAnswers(len(job.items), WriteResult.FAILED, lambda results: on_done(job.job_id, tuple(results)))
 
 
-def read_answers(job: TierRead, on_done: ReadCallback) -> ItemAnswers[tuple[PullResult, int]]:
-    """Each result with the digest of what was read; 0 without."""
-
-    def done(found: list[tuple[PullResult, int]]) -> None:
-        on_done(job.job_id, tuple(result for result, _ in found), tuple(digest for _, digest in found))
-
-    return ItemAnswers(len(job.items), (PullResult.FAILED, 0), done)
+def read_answers(job: TierRead, on_done: ReadCallback) -> ItemAnswers[BroughtBlock]:
+    dropped = BroughtBlock(PullResult.FAILED)
+    return ItemAnswers(len(job.items), dropped, lambda blocks: on_done(job.job_id, tuple(blocks)))

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Protocol, runtime_checkable
 
 from kvservice.core.block.marks import Mark
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.units import BlockKey
 
@@ -44,9 +44,7 @@ class TierRead:
 
 
 WriteCallback = Callable[[int, tuple[WriteResult, ...]], None]
-# (job id, results, digests): a digest is that of the bytes now in the slot, as the header says and the tier verified; 0
-# where the result is not OK.
-ReadCallback = Callable[[int, tuple[PullResult, ...], tuple[int, ...]], None]
+ReadCallback = Callable[[int, tuple[BroughtBlock, ...]], None]
 ProbeCallback = Callable[[int], None]
 
 
@@ -72,9 +70,10 @@ class Tier(Protocol):
         ...
 
     def read(self, job: TierRead, on_done: ReadCallback) -> None:
-        """Read each block into its target, with one result for each: STALE when it is not there or its header names
-        another block, length, fingerprint or version; CORRUPT when header or bytes do not have the digest, or are not
-        all there; FAILED otherwise. Reads pass everything else that waits."""
+        """Read each block into its target, with one answer for each: STALE when it is not there or its header names
+        another block, length, fingerprint or version, or an earlier time; CORRUPT when header or bytes do not have the
+        digest, or are not all there; FAILED otherwise. What is OK has the digest and the time of its header, whatever
+        the job says of them. Reads pass everything else that waits."""
         ...
 
     def erase(self, keys: Sequence[BlockKey]) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kvservice.codec.base import EXTRA_BYTES_MAX
 from kvservice.codec.coder import Coder
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.blockfile import (
     FILE_HEADER_BYTES,
     BlockFileHeader,
@@ -37,7 +37,7 @@ from kvservice.observe.failpoints import failpoint
 from kvservice.private_files import user_name
 from kvservice.tier.base import WriteResult
 from kvservice.tier.file_io import FileIO, aligned_memory
-from kvservice.tier.headers import header_of
+from kvservice.tier.headers import brought, header_of
 from kvservice.tier.index import INDEX_NAME
 from kvservice.units import BlockKey
 
@@ -255,8 +255,8 @@ class BlockFiles:
             parts.append(self._tail)
         return parts
 
-    def read(self, block: TierBlock, target: memoryview) -> tuple[PullResult, int]:
-        """Read the block into `target`. Returns the result, and the digest of what is in `target` when it is OK.
+    def read(self, block: TierBlock, target: memoryview) -> BroughtBlock:
+        """Read the block into `target`. Returns the result, and what its header says when it is OK.
 
         A file that is not this block's, or is damaged, is removed: it will never be right again.
         """
@@ -264,41 +264,41 @@ class BlockFiles:
         try:
             descriptor = os.open(name_of(block.key), _READ | self._flags, dir_fd=place)
         except FileNotFoundError:
-            return PullResult.STALE, 0
+            return BroughtBlock(PullResult.STALE)
         except OSError as error:
             if error.errno != errno.ELOOP:  # a link is not of ours
                 self.problem = error.strerror or str(error)
-                return PullResult.FAILED, 0
-            result, digest = PullResult.STALE, 0
+                return BroughtBlock(PullResult.FAILED)
+            found = BroughtBlock(PullResult.STALE)
         else:
             try:
-                result, digest = self._read(descriptor, block, target)
+                found = self._read(descriptor, block, target)
             except OSError as error:
                 self.problem = error.strerror or str(error)
-                return PullResult.FAILED, 0
+                return BroughtBlock(PullResult.FAILED)
             finally:
                 os.close(descriptor)
-        if result in (PullResult.STALE, PullResult.CORRUPT):
+        if found.result in (PullResult.STALE, PullResult.CORRUPT):
             with contextlib.suppress(OSError):
                 self._folder.remove(block.key)
-        return result, digest
+        return found
 
-    def _read(self, descriptor: int, block: TierBlock, target: memoryview) -> tuple[PullResult, int]:
+    def _read(self, descriptor: int, block: TierBlock, target: memoryview) -> BroughtBlock:
         size = os.fstat(descriptor).st_size
         if size == FILE_HEADER_BYTES + len(target):
             pages = len(target) - len(target) % PAGE_BYTES
             parts = [self._header, *([target[:pages]] if pages else []), *([self._tail] if pages < len(target) else [])]
             failpoint("tier.read")
             if self._fill(descriptor, parts) != size:
-                return PullResult.FAILED, 0  # it is as long as it should be, and yet not all of it came
+                return BroughtBlock(PullResult.FAILED)  # it is as long as it should be, and yet not all of it came
             header = header_of(self._header, size, block)
             if isinstance(header, PullResult):
-                return header, 0
+                return BroughtBlock(header)
             if not header.codec:
                 target[pages:] = self._tail[: len(target) - pages]
                 if digest_payload(target, block.key) != header.block.digest:
-                    return PullResult.CORRUPT, 0
-                return PullResult.OK, header.block.digest
+                    return BroughtBlock(PullResult.CORRUPT)
+                return brought(PullResult.OK, header)
         return self._read_encoded(descriptor, size, block, target)
 
     def _fill(self, descriptor: int, parts: list[memoryview]) -> int:
@@ -308,15 +308,14 @@ class BlockFiles:
         self._coder.tier_read(count, time.monotonic() - started)
         return count
 
-    def _read_encoded(self, descriptor: int, size: int, block: TierBlock, target: memoryview) -> tuple[PullResult, int]:
+    def _read_encoded(self, descriptor: int, size: int, block: TierBlock, target: memoryview) -> BroughtBlock:
         """A file of any size up to what a codec may make of the block."""
         if not FILE_HEADER_BYTES < size <= FILE_HEADER_BYTES + len(target) + EXTRA_BYTES_MAX:
-            return PullResult.STALE, 0
+            return BroughtBlock(PullResult.STALE)
         room = aligned_memory(size)
         if self._fill(descriptor, [room]) != size:
-            return PullResult.FAILED, 0
+            return BroughtBlock(PullResult.FAILED)
         header = header_of(room[:FILE_HEADER_BYTES], size, block)
         if isinstance(header, PullResult):
-            return header, 0
-        result = self._coder.decode(header, room[FILE_HEADER_BYTES:size], target)
-        return result, header.block.digest if result is PullResult.OK else 0
+            return BroughtBlock(header)
+        return brought(self._coder.decode(header, room[FILE_HEADER_BYTES:size], target), header)

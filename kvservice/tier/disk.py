@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from kvservice.codec.coder import Coder
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError, TransferError
 from kvservice.observe.failpoints import failpoint
@@ -140,19 +140,19 @@ class DiskTier:
         answer(result)
 
     def _read_one(
-        self, block: TierBlock, target: memoryview, deadline: float, answer: Callable[[tuple[PullResult, int]], None]
+        self, block: TierBlock, target: memoryview, deadline: float, answer: Callable[[BroughtBlock], None]
     ) -> None:
         if time.monotonic() > deadline:
             self._count(reads_late=1)
-            answer((PullResult.FAILED, 0))
+            answer(BroughtBlock(PullResult.FAILED))
             return
-        result, digest = self._files().read(block, target)
+        found = self._files().read(block, target)
         with self._books:
-            if result is not PullResult.OK:
-                self._counters[f"reads_{result.value}"] += 1
-        if result in (PullResult.STALE, PullResult.CORRUPT):
+            if found.result is not PullResult.OK:
+                self._counters[f"reads_{found.result.value}"] += 1
+        if found.result in (PullResult.STALE, PullResult.CORRUPT):
             self._note([pack_erased(block.key)], -1)
-        answer((result, digest))
+        answer(found)
 
     def _erase(self, keys: tuple[BlockKey, ...]) -> None:
         removed = []

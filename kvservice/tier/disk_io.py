@@ -103,7 +103,7 @@ def _try(folder: TierFolder, way: FileWay) -> str:
             result, _ = files.write(block, written)
         if result is not WriteResult.OK:
             return f"writing a block: {files.problem or result.value}"
-        result_read, _ = files.read(block, found)
+        result_read = files.read(block, found).result
         if result_read is not PullResult.OK or found != written:
             return f"reading the block back: {files.problem or result_read.value}"
         return ""

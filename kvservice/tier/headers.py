@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.blockfile import (
     BLOCKFILE_VERSION,
     BlockFileHeader,
@@ -24,3 +24,10 @@ def header_of(head: bytes | bytearray | memoryview, size: int, wanted: TierBlock
     if not is_file_of(header, wanted):
         return PullResult.STALE
     return header if header.file_bytes == size else PullResult.CORRUPT
+
+
+def brought(result: PullResult, header: BlockFileHeader) -> BroughtBlock:
+    """What is said of a block whose payload was read with this result."""
+    if result is not PullResult.OK:
+        return BroughtBlock(result)
+    return BroughtBlock(result, header.block.digest, header.block.stored_at)

@@ -31,7 +31,7 @@ from kvservice.aio import end_tasks
 from kvservice.codec.base import EXTRA_BYTES_MAX
 from kvservice.codec.coder import Coder
 from kvservice.core.block.marks import Mark
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.blockfile import BLOCKFILE_VERSION, FILE_HEADER_BYTES, pack_file_header
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError
@@ -39,7 +39,7 @@ from kvservice.tier.answers import ItemAnswers, read_answers, write_answers
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
 from kvservice.tier.block_objects import BlockObjects
 from kvservice.tier.galloping import first_looks, narrowed, next_looks
-from kvservice.tier.headers import header_of
+from kvservice.tier.headers import brought, header_of
 from kvservice.units import BlockKey, MiB
 
 log = logging.getLogger("kvservice.tier")
@@ -63,7 +63,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[A-Za-z0-9][A-Za-z0-9
 @dataclass(slots=True)
 class _ObjectReads:
     job: TierRead
-    answers: ItemAnswers[tuple[PullResult, int]]
+    answers: ItemAnswers[BroughtBlock]
 
 
 @dataclass(slots=True)
@@ -321,35 +321,35 @@ class ObjectTier:
 
     async def _read(self, reading: _ObjectReads, place: int) -> None:
         block, target = reading.job.items[place]
-        result, digest = PullResult.FAILED, 0
+        answer = BroughtBlock(PullResult.FAILED)
         began = time.perf_counter()
         try:
             found = await self._objects.get(block.key, FILE_HEADER_BYTES + block.payload_bytes + EXTRA_BYTES_MAX)
             if isinstance(found, memoryview):
                 self._coder.tier_read(len(found), time.perf_counter() - began)
-                result, digest = await self._unpack(found, block, target)
+                answer = await self._unpack(found, block, target)
             else:
-                result = found
+                answer = BroughtBlock(found)
         finally:
-            if result is PullResult.OK:
+            if answer.result is PullResult.OK:
                 self._counters["fetched_objects"] += 1
             else:
-                self._counters[f"reads_{result.value}"] += 1
-            if result in (PullResult.STALE, PullResult.CORRUPT):
+                self._counters[f"reads_{answer.result.value}"] += 1
+            if answer.result in (PullResult.STALE, PullResult.CORRUPT):
                 self._objects.believe_absent(block.key)  # so the next write replaces what is there
-            reading.answers.put(place, (result, digest))
+            reading.answers.put(place, answer)
 
-    async def _unpack(self, data: memoryview, block: TierBlock, target: memoryview) -> tuple[PullResult, int]:
+    async def _unpack(self, data: memoryview, block: TierBlock, target: memoryview) -> BroughtBlock:
         """Verify and copy. Nothing gives this up midway, so an answered read has no writer left."""
         header = header_of(data[:FILE_HEADER_BYTES], len(data), block)
         if isinstance(header, PullResult):
-            return header, 0
+            return BroughtBlock(header)
         stored = data[FILE_HEADER_BYTES:]
         if header.codec:
             result = await self._on_codec_thread(lambda: self._coder.decode(header, stored, target))
         else:
             result = self._coder.decode(header, stored, target)
-        return result, header.block.digest if result is PullResult.OK else 0
+        return brought(result, header)
 
     async def _write(self, writing: _ObjectWrites, place: int) -> None:
         block, payload = writing.job.items[place]

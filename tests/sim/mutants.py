@@ -446,8 +446,7 @@ MUTANTS = (
         POOL_TIERS,
         "        tier.read(TierRead(action.job, items, action.deadline, action.urgent), came)\n",
         "        tier.read(TierRead(action.job, items, action.deadline, action.urgent), came)\n"
-        "        count = len(items)\n"
-        "        self._report(ev.Pulled(action.job, (ev.PullResult.FAILED,) * count, (0,) * count), None)\n",
+        "        self._report(ev.BroughtBack(action.job, _none_of(action)), None)\n",
         seed=11,
     ),
     Mutant(

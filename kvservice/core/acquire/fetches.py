@@ -279,7 +279,7 @@ class Fetches:
             self._pulls.drop(fetch.number)
             self._end(fetch, 0, MissReason.PEER_FAILED, now)
             return
-        fetch.give_up_at = math.inf  # its slots stay reserved until Pulled, because the transport may still write them
+        fetch.give_up_at = math.inf  # its slots stay reserved until its answer: they may still be written
         later, fetch.later = fetch.later, []
         self._fail(fetch, [*fetch.indices, *later], MissReason.DEADLINE, now)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from kvservice.core.actions import BringBack, Locate, Pull, ReleaseRemote
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.context import ShardContext
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.messages import Holder, LocateResult
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.store.slots import Slot, SlotState
@@ -168,16 +168,21 @@ class Pulls:
             return  # too late: a lease that came with the answer expires
         pull.owner.located(number, result, sent_at, now)
 
-    def pulled(self, number: int, results: Sequence[PullResult], now: float, digests: Sequence[int] = ()) -> None:
-        """Take the results of the transport, or of a tier, which also says what the digests are. A slot without a
-        result may still be written."""
+    def pulled(self, number: int, results: Sequence[PullResult], now: float) -> None:
+        """Take the results of the transport. A slot without a result may still be written."""
         pull = self._open.get(number)
-        if pull is None or pull.state is not PullState.PULLING:
-            return
-        slots, pull.slots = pull.slots, ()
-        known = (*results[: len(slots)], *[PullResult.STUCK] * (len(slots) - len(results)))
-        if is_tier(pull.holder.node_id):
-            known = self._with_digests(pull, known, digests)
+        if pull is not None and pull.state is PullState.PULLING:
+            count = len(pull.slots)
+            self._finish(pull, (*results[:count], *[PullResult.STUCK] * (count - len(results))), now)
+
+    def brought_back(self, number: int, blocks: Sequence[BroughtBlock], now: float) -> None:
+        """Take the answer of a tier."""
+        pull = self._open.get(number)
+        if pull is not None and pull.state is PullState.PULLING:
+            self._finish(pull, self._as_brought(pull, blocks), now)
+
+    def _finish(self, pull: PeerPull, known: tuple[PullResult, ...], now: float) -> None:
+        number, slots, pull.slots = pull.number, pull.slots, ()
         for position, (slot, result) in enumerate(zip(slots, known, strict=True)):
             if result is PullResult.OK:
                 pull.owner.arrived(number, position, pull.handles[position], slot, now)
@@ -191,18 +196,17 @@ class Pulls:
         pull.owner.pulled(number, known, now)
 
     @staticmethod
-    def _with_digests(
-        pull: PeerPull, results: tuple[PullResult, ...], digests: Sequence[int]
-    ) -> tuple[PullResult, ...]:
-        """Give each block the digest that the tier verified: a codec that loses bits changes it, and of what others
-        wrote it was not known. A block without a digest did not come, and a tier that has answered writes no slot."""
+    def _as_brought(pull: PeerPull, blocks: Sequence[BroughtBlock]) -> tuple[PullResult, ...]:
+        """Give each block the digest and the time that the tier verified: a codec that loses bits changes the one, and
+        of what others wrote neither was known. A block without a digest did not come, and a tier that has answered
+        writes no slot."""
         handles: list[BlockHandle] = []
         known: list[PullResult] = []
-        for place, (handle, result) in enumerate(zip(pull.handles, results, strict=True)):
-            digest = digests[place] if place < len(digests) else 0
-            handles.append(handle._replace(digest=digest or handle.digest))
-            lost = result is PullResult.STUCK or (result is PullResult.OK and not handles[-1].digest)
-            known.append(PullResult.FAILED if lost else result)
+        for place, handle in enumerate(pull.handles):
+            block = blocks[place] if place < len(blocks) else BroughtBlock(PullResult.FAILED)
+            handles.append(handle._replace(digest=block.digest or handle.digest, stored_at=block.stored_at))
+            lost = block.result is PullResult.STUCK or (block.result is PullResult.OK and not handles[-1].digest)
+            known.append(PullResult.FAILED if lost else block.result)
         pull.handles = tuple(handles)
         return tuple(known)
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from kvservice.codec.coder import Coder
 from kvservice.core.block.marks import Mark
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, is_file_of, pack_file_header, unpack_file_header
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.tier.tier_block import TierBlock
@@ -23,6 +23,7 @@ from kvservice.testing.sim.memory import HALF, PAYLOAD_BYTES
 from kvservice.testing.sim.parts import NodeParts
 from kvservice.testing.sim.world import Violation, World
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
+from kvservice.tier.headers import brought
 from kvservice.units import BlockKey, SlotIndex
 
 PIECE_SECONDS = 0.01  # the longest that half a block takes: slow enough for something to happen meanwhile
@@ -155,8 +156,7 @@ class _SimRead:
     job: TierRead
     on_done: ReadCallback
     before: list[bytes]  # headers of the slots
-    results: list[PullResult]
-    digests: list[int]
+    answers: list[BroughtBlock]
 
 
 class SimTier:
@@ -188,8 +188,8 @@ class SimTier:
 
     def read(self, job: TierRead, on_done: ReadCallback) -> None:
         count = len(job.items)
-        self._open[id(job)] = partial(on_done, job.job_id, (PullResult.FAILED,) * count, (0,) * count)
-        self._step(self._read, _SimRead(job, on_done, [self._header(target) for _, target in job.items], [], []), False)
+        self._open[id(job)] = partial(on_done, job.job_id, (BroughtBlock(PullResult.FAILED),) * count)
+        self._step(self._read, _SimRead(job, on_done, [self._header(target) for _, target in job.items], []), False)
 
     def erase(self, keys: Sequence[BlockKey]) -> None:
         request = self._store.request()
@@ -267,7 +267,7 @@ class SimTier:
 
     def _read(self, read: _SimRead, has_half: bool) -> None:
         """Let one half of one payload arrive in its slot, then the rest, and verify it."""
-        index = len(read.results)
+        index = len(read.answers)
         block, target = read.job.items[index]
         wanted = replace(block, payload_bytes=PAYLOAD_BYTES)
         self._check_slot(target, read.before[index], "reads into it")
@@ -278,22 +278,21 @@ class SimTier:
             return
         header = unpack_file_header(data[:FILE_HEADER_BYTES])
         if self._store.has("error") or (not has_half and data):
-            result = PullResult.FAILED
+            answer = BroughtBlock(PullResult.FAILED)
         elif not data:
-            result = PullResult.STALE
+            answer = BroughtBlock(PullResult.STALE)
         elif header is None:
-            result = PullResult.CORRUPT
+            answer = BroughtBlock(PullResult.CORRUPT)
         elif not is_file_of(header, wanted):
-            result = PullResult.STALE
+            answer = BroughtBlock(PullResult.STALE)
         else:
-            result = self._coder.decode(header, memoryview(data)[FILE_HEADER_BYTES:], target)
-        read.results.append(result)
-        read.digests.append(header.block.digest if header is not None and result is PullResult.OK else 0)
-        if len(read.results) < len(read.job.items):
+            answer = brought(self._coder.decode(header, memoryview(data)[FILE_HEADER_BYTES:], target), header)
+        read.answers.append(answer)
+        if len(read.answers) < len(read.job.items):
             self._step(self._read, read, False)
             return
-        self._world.counters["blocks_brought_back"] += read.results.count(PullResult.OK)
-        self._answer(read.job, read.on_done, read.job.job_id, tuple(read.results), tuple(read.digests))
+        self._world.counters["blocks_brought_back"] += sum(one.result is PullResult.OK for one in read.answers)
+        self._answer(read.job, read.on_done, read.job.job_id, tuple(read.answers))
 
     # -- slots ----
 

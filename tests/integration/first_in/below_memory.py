@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from kvservice.codec.base import Coded
 from kvservice.codec.coder import Coder
 from kvservice.core.block.numbers import Numbers
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.blockfile import BlockFileHeader, is_file_of, pack_file_header, unpack_file
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import CodecError
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
+from kvservice.tier.headers import brought
 from kvservice.units import BlockKey
 
 FILES: dict[str, dict[BlockKey, bytes]] = {}  # by URL and namespace; as durable as this process
@@ -40,16 +41,14 @@ class InDict:
         on_done(job.job_id, tuple(results))
 
     def read(self, job: TierRead, on_done: ReadCallback) -> None:
-        results, digests = [], []
+        answers = []
         for block, target in job.items:
             found = unpack_file(self.files.get(block.key, b""))
-            result, digest = PullResult.STALE, 0
+            answer = BroughtBlock(PullResult.STALE)
             if found is not None and is_file_of(found[0], block):
-                result = self._coder.decode(*found, target)
-                digest = found[0].block.digest if result is PullResult.OK else 0
-            results.append(result)
-            digests.append(digest)
-        on_done(job.job_id, tuple(results), tuple(digests))
+                answer = brought(self._coder.decode(*found, target), found[0])
+            answers.append(answer)
+        on_done(job.job_id, tuple(answers))
 
     def erase(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:

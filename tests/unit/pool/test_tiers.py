@@ -89,13 +89,13 @@ async def test_a_block_goes_down_and_comes_back_into_another_slot(bench: Bench) 
     block = bench.fill(SLOTS[0], CHAIN[0], 7)
     assert await bench.answer(act.WriteDown(1, "fake", ((block, SLOTS[0]),))) == ev.WrittenDown(1, (True,))
     brought = await bench.answer(act.BringBack(2, "fake", ((block, SLOTS[1]),), time.monotonic() + 5))
-    assert isinstance(brought, ev.Pulled)
-    assert (brought.job, brought.results, brought.digests) == (2, (ev.PullResult.OK,), (block.digest,))
+    assert isinstance(brought, ev.BroughtBack)
+    assert brought == ev.BroughtBack(2, (ev.BroughtBlock(ev.PullResult.OK, block.digest, block.stored_at),))
     assert bytes(bench.memory.payload(SLOTS[1], SIZE)) == bytes([7]) * SIZE
     bench.tiers.perform(act.Erase("fake", (CHAIN[0],)))
     gone = await bench.answer(act.BringBack(3, "fake", ((block, SLOTS[2]),), time.monotonic() + 5))
-    assert isinstance(gone, ev.Pulled)
-    assert gone.results == (ev.PullResult.STALE,)
+    assert isinstance(gone, ev.BroughtBack)
+    assert gone.blocks == (ev.BroughtBlock(ev.PullResult.STALE),)
     assert bench.tiers.counters()["tier_fake_reads"] == 2
 
 
@@ -104,8 +104,8 @@ async def test_a_tier_that_is_not_there_has_nothing(bench: Bench) -> None:
     items = ((block, SLOTS[0]),)
     assert await bench.answer(act.WriteDown(1, "other", items)) == ev.WrittenDown(1, (False,))
     brought = await bench.answer(act.BringBack(2, "other", items, time.monotonic() + 5))
-    assert isinstance(brought, ev.Pulled)
-    assert brought.results == (ev.PullResult.FAILED,)
+    assert isinstance(brought, ev.BroughtBack)
+    assert brought.blocks == (ev.BroughtBlock(ev.PullResult.FAILED),)
     assert await bench.answer(act.Probe(3, "other", CHAIN, 0, 1.0)) == ev.Probed(3, "other", 0)
     bench.tiers.perform(act.Erase("other", CHAIN))
     assert bench.tiers.counters()["tier_other_refused"] == 4
@@ -140,8 +140,8 @@ async def test_what_a_tier_raises_is_a_counted_miss(
     items = ((block, SLOTS[0]),)
     assert await bench.answer(act.WriteDown(1, "fake", items)) == ev.WrittenDown(1, (False,))
     brought = await bench.answer(act.BringBack(2, "fake", items, time.monotonic() + 5))
-    assert isinstance(brought, ev.Pulled)
-    assert brought.results == (ev.PullResult.FAILED,)
+    assert isinstance(brought, ev.BroughtBack)
+    assert brought.blocks == (ev.BroughtBlock(ev.PullResult.FAILED),)
     assert await bench.answer(act.Probe(3, "fake", CHAIN, 0, 1.0)) == ev.Probed(3, "fake", 0)
     bench.tiers.perform(act.Erase("fake", CHAIN))
     assert bench.tiers.counters()["tier_fake_errors"] == 4
@@ -150,13 +150,13 @@ async def test_what_a_tier_raises_is_a_counted_miss(
 
 async def test_too_few_answers_are_failures(bench: Bench, tier: FakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(job: TierRead, on_done: ReadCallback) -> None:
-        on_done(job.job_id, (ev.PullResult.OK,), (1,))
+        on_done(job.job_id, (ev.BroughtBlock(ev.PullResult.OK, 1),))
 
     monkeypatch.setattr(tier, "read", read)
     blocks = tuple((bench.fill(slot, key, 7), slot) for slot, key in zip(SLOTS[:2], CHAIN[:2], strict=True))
     brought = await bench.answer(act.BringBack(1, "fake", blocks, time.monotonic() + 5))
-    assert isinstance(brought, ev.Pulled)
-    assert brought.results == (ev.PullResult.FAILED,) * 2
+    assert isinstance(brought, ev.BroughtBack)
+    assert brought.blocks == (ev.BroughtBlock(ev.PullResult.FAILED),) * 2
     assert bench.tiers.counters()["tier_fake_errors"] == 1
 
 
@@ -167,7 +167,7 @@ async def test_an_answered_slot_cannot_be_written_any_more(
 
     def read(job: TierRead, on_done: ReadCallback) -> None:
         kept.extend(target for _, target in job.items)
-        on_done(job.job_id, (ev.PullResult.OK,), (1,))
+        on_done(job.job_id, (ev.BroughtBlock(ev.PullResult.OK, 1),))
 
     monkeypatch.setattr(tier, "read", read)
     block = bench.fill(SLOTS[0], CHAIN[0], 7)

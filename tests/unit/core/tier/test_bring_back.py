@@ -132,14 +132,14 @@ def test_a_digest_that_nobody_knows_is_no_block() -> None:
     harness.probed(op, 4)
     read = harness.reads("objects")[0]
     assert {block.digest for block, _ in read.items} == {0}
-    harness.send(ev.Pulled(read.job, (OK,) * 4))
+    harness.send(ev.BroughtBack(read.job, (ev.BroughtBlock(OK),) * 4))
     assert (harness.result(op).blocks, harness.result(op).miss) == ((), MissReason.PEER_FAILED)
 
 
 def test_a_lossy_block_has_the_digest_of_its_bytes() -> None:
     harness, engine = on_disk(has_directory=False)
     op = harness.acquire(engine, CHAIN[:1])
-    harness.send(ev.Pulled(harness.reads()[0].job, (OK,), (77,)))
+    harness.send(ev.BroughtBack(harness.reads()[0].job, (ev.BroughtBlock(OK, 77),)))
     assert len(harness.result(op).blocks) == 1
     assert harness.state.blocks()[0].digest == 77
 
