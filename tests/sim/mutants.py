@@ -37,6 +37,7 @@ POOL_TIERS = "kvservice.pool.tiers"
 CODER = "kvservice.codec.coder"
 BLOCKFILE = "kvservice.core.segment.blockfile"
 CONTEXT = "kvservice.core.context"
+FRESHNESS = "kvservice.core.store.freshness"
 
 AIO = "kvservice.aio"
 ANNOUNCER = "kvservice.lookup.announce_pump"
@@ -469,6 +470,27 @@ MUTANTS = (
         "    return same and (not wanted.fingerprint or",
         "    return same and (True or",
         seed=1283,
+    ),
+    Mutant(
+        "tier: a read takes its share of the memory only",
+        TIERS,
+        "            if not self._has_room(reading_bytes, known.payload_bytes):\n                break\n",
+        "",
+        seed=26,
+    ),
+    Mutant(
+        "age: what a tier gives is as old as its file",
+        PULLS,
+        "digest=block.digest or handle.digest, stored_at=block.stored_at))\n",
+        "digest=block.digest or handle.digest))\n",
+        seed=26,
+    ),
+    Mutant(
+        "age: what has reached the limit is no hit",
+        FRESHNESS,
+        "        if self.max_age_seconds:\n",
+        "        if False:\n",
+        seed=170,
     ),
     Mutant(
         "clear: what was on its way when it was cleared is dropped",

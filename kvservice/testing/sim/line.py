@@ -85,12 +85,14 @@ class Line:
 
     async def acquire(self, attachment: AttachmentId, request: AcquireRequest) -> AcquireResult:
         async def serve(runtime: PoolRuntime) -> AcquireResult:
-            clears = self._node.clears
+            clears, asked_at = self._node.clears, self._world.now
             cleared = tuple(clears.applied)
             result = await runtime.acquire(attachment, request)
             self._engine.check_promised(request, result)
             start = request.skip if request.tail_at is None else result.tail_index
-            clears.check_promised(request.keys[start:][: len(result.blocks)], cleared)
+            promised = request.keys[start:][: len(result.blocks)]
+            clears.check_promised(promised, cleared)
+            self._node.ages.check_promised(promised, asked_at)
             return result
 
         seconds = request.timeout_seconds + ACQUIRE_SLACK_SECONDS

@@ -17,6 +17,7 @@ from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_specs import TierSpec
 from kvservice.pool.tiers import TierPhase
+from kvservice.testing.sim.ages import Ages
 from kvservice.testing.sim.clears import Clears
 from kvservice.testing.sim.lookup import Herald, LookupPartition
 from kvservice.testing.sim.loop import ProcessLoop
@@ -61,6 +62,7 @@ class Node(NodeParts):
         accepts_spill: bool = False,
         maps_peers: bool = False,
         slices: bool = False,
+        max_age: float = 0.0,
     ) -> None:
         super().__init__(world, name, name)
         self.node_id = NodeId(name)
@@ -74,6 +76,7 @@ class Node(NodeParts):
         self._tenants = tenants
         self._tiers = tiers or {}
         self.clears = Clears(world, name)
+        self.ages = Ages(world, name, max_age)
         self._mark_files = mark_files
         self.accepts_spill = accepts_spill
         self.maps_peers = maps_peers
@@ -104,6 +107,7 @@ class Node(NodeParts):
                 tiers=tuple(self._tiers),
                 slices=self._slices,
                 accept_spill=self.accepts_spill,
+                max_age_seconds=self.ages.limit_seconds,
                 mark_files=self._mark_files,
                 wall_clock=self.clears.wall,
             ),
@@ -187,6 +191,7 @@ class Node(NodeParts):
             self.announcer.check_invariants()
             self.runtime.meetings.state.check_invariants()
             self.clears.check(self.runtime, [store.files for store in self.disks])
+            self.ages.check(self.runtime.state)
 
     def check_marks(self) -> None:
         """Check that everything is known here that was cleared according to the store, whoever was told of it."""

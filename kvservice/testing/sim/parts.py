@@ -10,6 +10,7 @@ from typing import Literal
 from kvservice.connector.plan import LoadPlan
 from kvservice.core.messages import AcquireRequest, AcquireResult, EngineSpec, Holder
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.testing.sim.ages import Ages
 from kvservice.testing.sim.clears import Clears
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
@@ -28,6 +29,7 @@ class NodeParts(Process):
     runtime: PoolRuntime | None  # None while it does not serve
     loop: ProcessLoop
     clears: Clears
+    ages: Ages
     hang_seconds: float  # of the next read
     garbles: bool  # the next read
     accepts_spill: bool  # what others evict

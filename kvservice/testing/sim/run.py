@@ -113,6 +113,7 @@ class SimulatedRun:
                 accepts_spill=is_memory_node,
                 maps_peers=schedule.maps_peers,
                 slices=schedule.slices,
+                max_age=schedule.max_age,
             )
             node.set_clock_rate(schedule.rates[i])
             self.nodes.append(node)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvservice.config import LOOKUP_PARTITIONS_MAX
+from kvservice.testing.sim.ages import NEVER_SECONDS, SOON_SECONDS
 from kvservice.units import BlockHash
 
 # What an operator clears.
@@ -80,6 +81,7 @@ MEMORY_NODE_FAULTS = ("garble", "garble", "garble", "wedge", "crash_node", "lose
 # One schedule of so many has clears; all of these have tiers too.
 CLEARS_EVERY, CLEARS_AT = 24, 14
 TIERS_EVERY, TIERS_AT = 3, 2  # schedules with disks or an object store, by their seeds
+AGES_EVERY, AGES_AT = 48, 26  # those with an age limit; all of these have tiers too
 MUTES_EVERY, MUTES_AT = 12, 4  # those with nodes that answer no handshake
 MAPS_EVERY, MAPS_AT = 11, 10  # those whose nodes are of one machine and map each other
 SLICES_EVERY, SLICES_AT = 8, 7  # one schedule of so many does every call a block at a time
@@ -145,6 +147,7 @@ class Schedule:
     tails: bool = False  # engines store and ask for the beginnings of blocks
     maps_peers: bool = False  # nodes read each other's memory, and not over the network
     slices: bool = False  # calls are done a block at a time, and others have their turns in between
+    max_age: float = 0.0  # seconds; 0 = no limit
     memory_nodes: int = 0  # the last of the nodes: they accept what others evict, and have no engines
 
 
@@ -216,6 +219,8 @@ def make_schedule(seed: int) -> Schedule:
         made = _with_mapped_peers(made)
     if seed % SLICES_EVERY == SLICES_AT:
         made = _with_slices(made)
+    if seed % AGES_EVERY == AGES_AT:
+        made = _with_ages(made)
     return _with_clears(made) if seed % CLEARS_EVERY == CLEARS_AT else made
 
 
@@ -333,6 +338,13 @@ def _with_slices(made: Schedule) -> Schedule:
         for _ in range(rng.randint(1, 4))
     ]
     return replace(_with_faults(made, faults), slices=True)
+
+
+def _with_ages(made: Schedule) -> Schedule:
+    """With an age limit. The clocks of all nodes agree, because ages go by them."""
+    assert made.tiers
+    limit = SOON_SECONDS if made.seed // AGES_EVERY % 2 else NEVER_SECONDS
+    return replace(made, max_age=limit, rates=(1.0,) * made.nodes)
 
 
 def _with_clears(made: Schedule) -> Schedule:
