@@ -10,6 +10,7 @@ Only a wrong option at the start raises into the engine.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvservice.connector.options import Share
 from kvservice.connector.sglang import identity
+from kvservice.connector.sglang.clears import ClearTerms, agreed_name
 from kvservice.connector.sglang.options import INTERFACE, SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
 from kvservice.connector.sglang.storage import KV, Identity, PageStorage, PageTransfer
@@ -47,7 +49,8 @@ class HiCacheKVService(HiCacheStorage):
         try:
             identity.check_supported()
             shares = options.share is Share.ENGINES
-            self._storage = PageStorage(options, _identity(storage_config, options, shares=shares))
+            found = _identity(storage_config, options, shares=shares)
+            self._storage = PageStorage(options, found, clears=_clears())
         except ConfigError:
             raise
         except KVServiceError as error:
@@ -156,6 +159,12 @@ class HiCacheKVService(HiCacheStorage):
 
     def exists(self, key: str) -> bool:
         raise NotImplementedError(INTERFACE)
+
+
+@functools.cache
+def _clears() -> ClearTerms:
+    """Those of this process, which is one rank of one engine."""
+    return ClearTerms(agreed_name())
 
 
 def _identity(config: HiCacheStorageConfig, options: SGLangOptions, *, shares: bool) -> Identity:

@@ -15,7 +15,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvservice.api.attached import SAMPLE_ONE_IN
 from kvservice.api.loop import LoopThread
@@ -33,7 +33,7 @@ from kvservice.core.block.keys import (
     term_key,
 )
 from kvservice.core.bounded_table import BoundedTable
-from kvservice.core.messages import AcquireRequest, AcquireResult, RequestReport, SealItem, SealStatus
+from kvservice.core.messages import AcquireRequest, AcquireResult, MissReason, RequestReport, SealItem, SealStatus
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockKey
 
@@ -66,8 +66,10 @@ class PagePool:
         *,
         timeout_seconds: float,
         verify: Verify,
+        term: bytes = b"",
     ) -> None:
-        """`timeout_seconds`: the longest that a question waits for blocks of other nodes and tiers."""
+        """`timeout_seconds`: the longest that a question waits for blocks of other nodes and tiers. `term`: blocks of
+        another one have other names."""
         self._loop = loop
         self._program = program
         self._form = form
@@ -79,7 +81,7 @@ class PagePool:
         self._read_count = 0  # blocks, for the sample
         # By first page: prompts that the pool does not want, because nothing like them comes back.
         self._refused: BoundedTable[str, bool] = BoundedTable(REFUSED_MAX)
-        self.term = b""  # blocks of another term have other names
+        self._term = term
 
     @property
     def form(self) -> PageForm:
@@ -124,6 +126,15 @@ class PagePool:
         """The same for pages that stand for themselves."""
         return self._loop.wait(self._store([], list(pages), addresses, alone=True))
 
+    def begin_term(self, term: bytes) -> None:
+        """Pages have other names from now on. Every promise is over, also one whose question is still under way."""
+        with self._lock:
+            self._term = term
+            promises = {id(promise): promise for promise, _ in self._promised.values()}
+            self._promised.clear()
+        for promise in promises.values():
+            self._end(promise)
+
     # -- finding ----
 
     async def _find(self, before: Sequence[str], pages: Sequence[str]) -> int:
@@ -133,7 +144,8 @@ class PagePool:
         if mapped is None or len(chain) <= len(before):
             self._miss(NO_POOL if mapped is None else TOO_LONG, len(pages))
             return 0
-        keys = self._keys(mapped, chain)
+        term = self._term
+        keys = self._keys(mapped, chain, term)
         name = f"sgl-{secrets.token_hex(6)}"  # SGLang does not say which request it asks for
         asked = [AcquireRequest(tuple(each), len(before), self._timeout_seconds, request_id=name) for each in keys]
         results = await asyncio.gather(*(self._program.ask(mapped.attachment, each) for each in asked))
@@ -143,10 +155,12 @@ class PagePool:
             self._refused.pop(chain[0])
         else:
             self._refused.put(chain[0], True)
-        if found:
-            self._promise(mapped, leased, [each[len(before) : len(before) + found] for each in keys], pages[:found])
-        else:
+        found_keys = [each[len(before) : len(before) + found] for each in keys]
+        is_kept = found > 0 and self._promise(term, PagePromise(mapped, leased, found_keys), pages[:found])
+        if not is_kept:
             self._release(mapped, leased)
+        if found and not is_kept:  # cleared meanwhile: by the names of now nobody has them
+            found, leased = 0, [replace(result, blocks=(), miss=MissReason.NEVER_STORED) for result in leased]
         self._counters["found_pages"] += found
         self._counters["fetched_pages"] += min(found, max((result.fetched_count for result in leased), default=0))
         if found < len(pages):
@@ -164,18 +178,17 @@ class PagePool:
         if mapped is None:
             self._miss(NO_POOL, len(pages))
             return [False] * len(pages)
-        room = asyncio.Semaphore(ALONE_MAX)
+        room, term = asyncio.Semaphore(ALONE_MAX), self._term
 
         async def ask(page: str) -> bool:
-            keys = self._keys(mapped, [page])
+            keys = self._keys(mapped, [page], term)
             async with room:
                 results = [
                     await self._program.ask(mapped.attachment, AcquireRequest((key,), 0, self._timeout_seconds))
                     for (key,) in keys
                 ]
             held = [result for result in results if result is not None and result.blocks]
-            if len(held) == len(results):
-                self._promise(mapped, held, keys, [page])
+            if len(held) == len(results) and self._promise(term, PagePromise(mapped, held, keys), [page]):
                 self._counters["found_pages"] += 1
                 return True
             self._release(mapped, held)
@@ -186,20 +199,18 @@ class PagePool:
 
     # -- promises ----
 
-    def _promise(
-        self,
-        mapped: MappedPool,
-        results: list[AcquireResult],
-        keys: list[Sequence[BlockKey]],
-        pages: Sequence[str],
-    ) -> None:
-        promise = PagePromise(mapped, results, keys, set(pages))
+    def _promise(self, term: bytes, promise: PagePromise, pages: Sequence[str]) -> bool:
+        """Promise these pages. False if their term has ended since they were asked for."""
+        promise.unread = set(pages)
         with self._lock:
+            if term != self._term:
+                return False
             for number, page in enumerate(pages):
                 if page in self._promised:
                     self._promised[page][0].unread.discard(page)
                 self._promised[page] = promise, number
         asyncio.get_running_loop().call_later(PROMISE_SECONDS, self._end, promise)
+        return True
 
     def _end(self, promise: PagePromise) -> None:
         """Give its leases back. Idempotent."""
@@ -267,7 +278,7 @@ class PagePool:
             # SGLang warns of every page that is not kept. Here nothing went wrong, so it hears that all is done.
             self._counters["dropped_not_admitted"] += len(pages)
             return [True] * len(pages)
-        keys = self._keys(mapped, chain)
+        keys = self._keys(mapped, chain, self._term)
         blocks = [(page, block) for page in range(storable) for block in range(len(keys))]
 
         def items(first: int, refs: Sequence[BlockRef]) -> list[SealItem]:
@@ -293,10 +304,10 @@ class PagePool:
 
     # -- inside ----
 
-    def _keys(self, mapped: MappedPool, pages: Sequence[str]) -> list[Sequence[BlockKey]]:
+    def _keys(self, mapped: MappedPool, pages: Sequence[str], term: bytes) -> list[Sequence[BlockKey]]:
         """By block of a page: the keys of these pages. Raises ValueError for what is no hash in hex."""
         tenant = mapped.attachment.tenant_key or DEFAULT_TENANT_KEY
-        tenant = term_key(tenant, self.term) if self.term else tenant
+        tenant = term_key(tenant, term) if term else tenant
         names = [self._form.names(page) for page in pages]
         digest = self._program.fingerprint.digest
         return [block_keys(digest, [each[block] for each in names], tenant) for block in range(len(self._form.marks))]

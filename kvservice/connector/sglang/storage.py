@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from typing import Any, Protocol, TypeVar
 
 from kvservice.api.layout import Layout
 from kvservice.api.pool_thread import PoolThread
+from kvservice.connector.sglang.clears import ClearTerms, random_name
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.page_pool import ALONE_MAX, PagePool
 from kvservice.connector.sglang.pages import PageForm, Ranks, cut_heads
 from kvservice.connector.sglang.sharing import KnownPrompt, ModelSource, form_of, shared_of
 from kvservice.connector.shared.identity import shared_name
 from kvservice.connector.shared.judge import Judge
-from kvservice.connector.weights import TERM_BYTES
 from kvservice.core.block.numbers import number_fields
 from kvservice.errors import ConfigError, KVServiceError, UnsupportedLayout
 
@@ -109,10 +108,17 @@ def guarded(neutral: Callable[..., Any]) -> Callable[[Callable[..., T]], Callabl
 class PageStorage:
     """One rank's storage. Only a wrong option raises, at the start."""
 
-    def __init__(self, options: SGLangOptions, identity: Identity, thread: PoolThread | None = None) -> None:
-        """Opens the pool when the first host pool is registered. `thread`: the one to use, which this closes. Raises
-        ConfigError if several shards fit."""
+    def __init__(
+        self,
+        options: SGLangOptions,
+        identity: Identity,
+        thread: PoolThread | None = None,
+        clears: ClearTerms | None = None,
+    ) -> None:
+        """Opens the pool when the first host pool is registered. `thread`: the one to use, which this closes. `clears`:
+        those of this rank's process, if other ranks read what it stores. Raises ConfigError if several shards fit."""
         self._options = options
+        self._clears = clears or ClearTerms(random_name())
         self._identity = identity
         self._thread = thread or PoolThread(options)
         self._pools: dict[str, PagePool] = {}
@@ -153,6 +159,7 @@ class PageStorage:
             self.counters,
             timeout_seconds=options.fetch_timeout_seconds,
             verify=options.verify_load,
+            term=self._clears.term,
         )
 
     def _form_of(self, name: str, pool: HostPool, sample: Indices) -> tuple[PageForm, dict[str, object]]:
@@ -282,11 +289,11 @@ class PageStorage:
         return pool.store(before, wanted.pages, addresses)
 
     def clear(self) -> None:
-        """From now on this rank neither finds nor stores what it knew by the same names. The blocks stay, for others,
-        until they are evicted."""
-        term = secrets.token_bytes(TERM_BYTES)
+        """From now on this rank neither finds nor stores what it knew by the same names, and what it was promised is
+        over. The blocks stay, for others, until they are evicted."""
+        term = self._clears.next()
         for pool in self._pools.values():
-            pool.term = term
+            pool.begin_term(term)
 
     def close(self) -> None:
         """Leave the pool. Blocks until the copies under way have ended. Idempotent."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvservice.api.layout import Array
 from kvservice.api.pool_thread import PoolThread
+from kvservice.connector.sglang.clears import ClearTerms
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
 from kvservice.connector.sglang.storage import ALL_PAGES, KV, Identity, PageStorage, PageTransfer
@@ -81,10 +82,11 @@ def storage(
     ranks: Ranks | None = None,
     thread: PoolThread | None = None,
     weights: str = "a",
+    clears: ClearTerms | None = None,
     **options: object,
 ) -> PageStorage:
     parsed = SGLangOptions.parse({**OPTIONS, **options})
-    made = PageStorage(parsed, Identity("tiny", {"weights": weights}, heads, ranks or Ranks()), thread)
+    made = PageStorage(parsed, Identity("tiny", {"weights": weights}, heads, ranks or Ranks()), thread, clears)
     made.register(KV, memory, places([0]))
     return made
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from kvservice.api.pool_thread import PoolThread
 from kvservice.api.program import AttachedProgram
 from kvservice.connector.sglang import page_pool
+from kvservice.connector.sglang.clears import ClearTerms, agreed_name
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
 from kvservice.connector.sglang.storage import TRAILING_PAGES, PageStorage
@@ -175,8 +178,89 @@ def test_after_clear_nothing_of_before_is_found(thread: PoolThread) -> None:
     stored(memory, made, pages[:2], [0, 1])
     assert made.find([], pages) == 2
 
+    made.register("mamba", LatentMemory(), places([0]))
+    assert made.store([], wanted(pages, [0, 1, 2, 3, 4, 5], "mamba")) == [True] * 6
+    assert made.find_all([], pages, [wanted(pages[:2], [0, 1], "mamba")]).by_pool == {"kv": 2, "mamba": 2}
+
+
+def test_a_clear_ends_what_was_promised(thread: PoolThread) -> None:
+    memory, pages = HostMemory(), page_hashes(PROMPT)
+    made = storage(memory, thread=thread)
+    stored(memory, made, pages, [0, 1, 2, 3, 4, 5])
+    assert made.find([], pages) == 6
+    (program,) = thread.attached
+    made.clear()
+    assert not program.session._leases
+    assert made.load([], wanted(pages, [8, 9, 10, 11, 12, 13])) == [False] * 6
+
+
+def test_a_clear_ends_a_question_under_way(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, pages = HostMemory(), page_hashes(PROMPT)
+    made = storage(memory, thread=thread)
+    stored(memory, made, pages, [0, 1, 2, 3, 4, 5])
+    ask = AttachedProgram.ask
+
+    async def clear_then_answer(
+        self: AttachedProgram, attachment: Attachment, request: AcquireRequest
+    ) -> AcquireResult | None:
+        result = await ask(self, attachment, request)
+        made.clear()
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AttachedProgram, "ask", clear_then_answer)
+        assert made.find([], pages) == 0
+    assert made.counters["missed_never_stored"] == 6, "by the names that they have now"
+    (program,) = thread.attached
+    assert not program.session._leases
+    assert made.load([], wanted(pages[:1], [8])) == [False]
+
+
+def test_a_storage_attached_again_finds_nothing_cleared(thread: PoolThread) -> None:
+    memory, pages, clears = HostMemory(), page_hashes(PROMPT), ClearTerms(b"an engine")
+    made = storage(memory, thread=thread, clears=clears)
+    stored(memory, made, pages, [0, 1, 2, 3, 4, 5])
+    made.clear()
+    again = storage(HostMemory(), thread=thread, clears=clears)
+    assert again.find([], pages) == 0
+    stored(memory, again, pages[:2], [0, 1])
+    again.clear()
+    assert again.find([], pages) == 0
+
 
 # -- ranks ----
+
+
+def test_ranks_find_what_one_stores_after_a_clear(thread: PoolThread) -> None:
+    """With MLA the first rank alone stores, and the engine loads what all ranks find."""
+    memory, pages = LatentMemory(), page_hashes(PROMPT)
+
+    def ranks_of(engine: bytes) -> list[PageStorage]:
+        return [
+            storage(memory, ranks=Ranks(number, 2, replicated=True), thread=thread, clears=ClearTerms(engine))
+            for number in range(2)
+        ]
+
+    ranks, others = ranks_of(b"one start"), ranks_of(b"another start")
+    stored(memory, ranks[0], pages, [0, 1, 2, 3, 4, 5])
+    for rank in (*ranks, *others):
+        rank.clear()
+        assert rank.find([], pages) == 0
+    stored(memory, ranks[0], pages[:3], [0, 1, 2])
+    assert [rank.find([], pages) for rank in ranks] == [3, 3]
+    assert [rank.find([], pages) for rank in others] == [0, 0], "each engine has other weights after its clear"
+    for rank in ranks:
+        rank.clear()
+    assert [rank.find([], pages) for rank in ranks] == [0, 0]
+
+
+def test_ranks_agree_on_a_name_over_their_group() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [server, TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)]
+    names = [agreed_name(partial(PrefixStore, "default_pg", store)) for store in ranks]
+    assert names[0] == names[1]
+    assert agreed_name(HashStore) != agreed_name(HashStore), "another start"
+    assert agreed_name() != agreed_name(), "no group, so each rank stands for itself"
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(4, 2), (2, 4), (1, 2), (2, 1)])

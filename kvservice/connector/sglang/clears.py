@@ -1,0 +1,60 @@
+"""What the pages of an engine are called after each clear. Imports no engine.
+
+SGLang clears its storages rank by rank. Where one rank reads what another one has stored, as with MLA, both must call
+pages alike afterwards. So a term is made of the number of the clear and of a name that the ranks of an engine agree on:
+a random one, new at each start, which lies in the store of their process group. Other engines and later starts never
+have the same terms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from kvservice.connector.weights import TERM_BYTES
+
+log = logging.getLogger("kvservice.connector")
+
+STORE_KEY = "kvservice/engine"
+
+
+class ClearTerms:
+    """The clears of one rank's process. A storage that is attached again goes on with them: the weights of the engine
+    may have been changed in place before."""
+
+    def __init__(self, engine: bytes) -> None:
+        """`engine`: a name of this engine and this start, the same on all ranks."""
+        self._engine = engine
+        self._count = 0
+        self.term = b""  # of the pages now; empty before the first clear
+
+    def next(self) -> bytes:
+        """The term from now on."""
+        self._count += 1
+        text = b"kvservice/sglang-clear/1" + self._count.to_bytes(8, "big") + self._engine
+        self.term = hashlib.blake2b(text, digest_size=TERM_BYTES).digest()
+        return self.term
+
+
+def random_name() -> bytes:
+    return secrets.token_hex(TERM_BYTES).encode()
+
+
+def _group_store() -> Any:
+    return distributed_c10d._get_default_store()  # noqa: SLF001  torch has no other name for it
+
+
+def agreed_name(group_store: Callable[[], Any] = _group_store) -> bytes:
+    """The name that the ranks of this process group agree on: the one that the first of them has drawn. Without a group
+    a name of its own, so that this rank finds after a clear only what it stores itself."""
+    own = random_name()
+    try:
+        return bytes(group_store().compare_set(STORE_KEY, "", own.decode()))
+    except (RuntimeError, ValueError) as error:
+        log.warning("the ranks of this engine do not share what they store after a clear: %s", error)
+        return own
