@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,12 +27,13 @@ import transformers
 from kvservice.connector.cache_groups import OneGroup, Table
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
-from kvservice.connector.options import Share, StoredPart, slot_parts
+from kvservice.connector.options import Share, slot_parts
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
-from kvservice.connector.scheduler.handoff import Prefill, decode_params
+from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.connector.scheduler.loan_book import BlockPins
 from kvservice.connector.scheduler.ports import Wait
+from kvservice.connector.scheduler.request_terms import terms_of
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.weights import weights_identity
@@ -43,7 +44,7 @@ from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import block_keys
 from kvservice.core.block.numbers import number_fields
-from kvservice.core.messages import NO_HINTS, Attachment, EngineSpec, Handoff, Hints
+from kvservice.core.messages import Attachment, EngineSpec, Handoff
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.engine.blocks import RELEASED, Pairs
 from kvservice.engine.model import PagedModel
@@ -248,28 +249,26 @@ class BothHalves:
         tokens: int,
         *,
         tail: NameOwnTail,
-        wants: Prefill | Handoff | None = None,
-        public_tokens: int = 0,
+        params: Mapping[str, object] | None = None,
         salted: bool = False,
-        hints: Hints = NO_HINTS,
     ) -> None:
-        """Ask the pool for the whole prompt. `tail` hashes short blocks of it."""
-        may_read = self._options.role is not EngineRole.PRODUCER
+        """Ask the pool for the whole prompt. `tail` hashes short blocks of it, `params` are its transfer parameters."""
         if self._options.tails:
             self._tails[request_id] = tail
         with self._guard("begin"):
+            terms = terms_of(params, self._options, self.counters, request_id=request_id)
             self._half.on_new_request(
                 request_id,
                 hashes,
                 time.monotonic(),
                 tokens=tokens,
-                may_read=may_read,
-                may_store=not hints.no_store and (self._options.store_after_handoff or not isinstance(wants, Handoff)),
-                prompt_only=self._options.store is StoredPart.PROMPTS,
-                wants=wants,
+                may_read=terms.may_load and self._options.role is not EngineRole.PRODUCER,
+                may_store=terms.may_store,
+                prompt_only=terms.prompt_only,
+                wants=terms.wants,
                 salted=salted,
-                public_tokens=public_tokens,
-                hints=hints,
+                public_tokens=terms.public_tokens,
+                hints=terms.hints,
             )
 
     def matched(self, request_id: str, local_tokens: int, total_tokens: int) -> Found:

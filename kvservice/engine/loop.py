@@ -8,7 +8,6 @@ engine. The order of a step is that of vLLM's first engine (Kwon et al., SOSP 20
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,11 +20,9 @@ import torch
 
 from kvservice.connector.options import CopierChoice, Share
 from kvservice.connector.scheduler.half import BlockIds
-from kvservice.connector.scheduler.handoff import Prefill, parse_public_tokens, parse_transfer_params
-from kvservice.connector.scheduler.hints import parse_hints
+from kvservice.connector.scheduler.handoff import parse_public_tokens, parse_transfer_params
 from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.copying.memory import SharedMemory
-from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES
 from kvservice.core.block.keys import chain_hashes
 from kvservice.engine.blocks import BlockAllocator, PagedMemory
 from kvservice.engine.cache import POLL_SECONDS, BothHalves, StepEnd
@@ -36,7 +33,7 @@ from kvservice.engine.sampling import Generation, Sampling
 from kvservice.engine.schedule import Chunk, Found, Next, Scheduler, SequenceGroup, Step, SwapEstimate
 from kvservice.engine.sharing import name_pages
 from kvservice.errors import ConfigError, InvalidRequest, KVServiceError
-from kvservice.units import BlockHash, HandoffId
+from kvservice.units import BlockHash
 
 log = logging.getLogger("kvservice.engine")
 
@@ -182,11 +179,11 @@ class ReferenceEngine:
         """A request that waits from now on. Returns its id.
 
         Args:
-            transfer_params: as `kv_transfer_params` of vLLM: a hand-off between engines, public tokens.
+            transfer_params: as `kv_transfer_params` of vLLM: a hand-off, public tokens, switches, hints.
             salt: requests with another salt share no blocks.
 
         Raises:
-            InvalidRequest: it can never run here, or its parameters make no sense.
+            InvalidRequest: it can never run here, or what it says of a hand-off or public tokens makes no sense.
         """
         if self._closed:
             raise InvalidRequest("this engine is closed: make another one")
@@ -199,10 +196,7 @@ class ReferenceEngine:
                 f"a prompt of {len(tokens)} tokens and {sampling.max_tokens} more are over the {positions} positions "
                 "of the model: shorten the prompt, or ask for fewer tokens"
             )
-        wants, public = parse_transfer_params(transfer_params), parse_public_tokens(transfer_params)
-        hints = parse_hints(transfer_params).hints
-        if wants == Prefill():
-            wants = Prefill(HandoffId(os.urandom(HANDOFF_ID_BYTES)))
+        parse_transfer_params(transfer_params), parse_public_tokens(transfer_params)  # both raise
         self._number += 1
         request_id = request_id or f"request-{self._number}"
         width = max(sampling.n, sampling.beams)
@@ -215,10 +209,8 @@ class ReferenceEngine:
                 hashes,
                 len(tokens),
                 tail=partial(self.blocks.tail_hash, group.sequences[0]),
-                wants=wants,
-                public_tokens=public,
+                params=transfer_params,
                 salted=bool(salt),
-                hints=hints,
             )
         return request_id
 

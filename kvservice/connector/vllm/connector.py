@@ -38,13 +38,13 @@ from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.connector.scheduler.ports import Wait
+from kvservice.connector.scheduler.request_terms import terms_of
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.shared.judge import Probation
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.vllm import compat, events, sharing
 from kvservice.connector.vllm.lora import Adapters, located
 from kvservice.connector.vllm.pins import PoolCache, PoolPins
-from kvservice.connector.vllm.request_terms import terms_of
 from kvservice.connector.vllm.state_tables import StateTables
 from kvservice.connector.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.vllm.step_metadata import Metadata, WorkerMetadata
@@ -245,7 +245,13 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._live[request.request_id] = request
             if (adapter := self._adapter(request)) is None:
                 return  # later questions about it are answered with nothing
-            terms = terms_of(request, self._options, self._failures)
+            terms = terms_of(
+                request.kv_transfer_params,
+                self._options,
+                self._failures,
+                request_id=request.request_id,
+                envelope=getattr(request, "kv_hints", None),
+            )
             may_read = self._kv_transfer_config.is_kv_consumer and not request.skip_reading_prefix_cache
             may_share = self._pages is None or self._pages.begin(request)
             self._scheduler.on_new_request(

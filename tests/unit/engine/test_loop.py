@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -391,6 +391,48 @@ def test_requests_that_can_never_run_are_refused(model: Any) -> None:
             engine.add(prompt(8), transfer_params={"kvservice": {"version": 9, "role": "decode"}})
     with pytest.raises(InvalidRequest, match="closed"):
         engine.add(prompt(8))
+
+
+@pytest.mark.parametrize(
+    ("ours", "counter"), [({"hints": {"pin_seconds": "x"}}, "hints_refused"), ({"store": "no"}, "switches_refused")]
+)
+def test_hints_and_switches_without_sense_refuse_nobody(model: Any, ours: dict[str, object], counter: str) -> None:
+    with running(model) as engine:
+        asked(engine, {"version": 1, **ours})
+        counters = engine.all_counters()
+    assert counters[counter] == 1
+    assert bool(counters["store_blocks_planned"]) == (counter == "hints_refused"), "unclear switches keep a prompt out"
+
+
+@pytest.mark.parametrize(
+    ("ours", "is_stored"),
+    [
+        ({"hints": {"no_store": True}}, False),
+        ({"hints": {"no_store": True}, "store": True}, True),
+        ({"hints": {"no_store": True}, "role": "prefill", "handoff": "0" * 32}, True),
+        ({"store": False}, False),
+    ],
+)
+def test_a_request_says_whether_it_is_stored(model: Any, ours: dict[str, object], is_stored: bool) -> None:
+    with running(model) as engine:
+        asked(engine, {"version": 1, **ours})
+        assert bool(engine.all_counters()["store_blocks_planned"]) == is_stored
+
+
+def asked(engine: ReferenceEngine, ours: dict[str, object], tokens: Sequence[int] = PROMPTS[0]) -> RequestOutput:
+    """The answer to a request with these parameters, when all copies have ended."""
+    request_id = engine.add(tokens, Sampling(max_tokens=2), transfer_params={"kvservice": ours})
+    found: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        found.update({output.request_id: output for output in engine.step()})
+    return found[request_id]
+
+
+def test_a_request_is_not_loaded_if_it_says_so(model: Any) -> None:
+    with running(model) as engine:
+        for load, is_loaded in ((True, False), (False, False), (True, True)):
+            assert bool(asked(engine, {"version": 1, "load": load}).loaded_tokens) == is_loaded
+            engine.forget()
 
 
 def test_weights_without_a_name_are_refused(model: Any) -> None:

@@ -1,9 +1,8 @@
-"""What a request of vLLM and the engine's options make of storing and loading."""
+"""What a request and the engine's options make of storing and loading. The envelope is vLLM's."""
 
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from kvservice.connector.options import ConnectorOptions, StoredPart
 from kvservice.connector.scheduler.handoff import Prefill, decode_params
-from kvservice.connector.vllm.request_terms import RequestTerms, terms_of
+from kvservice.connector.scheduler.request_terms import RequestTerms, terms_of
 from kvservice.core.messages import NO_HINTS, Handoff, Hints
 from kvservice.units import HandoffId, NodeId
 
@@ -19,8 +18,7 @@ RECEIVED = decode_params(Handoff(HandoffId(bytes(16)), NodeId("a")))
 
 
 def terms(params: Any, options: ConnectorOptions | None = None, failures: Counter[str] | None = None) -> RequestTerms:
-    request: Any = SimpleNamespace(kv_transfer_params=params, request_id="r")
-    return terms_of(request, options or ConnectorOptions(), Counter() if failures is None else failures)
+    return terms_of(params, options or ConnectorOptions(), Counter() if failures is None else failures, request_id="r")
 
 
 def with_switches(params: dict[str, Any], **switches: object) -> dict[str, Any]:
@@ -62,13 +60,9 @@ def test_hints_come_with_parameters_and_in_vllms_envelope() -> None:
     envelope = KvHintsEnvelope(
         "0.1", "m", [KvHintAction("a", "kv.pin", "1.0", {"seconds": 30}), KvHintAction("b", "kv.defragment", "1.0", {})]
     )
-    request: Any = SimpleNamespace(
-        kv_transfer_params={"kvservice": {"version": 1, "hints": {"last_turn": True}}},
-        request_id="r",
-        kv_hints=envelope,
-    )
+    params = {"kvservice": {"version": 1, "hints": {"last_turn": True}}}
     failures: Counter[str] = Counter()
-    found = terms_of(request, ConnectorOptions(), failures)
+    found = terms_of(params, ConnectorOptions(), failures, request_id="r", envelope=envelope)
     assert found.hints == Hints(pin_seconds=30.0, last_turn=True)
     assert (failures["hints_skipped"], found.may_store) == (1, True)
 

@@ -1,4 +1,4 @@
-"""What one request of vLLM asks of the cache, from its `kv_transfer_params` and the engine's options.
+"""What one request asks of the cache, from its `kv_transfer_params`, its hints and the engine's options.
 
 Parameters come from outside. What makes no sense is counted and logged, and the request is served without it.
 """
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvservice.connector.options import ConnectorOptions, StoredPart
 from kvservice.connector.scheduler.handoff import Prefill, parse_public_tokens, parse_transfer_params
@@ -21,9 +21,6 @@ from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES
 from kvservice.core.messages import NO_HINTS, Handoff, Hints
 from kvservice.errors import KVServiceError
 from kvservice.units import HandoffId
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 log = logging.getLogger("kvservice.connector")
 
@@ -40,16 +37,17 @@ class RequestTerms:
     hints: Hints = NO_HINTS
 
 
-def terms_of(request: Request, options: ConnectorOptions, failures: Counter[str]) -> RequestTerms:
-    """Never raises for what the request says."""
-    params = request.kv_transfer_params
+def terms_of(
+    params: object, options: ConnectorOptions, failures: Counter[str], *, request_id: str, envelope: object = None
+) -> RequestTerms:
+    """Never raises for what the request says. `params` are its `kv_transfer_params`, `envelope` its `kv_hints`."""
 
     def parsed(parse: Callable[[object], T], instead: T, counter: str, outcome: str) -> T:
         try:
             return parse(params)
         except KVServiceError as error:
             failures[counter] += 1
-            log.warning("%s: %s", outcome, error.message, extra={"request_id": request.request_id})
+            log.warning("%s: %s", outcome, error.message, extra={"request_id": request_id})
             return instead
 
     switches = parsed(
@@ -61,7 +59,6 @@ def terms_of(request: Request, options: ConnectorOptions, failures: Counter[str]
     elif wants == Prefill():
         wants = Prefill(HandoffId(os.urandom(HANDOFF_ID_BYTES)))
     public = parsed(parse_public_tokens, 0, "public_params_refused", "a request shares no public blocks")
-    envelope = getattr(request, "kv_hints", None)
     found = parsed(
         partial(parse_hints, envelope=envelope), NO_HINTS_FOUND, "hints_refused", "a request is served without hints"
     )
