@@ -151,6 +151,7 @@ CLI_TOP_LEVEL = frozenset({"", "cli"}) | GROUND
 HOMES: dict[str, frozenset[str]] = {
     "vllm": frozenset({"connector/vllm", "connector/offloading"}),
     "sglang": frozenset({"connector/sglang"}),
+    "lmcache": frozenset({"connector/lmcache"}),
     "ray": frozenset({"actors", "cli", "serve"}),
     "nixl": frozenset({"transfer"}),
     "nixl_cu12": frozenset({"transfer"}),

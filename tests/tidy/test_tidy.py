@@ -76,6 +76,7 @@ FAULTS = [
     ("lazy_cli", "kvservice/cli/x.py", "from kvservice.client import shard\n"),
     ("third_party_homes", "kvservice/core/shard.py", "import vllm\n"),
     ("third_party_homes", "kvservice/connector/worker/x.py", "import vllm\n"),
+    ("third_party_homes", "kvservice/connector/vllm/x.py", "from lmcache.v1 import config\n"),
     ("third_party_homes", "kvservice/connector/plan.py", "def f():\n    import ray\n"),
     ("third_party_homes", "actors/x.py", "from vllm.config import VllmConfig\n"),
     ("third_party_homes", "kvservice/connector/plan.py", "import grpc.aio\n"),
