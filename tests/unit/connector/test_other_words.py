@@ -31,8 +31,31 @@ def test_lazy_offload_stores_what_is_about_to_go(lazy: bool, offload: Offload) -
     assert ConnectorOptions.parse(in_our_words({**EMBEDDED, "lazy_offload": lazy}, ranks=1)).offload is offload
 
 
+def test_the_disk_is_the_tier_below_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"kv_offload_backend": "disk", "disk_path": "/ssd/kv", "disk_capacity_bytes": 100 * GiB}
+    theirs = {**EMBEDDED, **given, "use_page_cache": True, "disk_buffer_slots": 4}
+    with caplog.at_level("INFO", "kvservice.connector"):
+        options = ConnectorOptions.parse(in_our_words(theirs, ranks=2))
+    assert (options.disk_path, options.disk_bytes, options.disk_io) == ("/ssd/kv", 200 * GiB, "buffered"), (
+        "of all ranks"
+    )
+    assert "disk_buffer_slots is left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kv_offload_backend": "cpu", "disk_path": "/ssd/kv", "disk_capacity_bytes": 1 * GiB},
+        {"disk_capacity_bytes": 1 * GiB, "use_page_cache": True},
+    ],
+)
+def test_without_the_back_end_disk_there_is_no_disk(given: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    assert in_our_words({**EMBEDDED, **given}, ranks=1) == EMBEDDED
+    assert "disk_capacity_bytes" in caplog.text and "left out" in caplog.text
+
+
 def test_what_is_said_in_our_words_stays() -> None:
-    given = {"offload": "lazy", "namespace": "a"}
+    given = {"offload": "lazy", "namespace": "a", "disk_path": "/ssd/kv", "disk_bytes": "1TiB"}
     assert in_our_words(given, ranks=2) == given
 
 
@@ -45,6 +68,11 @@ def test_what_is_said_in_our_words_stays() -> None:
         ({"cpu_bytes_to_use": "8GiB"}, "a number of bytes above 0"),
         ({"cpu_bytes_to_use_per_rank": 0}, "a number of bytes above 0"),
         ({"cpu_bytes_to_use": True}, "a number of bytes above 0"),
+        ({"kv_offload_backend": "tape"}, "give 'cpu' or 'disk'"),
+        ({"kv_offload_backend": "disk"}, "needs disk_path"),
+        ({"disk_path": "/ssd/kv", "disk_capacity_bytes": 0}, "a number of bytes above 0"),
+        ({"disk_path": "/ssd/kv", "disk_capacity_bytes": 1, "disk_bytes": 1}, "another name of disk_bytes"),
+        ({"disk_path": "/ssd/kv", "use_page_cache": "yes"}, "give true or false"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given: dict[str, object], says: str) -> None:
