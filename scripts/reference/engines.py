@@ -3,7 +3,8 @@
 The rows stand in tests/engines/features.toml, and each other file of that folder is a column. After a run of the tests
 `python -m scripts.reference.engines FOLDER` takes pytest's reports (JUnit) of this folder into tests/engines/seen.json:
 how each test of the page ended, for the version of the engine that is locked. A test that did not run keeps what was
-recorded before, and what was recorded for another version does not count.
+recorded before, and what was recorded for another version does not count. tests/engines/run.json says of which commit
+the last run was, and when it was recorded.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from scripts.reference.markdown import cell
 FOLDER = ROOT / "tests" / "engines"
 FEATURES = FOLDER / "features.toml"
 SEEN = FOLDER / "seen.json"
+RUN = FOLDER / "run.json"
 
 HEAD = """# Engines
 
@@ -123,7 +127,16 @@ def page() -> str:
     for feature, words in features().items():
         cells = [word(column, feature, recorded.get(column.name, {})) for column in shown]
         lines.append(f"| {cell(words)} | {' | '.join(cells)} |")
-    return HEAD + "\n".join([*lines, "", *_reasons(recorded), *_shown_by()])
+    return HEAD + last_run() + "\n".join([*lines, "", *_reasons(recorded), *_shown_by()])
+
+
+def last_run() -> str:
+    """Which commit the last recorded run was of, in words; nothing if that is not known."""
+    if not RUN.exists():
+        return ""
+    run = json.loads(RUN.read_text(encoding="utf-8"))
+    of = f"The last run was of commit `{run['commit']}`, recorded on {run['date']}."
+    return f"{of} A test that did not run then keeps\nwhat an earlier run showed.\n\n"
 
 
 def _reasons(recorded: Seen) -> list[str]:
@@ -171,12 +184,20 @@ def _worst(found: set[str]) -> str:
     return next((how for how in ("failed", "skipped", "passed") if how in found), "")
 
 
+def commit_now() -> str:
+    """The commit of the tree, with a mark if the tree has changes."""
+    asked = ["git", "describe", "--always", "--exclude=*", "--dirty=, changed"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Record what a run of the tests showed of each engine.")
     parser.add_argument("folder", type=Path, help="with reports as `pytest --junitxml` writes them")
     options = parser.parse_args()
     after = recorded_after(seen(), outcomes(options.folder))
+    run = {"commit": commit_now(), "date": datetime.now(timezone.utc).date().isoformat()}
     SEEN.write_text(json.dumps(after, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    RUN.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     for column in columns():
         cells = [word(column, feature, after[column.name]) for feature in features()]
         print(f"{column.name}: {cells.count('yes')} yes, {cells.count('no')} no, {cells.count('not run')} not run")

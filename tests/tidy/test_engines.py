@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.reference import engines
 from scripts.reference.conformance import outcomes
 from scripts.reference.engines import EngineColumn, columns, features, recorded_after, seen, word
 
@@ -31,6 +32,13 @@ def test_what_is_recorded_belongs_to_the_page() -> None:
     recorded = seen()
     assert recorded.keys() <= on_page.keys()
     assert [name for name, tests in recorded.items() if not tests.keys() <= on_page[name]] == []
+
+
+def test_the_page_says_of_which_commit_the_last_run_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "RUN", tmp_path / "run.json")
+    assert "last run" not in engines.page().partition("| |")[0]
+    (tmp_path / "run.json").write_text('{"commit": "0123abc", "date": "2026-01-31"}')
+    assert "of commit `0123abc`, recorded on 2026-01-31" in engines.page().partition("| |")[0]
 
 
 def column_of(*tests: str) -> EngineColumn:

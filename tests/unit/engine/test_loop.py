@@ -88,7 +88,7 @@ def test_text_goes_in_and_text_comes_out(model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layerwise", ["off", "both"])
-@pytest.mark.parametrize("kind", ["grouped heads", "latent v2", "window"])
+@pytest.mark.parametrize("kind", ["grouped heads", "latent v2", "window", "window in some layers"])
 def test_tokens_are_equal_cold_and_warm_from_memory(kind: str, layerwise: str) -> None:
     model = make(kind)
     wanted = [generated(model, tokens, COUNT)[0] for tokens in PROMPTS[:2]]
