@@ -1,7 +1,7 @@
 """Traffic of all sorts, drawn from a seed: to judge a policy on what nobody tuned it to.
 
 A trace mixes one to four sources. What they are, how much each asks for, and every parameter of theirs is drawn anew.
-Some sources run all the time, others begin late or end early, and some are several tenants with habits of their own.
+Some sources run all the time, others begin late or end early. All of it is of one tenant.
 Pure: the same seed gives the same trace.
 """
 
