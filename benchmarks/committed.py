@@ -45,5 +45,17 @@ def _command(name: str, document: Figures) -> str:
     return command if name == document["benchmark"] else f"{command} --out benchmarks/results/{name}.json"
 
 
+def origin(name: str, document: Figures) -> str:
+    """Where and when the figures of a result were seen, as a sentence. Results are of different machines."""
+    return f"Measured at commit {document['commit'][:7]}, {seen_on(document)} (`{name}.json`)."
+
+
+def seen_on(document: Figures) -> str:
+    """The day and the processor."""
+    machine = document["machine"]
+    processor = " ".join(re.sub(r"\(R\)|\bProcessor\b|@", " ", machine["cpu"]).split())
+    return f"{document['date'][:10]}, {machine['cpu_count']} cores, {processor}"
+
+
 def is_clean(document: Figures) -> bool:
     return re.fullmatch(r"[0-9a-f]{12}", document["commit"]) is not None

@@ -13,16 +13,17 @@ import re
 from collections.abc import Callable, Iterable
 
 from benchmarks import effect_figures, scale_figures, tier_figures
-from benchmarks.committed import Figures, Results, Unclean
-from benchmarks.goals import judged, read
+from benchmarks.committed import Figures, Results, Unclean, origin, seen_on
+from benchmarks.goals import NO_FIGURE, judged, read
 from benchmarks.memory import markdown as memory_table
-from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
+from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows, verifies_all
 from benchmarks.report import ROOT
 from benchmarks.sharing_table import sharing_tables
+from kvservice.units import KiB
 
 _NAMES = (
     *("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md", "disk-worth.md"),
-    *("effectiveness.md", "codecs.md"),
+    *("effectiveness.md", "codecs.md", "reliability.md"),
 )
 _HOWTO = ("traces.md", "monitor.md", "share-engines.md", "size-the-pool.md")
 PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, *(f"howto/{name}" for name in _HOWTO)))
@@ -36,21 +37,18 @@ def peers(results: Results) -> str:
     rates = {(what, who): rate for what, who, size, rate in bandwidth_rows(document["figures"]) if size == 2097152}
     times = {who: p50 for who, keys, p50, _ in lookup_rows(document["figures"]) if keys == 512}
     read, tcp = "read, same node", "read over TCP"
-    now = ""
-    if document["commit"] == MORE_IN_FLIGHT:
-        alone = results.figures("transfer_bandwidth")["by_ucx_transport"]["tcp"]["2097152"]["pull"]["gb_per_second"]
-        now = f" ({alone:.2f} by itself, with as much in flight as is allowed now)"
+    verified = "every byte verified" if verifies_all(document["figures"]) else "one block in sixteen verified"
     text = (
-        f"Measured beside each other in one run (`make bench-peers`, 2 cores of a virtual machine, commit "
-        f"{document['commit'][:7]}; [all of it](performance.md)):\na lookup of 512 keys from another "
+        f"Measured beside each other in one run (`make bench-peers`, commit {document['commit'][:7]}, "
+        f"{seen_on(document)}; [all of it](performance.md)):\na lookup of 512 keys from another "
         f"process takes "
         f"{times['kvservice, mirror of the node']:.3f} ms, Mooncake's `batch_is_exist` "
         f"{times['Mooncake batch_is_exist']:.1f};\na block of 2 MiB is read on its node at "
-        f"{rates[read, 'kvservice']:.2f} GB/s with sampled verification, where memcpy reaches "
+        f"{rates[read, 'kvservice']:.2f} GB/s with {verified}, where memcpy reaches "
         f"{rates[read, 'memcpy']:.2f}, "
         f"Ray's object store {rates[read, 'Ray object store']:.2f}\nand Mooncake "
         f"{rates[read, 'Mooncake Store, own segment']:.2f}; over TCP, verified, at "
-        f"{rates[tcp, 'kvservice, all verified']:.2f} GB/s{now}, where Mooncake reaches\n"
+        f"{rates[tcp, 'kvservice, all verified']:.2f} GB/s, where Mooncake reaches\n"
         f"{rates[tcp, 'Mooncake Store']:.2f} unverified."
     )
     try:
@@ -76,7 +74,7 @@ NAMES = {
     "raw NIXL": "raw NIXL",
 }
 DEFAULTS = {
-    ("read, same node", "kvservice"): "kvservice, `verify_load` sampled (the default)",
+    ("read, same node", "kvservice"): "kvservice, every block verified (the default)",
     ("write, same node", "kvservice"): "kvservice, what the engine waits for",
     ("write, same node", "memcpy"): "memcpy into fresh memory",
     ("read over TCP", "Mooncake Store"): "Mooncake Store, not verified",
@@ -85,14 +83,19 @@ DEFAULTS = {
 }
 
 
+ONE_IN_SIXTEEN = {("read, same node", "kvservice"): "kvservice, one block in sixteen verified (the default then)"}
+
+
 def bandwidth(results: Results) -> str:
+    figures = results.figures("peers")
+    names = {**DEFAULTS, **({} if verifies_all(figures) else ONE_IN_SIXTEEN)}
     by_row: dict[tuple[str, str], dict[int, float]] = {}
-    for what, who, size, rate in bandwidth_rows(results.figures("peers")):
+    for what, who, size, rate in bandwidth_rows(figures):
         by_row.setdefault((what, who), {})[size] = rate
     lines = ["| GB/s | " + " | ".join(SIZES.values()) + " |", "|---|" + "---|" * len(SIZES)]
     for section in ("read, same node", "write, same node", "read of a peer, same machine", "read over TCP"):
         for number, (what, who) in enumerate([key for key in by_row if key[0] == section]):
-            name = DEFAULTS.get((what, who), NAMES[who])
+            name = names.get((what, who), NAMES[who])
             head = f"**{section}**: {name}" if number == 0 else name
             lines.append(f"| {head} | " + " | ".join(f"{by_row[what, who][size]:.2f}" for size in SIZES) + " |")
     return "\n".join(lines)
@@ -101,12 +104,24 @@ def bandwidth(results: Results) -> str:
 def in_flight(results: Results) -> str:
     if results.document("peers")["commit"] != MORE_IN_FLIGHT:
         return ""
-    alone = results.figures("transfer_bandwidth")["by_ucx_transport"]["tcp"]
-    rates = ", ".join(f"{alone[str(size)]['pull']['gb_per_second']:.2f}" for size in SIZES)
+    alone = results.document("transfer_bandwidth")
+    tcp = alone["figures"]["by_ucx_transport"]["tcp"]
+    shares = ", ".join(f"{tcp[str(size)]['pull']['ratio']:.2f}" for size in SIZES)
     return (
         "The rows over TCP were measured with up to 96 MiB of a pull in flight. 24 are the limit now, with which a run "
-        f"by itself gave {rates} GB/s\n(`transfer_bandwidth.json`)."
+        f"by itself\nreached {shares} of the raw NIXL beside it. {origin('transfer_bandwidth', alone)}"
     )
+
+
+def verification(results: Results) -> str:
+    """What it costs a load to check every block, by the loads that check none in the same run."""
+    document = results.document("local_bandwidth")
+    found = [document["figures"][f"{size // KiB} KiB"] for size in SIZES]
+    rates = [[ways[f"load, verify_load {how}"]["gb_per_second"] for how in ("sampled", "off")] for ways in found]
+    shares = ", ".join(
+        f"{checked / unchecked:.2f} at {size}" for size, (checked, unchecked) in zip(SIZES.values(), rates, strict=True)
+    )
+    return f"- of the bandwidth of loads that check none: {shares}. {origin('local_bandwidth', document)}"
 
 
 def lookups(results: Results) -> str:
@@ -138,8 +153,7 @@ def handoff(results: Results) -> str:
 def first_token(results: Results) -> str:
     ways = ("computed", "computed, without the connector", "own cache", "this node", "other node")
     lines = [
-        "Real vLLM, SmolLM2-135M, bfloat16, one request at a time, two nodes of one machine; seconds, medians of three",
-        "(`first_token.json`).",
+        "Real vLLM, SmolLM2-135M, bfloat16, one request at a time, two nodes of a machine; seconds, medians of three.",
         "",
         "| prompt tokens | computed | computed, no connector | own cache | this node's pool | other node's pool |",
     ]
@@ -150,9 +164,10 @@ def first_token(results: Results) -> str:
 
 
 def goals(results: Results) -> str:
-    lines = ["| goal | bound | seen | met | result |", "|---|---|---|---|---|"]
+    lines = ["| goal | bound | seen | met | result | of |", "|---|---|---|---|---|---|"]
     for goal, seen, met in judged(read(), results):
-        lines.append(f"| {goal.what} | {goal.bound} | {seen} | {met} | `{goal.result}.json` |")
+        of = "" if met == NO_FIGURE else seen_on(results.document(goal.result))
+        lines.append(f"| {goal.what} | {goal.bound} | {seen} | {met} | `{goal.result}.json` | {of} |")
     return "\n".join(lines)
 
 
@@ -177,7 +192,7 @@ def growth_units(results: Results) -> str:
 
     return "\n".join(
         [
-            f"Measured at commit {document['commit'][:7]} (`growth.json`).\n",
+            f"{origin('growth', document)}\n",
             f"| | {nodes[0]} nodes | {' | '.join(f'{int(count):,}' for count in nodes[1:])} |",
             "|---" * (len(nodes) + 1) + "|",
             _row("directory, bytes a key", [f"{costs['bytes_per_key'][count]:.0f}" for count in nodes]),
@@ -310,15 +325,21 @@ def blend(results: Results) -> str:
     return "\n".join(lines)
 
 
+def dated(name: str, make: Callable[[Results], str]) -> Callable[[Results], str]:
+    """With the commit, the day and the processor of the result that it shows."""
+    return lambda results: f"{origin(name, results.document(name))}\n\n{make(results)}"
+
+
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "peers": peers,
-    "bandwidth": bandwidth,
+    "bandwidth": dated("peers", bandwidth),
     "in-flight": in_flight,
-    "lookups": lookups,
-    "handoff": handoff,
+    "verification": verification,
+    "lookups": dated("peers", lookups),
+    "handoff": dated("pd_handoff", handoff),
     "goals": goals,
     "goals-missed": goals_missed,
-    "first-token": first_token,
+    "first-token": dated("first_token", first_token),
     "growth-units": growth_units,
     "growth-scales": growth_scales,
     "scale-costs": lambda results: scale_figures.costs(results.document("scale")),
@@ -331,13 +352,13 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "traces-cost": traces_cost,
     "histograms-cost": histograms_cost,
     "blend": blend,
-    "disk-worth": lambda results: tier_figures.disk_worth(results.figures("disk_worth")),
+    "disk-worth": dated("disk_worth", lambda results: tier_figures.disk_worth(results.figures("disk_worth"))),
     "sharing": sharing_tables,
-    "tier-disk": lambda results: tier_figures.disk(results.figures("tier_disk")),
-    "tier-objects": lambda results: tier_figures.objects(results.figures("tier_objects")),
-    "codecs": lambda results: tier_figures.codecs(results.figures("codecs")),
-    "memory": lambda results: memory_table(results.figures("memory")),
-    "tier-stall": lambda results: tier_figures.stall(results.figures("tier_stall")),
+    "tier-disk": dated("tier_disk", lambda results: tier_figures.disk(results.figures("tier_disk"))),
+    "tier-objects": dated("tier_objects", lambda results: tier_figures.objects(results.figures("tier_objects"))),
+    "codecs": dated("codecs", lambda results: tier_figures.codecs(results.figures("codecs"))),
+    "memory": dated("memory", lambda results: memory_table(results.figures("memory"))),
+    "tier-stall": dated("tier_stall", lambda results: tier_figures.stall(results.figures("tier_stall"))),
 }
 
 

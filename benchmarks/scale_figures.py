@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.committed import origin
+
 BUSY_SHARE = 0.7  # of a core, as in benchmarks.growth
 
 
@@ -20,7 +22,7 @@ def costs(document: dict[str, Any]) -> str:
         "an announced key": "per_announced_key",
     }
     lines = [
-        f"Measured at commit {document['commit'][:7]} (`scale.json`): {figures['shards']} shards, "
+        f"{origin('scale', document)}\n{figures['shards']} shards, "
         f"{figures['lookup_partitions']} lookup partitions, {figures['engines']} engines.\n",
         f"| µs of a core | {' | '.join(kinds)} |",
         "|---" * (len(kinds) + 1) + "|",
@@ -71,7 +73,7 @@ def wide(document: dict[str, Any]) -> str:
     broken = [run for run in runs if run["violation"]]
     return "\n".join(
         [
-            f"Measured at commit {document['commit'][:7]} (`wide.json`). "
+            f"{origin('wide', document)} "
             + ("No promise was broken." if not broken else f"A promise was broken: {broken[0]['violation']}"),
             "",
             "| | " + " | ".join(f"{run['nodes']:,} nodes" for run in runs) + " |",

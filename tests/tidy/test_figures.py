@@ -53,3 +53,23 @@ def test_a_figure_changes_with_its_result_and_cites_a_clean_one(tmp_path: Path) 
     with pytest.raises(Unclean, match="to be measured again"):
         BLOCKS["peers"](results)
     assert AGAIN in rendered("<!-- figures: peers -->\n<!-- /figures -->", results).lower()
+
+
+def test_a_page_says_how_many_blocks_a_load_checked(tmp_path: Path) -> None:
+    document = json.loads((RESULTS / "peers.json").read_text())
+    document["figures"]["local"]["64 KiB"].pop("one pass", None)  # a result of before
+    (tmp_path / "peers.json").write_text(json.dumps(document))
+    assert "one block in sixteen verified (the default then)" in BLOCKS["bandwidth"](Results(tmp_path))
+    document["figures"]["local"]["64 KiB"]["one pass"] = {}
+    (tmp_path / "peers.json").write_text(json.dumps(document))
+    assert "one block in sixteen" not in BLOCKS["bandwidth"](Results(tmp_path))
+
+
+def test_a_table_names_the_processor_and_day_of_its_result(tmp_path: Path) -> None:
+    document = json.loads((RESULTS / "peers.json").read_text())
+    document |= {"date": "2020-01-02T00:00:00", "machine": {"cpu": "Other(R) Processor @ 1GHz", "cpu_count": 3}}
+    (tmp_path / "peers.json").write_text(json.dumps(document))
+    for name in ("bandwidth", "lookups"):
+        assert f"{document['commit'][:7]}, 2020-01-02, 3 cores, Other 1GHz (`peers.json`)" in BLOCKS[name](
+            Results(tmp_path)
+        )

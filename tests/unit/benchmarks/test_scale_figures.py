@@ -7,6 +7,12 @@ from typing import Any
 from benchmarks import scale_figures
 from benchmarks.scale import KINDS
 
+RUN = {
+    "commit": "0123456789ab",
+    "date": "2026-01-02T03:04:05",
+    "machine": {"cpu": "Some(R) CPU @ 3GHz", "cpu_count": 2},
+}
+
 
 def document() -> dict[str, Any]:
     rows = ("idle_per_process_and_second", "per_request_local", "per_block_fetched", "per_block_stored")
@@ -32,11 +38,12 @@ def document() -> dict[str, Any]:
         "wrong": [],
         "lost": [],
     }
-    return {"commit": "0123456789ab", "figures": figures}
+    return {**RUN, "figures": figures}
 
 
 def test_a_core_carries_what_its_cost_allows() -> None:
     said = scale_figures.costs(document())
+    assert said.startswith("Measured at commit 0123456, 2026-01-02, 2 cores, Some CPU 3GHz (`scale.json`).")
     assert "a shard carries 700 such requests a second" in said and "700 announced keys" in said
 
 
@@ -49,6 +56,6 @@ def test_a_restart_says_what_moved_and_what_was_lost() -> None:
 def test_a_broken_promise_of_many_nodes_is_said() -> None:
     names = ("lookup_partitions", "requests", "faults", "virtual_seconds", "turns_per_node_and_second")
     run = dict.fromkeys((*names, "cpu_seconds", "memory_mib"), 1) | {"nodes": 1000, "violation": ""}
-    assert "No promise was broken" in scale_figures.wide({"commit": "0123456789ab", "figures": {"runs": [run]}})
-    broken = {"commit": "0123456789ab", "figures": {"runs": [{**run, "violation": "a block is wrong"}]}}
+    assert "No promise was broken" in scale_figures.wide({**RUN, "figures": {"runs": [run]}})
+    broken = {**RUN, "figures": {"runs": [{**run, "violation": "a block is wrong"}]}}
     assert "A promise was broken: a block is wrong" in scale_figures.wide(broken)
