@@ -63,6 +63,41 @@ def nodes(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+BEFORE = "mooncake_conversation.jsonl"  # how results of then name the trace
+POOLED = "8 nodes, pooled, kv-aware"
+
+
+def trace_before(document: dict[str, Any], before: dict[str, Any]) -> str:
+    """The default beside `reuse`, the default before, on one node."""
+    now, then = _rates(document["figures"]["trace"]), _rates(before["figures"][BEFORE])
+    return (
+        f"Less what `reuse`, the default before, found (commit {before['commit'][:7]}, `replay_reuse.json`):\n"
+        f"{_gained(now, 'default', then, 'reuse')}."
+    )
+
+
+def nodes_before(document: dict[str, Any], before: dict[str, Any]) -> str:
+    """The default on eight nodes with one pool, beside `reuse` and LRU."""
+    eight = document["figures"]["nodes"]["8"]
+    ours, lru, then = _rates(eight["default"]), _rates(eight["lru"]), _rates(before["figures"][BEFORE])
+    return (
+        "On 8 nodes with one pool and the router by holdings, less what others find in the same room:\n\n"
+        f"- LRU: {_gained(ours, POOLED, lru, POOLED)}\n"
+        f"- `reuse`, the default before (commit {before['commit'][:7]}, `replay_reuse.json`): "
+        f"{_gained(ours, POOLED, then, POOLED)}"
+    )
+
+
+def _gained(ours: Rates, label: str, others: Rates, other_label: str) -> str:
+    """The points of hit rate that ours finds more than the other, in words."""
+    sizes = sorted(capacity for name, capacity in ours if name == label and (other_label, capacity) in others)
+    gained = [round(100 * (ours[label, size] - others[other_label, size]), 1) for size in sizes]
+    return (
+        f"{', '.join(f'{one:+.1f}' if one else '0.0' for one in gained)} points, from the smallest capacity to the "
+        f"largest: more at {sum(one > 0 for one in gained)} of {len(sizes)}, less at {sum(one < 0 for one in gained)}"
+    )
+
+
 def policy(document: dict[str, Any]) -> str:
     """Points against the better of LRU and S3-FIFO on random traffic, of each size of the cache."""
     figures = document["figures"]

@@ -348,6 +348,12 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "effect-trace": lambda results: effect_figures.one_pool(results.document("replay")),
     "effect-made-up": lambda results: effect_figures.made_up(results.document("replay")),
     "effect-nodes": lambda results: effect_figures.nodes(results.document("replay")),
+    "effect-trace-before": lambda results: effect_figures.trace_before(
+        results.document("replay"), results.document("replay_reuse")
+    ),
+    "effect-before": lambda results: effect_figures.nodes_before(
+        results.document("replay"), results.document("replay_reuse")
+    ),
     "effect-policy": lambda results: effect_figures.policy(results.document("policy")),
     "traces-cost": traces_cost,
     "histograms-cost": histograms_cost,

@@ -9,9 +9,11 @@ missed and goals.toml does not say what was tried. A missed goal alone is no fai
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,11 @@ class Goal:
     """One line of goals.toml: where the figure is, and what it must reach.
 
     `path` leads from the result's `figures` to a number: a name or an index for each step. A list of names takes each
-    of them, and a table of names and values takes each row of a list that has them. The goal is met when all are.
+    of them, and a table of names and values takes each row of a list that has them, or one of several values. What is a
+    list in the end counts as its length. The goal is met when all are.
+
+    `less` and `to` lead, from the name of a result, to as many figures, which are subtracted, or divide. With `mean`
+    the mean of all counts.
     """
 
     what: str
@@ -47,15 +53,25 @@ class Goal:
     at_least: float | None = None
     at_most: float | None = None
     tried: str = ""
+    less: tuple[Step, ...] = ()
+    to: tuple[Step, ...] = ()
+    mean: bool = False
 
     def values(self, results: Results) -> list[float]:
         """Raises NoFigure if the result does not hold them, and Unclean if it may not be cited."""
-        found: list[Any] = [results.figures(self.result)]
-        for step in self.path:
-            found = [each for one in found for each in _below(one, step)]
-        if not found or not all(isinstance(each, int | float) for each in found):
-            raise NoFigure(f"{self.result}.json has no number at {self.path}")
-        return found
+        found = _numbers(results, self.result, self.path)
+        for beside, apply in ((self.less, sub), (self.to, truediv)):
+            if beside:
+                others = _numbers(results, str(beside[0]), beside[1:])
+                if len(others) != len(found):
+                    raise NoFigure(f"{beside[0]}.json has {len(others)} numbers for {len(found)}")
+                found = [apply(one, other) for one, other in zip(found, others, strict=True)]
+        return [statistics.mean(found)] if self.mean else found
+
+    @property
+    def results(self) -> set[str]:
+        """The names of all results that it reads."""
+        return {self.result, *(str(beside[0]) for beside in (self.less, self.to) if beside)}
 
     def is_met(self, values: Sequence[float]) -> bool:
         low, high = self.at_least, self.at_most
@@ -67,10 +83,20 @@ class Goal:
         return f"{sign} {_text(number)} {self.unit}".rstrip()
 
 
+def _numbers(results: Results, name: str, path: Sequence[Step]) -> list[float]:
+    found: list[Any] = [results.figures(name)]
+    for step in path:
+        found = [each for one in found for each in _below(one, step)]
+    numbers = [len(each) if isinstance(each, list) else each for each in found]
+    if not numbers or not all(isinstance(each, int | float) for each in numbers):
+        raise NoFigure(f"{name}.json has no number at {tuple(path)}")
+    return numbers
+
+
 def _below(found: Any, step: Step) -> list[Any]:
     try:
         if isinstance(step, Mapping):
-            return [row for row in found if all(row[name] == value for name, value in step.items())]
+            return [row for row in found if all(_is(row[name], value) for name, value in step.items())]
         if isinstance(step, str | int):
             return [found[step]]
         return [found[name] for name in step]
@@ -78,12 +104,17 @@ def _below(found: Any, step: Step) -> list[Any]:
         raise NoFigure(f"the result has no {step!r}") from None
 
 
+def _is(found: Any, wanted: object) -> bool:
+    return found in wanted if isinstance(wanted, list) else bool(found == wanted)
+
+
 def read(path: Path = GOALS) -> list[Goal]:
     """Raises ValueError for a goal that does not say which way it is met, or says both."""
     goals = []
     for row in tomllib.loads(path.read_text())["goal"]:
         result, *steps = row.pop("figure")
-        goal = Goal(**row, result=result, path=tuple(steps))
+        beside = {name: tuple(row.pop(name, ())) for name in ("less", "to")}
+        goal = Goal(**row, **beside, result=result, path=tuple(steps))
         if (goal.at_least is None) == (goal.at_most is None):
             raise ValueError(f"{goal.what}: give either at_least or at_most")
         goals.append(goal)
@@ -137,7 +168,7 @@ def main() -> int:
         print(f"{sum(met == 'yes' for _, _, met in rows)} of {len(rows)} goals are met")
     wrong = [f"{goal.what}: {seen}" for goal, seen, met in rows if met == NO_FIGURE]
     wrong += [f"{goal.what} is missed: goals.toml does not say what was tried" for goal, _ in missed if not goal.tried]
-    wrong += unknown_commits((goal.result for goal, _, met in rows if met != NO_FIGURE), results)
+    wrong += unknown_commits((name for goal, _, met in rows if met != NO_FIGURE for name in goal.results), results)
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0

@@ -61,3 +61,25 @@ def test_the_policy_has_a_row_for_each_size_and_one_for_all() -> None:
     lines = effect_figures.policy({"commit": "0123456789ab", "figures": figures}).splitlines()
     cells = "+1.25 | 10% | 5% | -1.5 | +7.0 | 50.0 % | 50.0 % | 50.0 %"
     assert lines[-2:] == [f"| 10% | {cells} |", f"| all | {cells} |"]
+
+
+def test_what_was_gained_since_the_policy_before_has_its_sign() -> None:
+    before = {
+        "commit": "ba9876543210",
+        "figures": {effect_figures.BEFORE: study(run("reuse", 100, 0.15), run("reuse", 1000, 0.41))},
+    }
+    said = effect_figures.trace_before(DOCUMENT, before)
+    assert "+5.0, -1.0 points" in said and "more at 1 of 2, less at 1" in said and "commit ba98765" in said
+
+
+def test_nodes_are_compared_at_the_capacities_that_both_have() -> None:
+    before = {
+        "commit": "ba9876543210",
+        "figures": {effect_figures.BEFORE: study(run("8 nodes, pooled, kv-aware", 1000, 0.39))},
+    }
+    said = effect_figures.nodes_before(DOCUMENT, before)
+    assert (
+        "- LRU: +1.0 points" in said
+        and "`replay_reuse.json`): 0.0 points" in said
+        and "more at 0 of 1, less at 0" in said
+    )
