@@ -308,7 +308,9 @@ class StretchTree:
 
         The first block is at `position`, and right below `above`, as far as that is known.
         """
-        keys = list(dict.fromkeys(chain))  # nothing keeps a caller from naming a block twice
+        keys = list(chain)
+        if len(set(keys)) < len(keys):  # nothing keeps a caller from naming a block twice, but few do
+            keys = list(dict.fromkeys(keys))
         found: list[Stretch] = []
         start = 0
         while start < len(keys):
