@@ -92,7 +92,7 @@ MUTANTS = (
         PULLS,
         "            self._shard.store.quarantine(slot)\n            pull.stuck",
         "            self._shard.store.abort(slot)\n            return\n            pull.stuck",
-        seed=24,
+        seed=434,
     ),
     Mutant(
         "a stuck slot is given back when its transfer has ended",
@@ -178,7 +178,7 @@ MUTANTS = (
         LEASES,
         "now + duration)\n        self._next_id",
         "now + 1000 * duration)\n        self._next_id",
-        seed=11,
+        seed=24,
     ),
     Mutant(
         "an evicted block is taken out of the directory",
@@ -208,7 +208,7 @@ MUTANTS = (
                 '        self.counters["announce_failed"] += 1',
             ),
         ),
-        seed=51,
+        seed=83,
     ),
     Mutant(
         "removals wait until the full announcement is out",
@@ -295,7 +295,7 @@ MUTANTS = (
         SCHEDULER,
         "        return self._stores.is_quiet",
         "        return True",
-        seed=18,
+        seed=7,
     ),
     Mutant(
         "a block that is leased is not evicted",
@@ -317,7 +317,7 @@ MUTANTS = (
         HANDOFF,
         "                self._close(handoff, known, now)\n\n    def _enter",
         "\n    def _enter",
-        seed=60,
+        seed=41,
     ),
     Mutant(
         "slots of an answer that came too late come back",
