@@ -91,7 +91,7 @@ class Replica:
     def ready(self) -> Replica:
         """Blocks until the model is loaded."""
         if not self._is_ready:
-            self._read()
+            self.block_tokens = int(self._read()["block_tokens"])  # of the engine's blocks, which may have chosen it
             self._is_ready = True
         return self
 
@@ -198,7 +198,7 @@ def main() -> None:
     llm = LLM(model=given.model, enforce_eager=True, kv_transfer_config=transfer, disable_log_stats=True, **settings)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preemptions = count_calls(scheduler, "_preempt_request")
-    say(ready=True)
+    say(ready=True, block_tokens=llm.llm_engine.vllm_config.cache_config.block_size)
     for line in sys.stdin:
         command = json.loads(line)
         if command.get("reset"):

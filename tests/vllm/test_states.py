@@ -39,14 +39,13 @@ ENGINE: dict[str, Any] = {
 }
 FLOAT = {**ENGINE, "whole_chunks": True}
 # vLLM's gated delta net computes in nothing else on CPUs. Its blocks are longer, and a step shall have two.
-BFLOAT = {**ENGINE, "dtype": "bfloat16", "max_num_batched_tokens": 1024}
-# name -> (engine, tokens of a block)
-MODELS: dict[str, tuple[dict[str, Any], int]] = {
-    "granite4": (FLOAT, 128),
-    "qwen3_next": (BFLOAT, 384),
-    "falcon_h1": (FLOAT, 128),
-    "nemotron_h": (FLOAT, 128),
-    "zamba2": (FLOAT, 128),
+BFLOAT = {**ENGINE, "dtype": "bfloat16", "max_num_batched_tokens": 1024, "max_model_len": 2560}
+MODELS: dict[str, dict[str, Any]] = {
+    "granite4": FLOAT,
+    "qwen3_next": BFLOAT,
+    "falcon_h1": FLOAT,
+    "nemotron_h": FLOAT,
+    "zamba2": FLOAT,
 }
 # Of log-probabilities, if a state was computed in other steps. Another prompt's state gives other tokens.
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.25}
@@ -126,7 +125,7 @@ def start(model: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Starts one engine on each node that is asked for."""
     name, folder = model
     root = tmp_path_factory.mktemp("states")
-    settings, block = MODELS[name]
+    settings = MODELS[name]
     started: dict[str, Engine] = {}
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(nodes=2, pool_bytes=POOL, lease_seconds=4.0))
@@ -135,10 +134,10 @@ def start(model: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         def start(node: str) -> Engine:
             if node not in started:
                 extra: dict[str, object] = {"mode": "service", "socket": cluster.socket(node), "verify_load": "full"}
-                replica = Replica(folder, extra, root / f"{node}.log", **settings)
+                replica = Replica(folder, extra, root / f"{node}.log", **settings).ready()
+                block = replica.block_tokens  # how long vLLM makes it depends on the processor
                 step = settings["max_num_batched_tokens"] // block * block
                 started[node] = Engine(cluster, replica, node, block, step, settings.get("dtype", "float32"))
-                replica.ready()
             return started[node]
 
         yield start
