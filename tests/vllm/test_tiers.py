@@ -1,16 +1,14 @@
-"""The `vllm serve` lines of docs/howto/tiers.md with a real engine: what its memory evicted is hit after a restart."""
+"""The `vllm serve` line of docs/howto/tiers.md with a disk, and a real engine: what its memory evicted is hit later."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvservice.testing.s3_server import S3Server
 from tests.tidy.test_commands import CONFIG, joined
 from tests.vllm.replica import Replica
 from tests.vllm.test_output_equality import ENGINE, prompt
@@ -31,26 +29,17 @@ def options_of(setting: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(params=["disk", "objects"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    """The line's options, with a small memory and a place of this test; and variables for the object store."""
-    if request.param == "disk":
-        yield {**options_of("disk_path"), "disk_path": str(tmp_path / "blocks"), "disk_bytes": "1GiB"}, {}
-        return
-    with S3Server() as s3:
-        yield {**options_of("objects_url"), "objects_url": s3.url}, s3.environment()
-
-
 def test_what_memory_evicted_is_hit_after_a_restart(
-    tier: tuple[dict[str, Any], dict[str, str]], without_cache: Replica, shallow_model: Path, tmp_path: Path
+    without_cache: Replica, shallow_model: Path, tmp_path: Path
 ) -> None:
-    options, variables = tier
+    """The memory of the second start is empty, so all that it hits was on the disk."""
+    options = {**options_of("disk_path"), "disk_path": str(tmp_path / "blocks"), "disk_bytes": "1GiB"}
     texts = [prompt(name, 20) for name in NAMES]
     wanted = without_cache.ready().tokens(texts[:ANSWERED], 8)
 
     def engine() -> Replica:
         given = {**options, "memory": MEMORY}
-        return Replica(shallow_model, given, tmp_path / "log", variables=variables, **ENGINE).ready()
+        return Replica(shallow_model, given, tmp_path / "log", **ENGINE).ready()
 
     with closing(engine()) as before:
         for text in texts:
