@@ -196,7 +196,9 @@ class ReferenceEngine:
                 f"a prompt of {len(tokens)} tokens and {sampling.max_tokens} more are over the {positions} positions "
                 "of the model: shorten the prompt, or ask for fewer tokens"
             )
-        parse_transfer_params(transfer_params), parse_public_tokens(transfer_params)  # both raise
+        # What makes no sense is refused here; the halves, which parse it again, would serve it without the pool.
+        parse_transfer_params(transfer_params)
+        parse_public_tokens(transfer_params)
         self._number += 1
         request_id = request_id or f"request-{self._number}"
         width = max(sampling.n, sampling.beams)

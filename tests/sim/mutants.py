@@ -474,7 +474,7 @@ MUTANTS = (
     Mutant(
         "tier: a read takes its share of the memory only",
         TIERS,
-        "            if not self._has_room(reading_bytes, known.payload_bytes):\n                break\n",
+        "            if not fits_share(known.payload_bytes, held_bytes, self._reading_max):\n                break\n",
         "",
         seed=26,
     ),

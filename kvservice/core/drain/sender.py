@@ -373,10 +373,9 @@ class Leaving:
 
     def _wait(self, blocks: list[Block], besides: NodeId | None, until: float) -> None:
         """Blocks that are added to others which wait already are offered together with those."""
-        if blocks and not self._waiting:
+        if not self._waiting:
             self._waits_until = until
-        if blocks:
-            self._waiting.setdefault(besides, []).extend(blocks)
+        self._waiting.setdefault(besides, []).extend(blocks)
 
     def _let_rest(self, share: _Share, rest: list[Block], now: float) -> None:
         """Offer nothing for a while to a peer that did not answer, and the others what it would have got."""

@@ -31,7 +31,7 @@ from kvservice.core.tier.books import TierBooks
 from kvservice.core.tier.rules import TierRules, TierUsage, WriteMoment, tier_holder
 from kvservice.core.tier.spill import Spill
 from kvservice.core.tier.tier_block import TierBlock
-from kvservice.core.tier.write_queue import QUEUE_MAX, READING_SHARE, Item, WriteQueue
+from kvservice.core.tier.write_queue import QUEUE_MAX, READING_SHARE, Item, WriteQueue, fits_share
 from kvservice.units import BlockKey, NodeId, SlotIndex
 
 CLEAN_FREE_SHARE = 1 / 8  # of the memory: while less is free, the cleaner writes down the coldest blocks ahead of need
@@ -344,15 +344,10 @@ class Tiers:
         if not tier.is_open:
             return False
         late = any(read.deadline < now for read in tier.reads.values())
-        if late or not self._has_room(tier.reading_bytes, payload_bytes):
+        if late or not fits_share(payload_bytes, tier.reading_bytes, self._reading_max):
             self._count(tier, "busy")
             return False
         return True
-
-    def _has_room(self, reading_bytes: int, payload_bytes: int) -> bool:
-        """Whether a block may be read beside so many bytes of the same tier. Alone it always may, so that a small
-        memory reads as well."""
-        return not reading_bytes or reading_bytes + payload_bytes <= self._reading_max
 
     def may_probe(self, name: str, payload_bytes: int, now: float) -> bool:
         return self._may_read(self._tiers[name], payload_bytes, now)
@@ -377,14 +372,14 @@ class Tiers:
         tier is believed to have them all. Of a tier of this node, its books say what a block is."""
         tier = self._of_holder[holder]
         given: list[TierBlock] = []
-        reading_bytes = tier.reading_bytes
+        held_bytes = tier.reading_bytes
         for block in wanted if self._may_read(tier, wanted[0].payload_bytes, now) else ():
             known = block if tier.books is None else tier.books.get(block.key)
             if known is None or known.payload_bytes != block.payload_bytes:
                 break
-            if not self._has_room(reading_bytes, known.payload_bytes):
+            if not fits_share(known.payload_bytes, held_bytes, self._reading_max):
                 break
-            reading_bytes += known.payload_bytes
+            held_bytes += known.payload_bytes
             given.append(known)
         if tier.books is not None:
             for block in given:

@@ -37,6 +37,12 @@ class _Job:
         return sum(block.payload_bytes for block, _ in self.items)
 
 
+def fits_share(payload_bytes: int, held_bytes: int, share_bytes: int) -> bool:
+    """Whether a block may be read or written beside so many bytes of the same tier. Alone it always may, so that a
+    small memory has tiers as well."""
+    return not held_bytes or held_bytes + payload_bytes <= share_bytes
+
+
 class WriteQueue:
     def __init__(self, memory_bytes: int) -> None:
         self._writing_max = min(WRITING_BYTES_MAX, int(memory_bytes * WRITING_SHARE))
@@ -76,7 +82,7 @@ class WriteQueue:
         byte_count = 0
         while self._waiting and len(items) < WRITE_BLOCKS_MAX:
             key, payload_bytes = next(iter(self._waiting.items()))
-            if not self._has_room(self.writing_bytes + byte_count, payload_bytes):
+            if not fits_share(payload_bytes, self.writing_bytes + byte_count, self._writing_max):
                 break
             del self._waiting[key]
             item = prepare(key)
@@ -84,9 +90,6 @@ class WriteQueue:
                 items.append(item)
                 byte_count += item[0].payload_bytes
         return tuple(items)
-
-    def _has_room(self, writing_bytes: int, payload_bytes: int) -> bool:
-        return not writing_bytes or writing_bytes + payload_bytes <= self._writing_max
 
     def begin(self, number: int, items: tuple[Item, ...]) -> None:
         job = self._jobs[number] = _Job(items)
