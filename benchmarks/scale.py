@@ -232,15 +232,21 @@ class Scale:
 
     async def _known(self, keys: int) -> None:
         """Wait until the directory knows so many blocks, which are no fewer than those of the corpus."""
+        seen: object = "nothing was asked"
 
         async def enough() -> bool:
+            nonlocal seen
             await asyncio.sleep(0.3)  # it takes time of those that it waits for
             try:
-                return await asyncio.to_thread(self._cluster.directory_size) >= keys
-            except grpc.RpcError:
+                seen = sizes = await asyncio.to_thread(self._cluster.directory_sizes)
+            except grpc.RpcError as error:
+                seen = error
                 return False
+            return sum(sizes) >= keys
 
-        await eventually_async(enough, f"{keys} keys in the directory", KNOWN_SECONDS)
+        await eventually_async(
+            enough, f"{keys} keys in the directory", KNOWN_SECONDS, detail=lambda: f"last seen, by partition: {seen}"
+        )
 
     async def _books_balance(self, say: Callable[..., None]) -> None:
         """At rest a shard holds for engines exactly what they hold, and nothing is leased."""

@@ -257,7 +257,11 @@ class LocalCluster:
 
     def directory_size(self) -> int:
         """The number of blocks that the lookup partitions know."""
-        return sum(stats.key_count for stats in self._lookup_stats())
+        return sum(self.directory_sizes())
+
+    def directory_sizes(self) -> list[int]:
+        """The same for each partition."""
+        return [stats.key_count for stats in self._lookup_stats()]
 
     def _lookup_stats(self) -> list[lookup_pb2.LookupStatsReply]:
         found = []
