@@ -29,6 +29,7 @@ from tests.conftest import SESSION_VARIABLE
 from tests.vllm import nursery
 
 ON_GPU = Path("/dev/nvidiactl").exists()
+MAY_PASS = ("gave_up_waiting", "acquires_cut_tier_not_open")  # counters of misses that the next try may not have
 BLOCKS = 160  # of KV space by default, 5,120 tokens: touching a gigabyte anew takes an engine longer than to load
 
 
@@ -107,12 +108,13 @@ class Replica:
 
     def ask_warm(self, prompt: Any, max_tokens: int, cached_tokens: int) -> dict[str, Any]:
         """`ask`, of which the pool must serve so many tokens. A tiny model is computed within milliseconds, and on a
-        busy machine the engine rightly waits no longer than that for an answer: only then is it asked again."""
+        busy machine the engine rightly waits no longer than that for an answer. Nor does it wait for a tier that is
+        still opening. Only then is it asked again."""
         for _ in range(5):
             before = self.counters()
             output = self.ask(prompt, max_tokens)
             after = self.counters()
-            if output["cached_tokens"] >= cached_tokens or after["gave_up_waiting"] == before["gave_up_waiting"]:
+            if output["cached_tokens"] >= cached_tokens or all(after[name] == before[name] for name in MAY_PASS):
                 break
             self.reset()
         assert output["cached_tokens"] >= cached_tokens, f"too little came from the pool: {output} {after - before}"

@@ -1,14 +1,16 @@
-"""The `vllm serve` line of docs/howto/tiers.md with a disk, and a real engine: what its memory evicted is hit later."""
+"""The `vllm serve` lines of docs/howto/tiers.md with a real engine: what its memory evicted is hit after a restart."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvservice.testing.s3_server import S3Server
 from tests.tidy.test_commands import CONFIG, joined
 from tests.vllm.replica import Replica
 from tests.vllm.test_output_equality import ENGINE, prompt
@@ -29,24 +31,32 @@ def options_of(setting: str) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(params=["disk", "objects"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """The line's options, with a small memory and a place of this test; and variables for the object store."""
+    if request.param == "disk":
+        yield {**options_of("disk_path"), "disk_path": str(tmp_path / "blocks"), "disk_bytes": "1GiB"}, {}
+        return
+    with S3Server() as s3:
+        yield {**options_of("objects_url"), "objects_url": s3.url}, s3.environment()
+
+
 def test_what_memory_evicted_is_hit_after_a_restart(
-    without_cache: Replica, shallow_model: Path, tmp_path: Path
+    tier: tuple[dict[str, Any], dict[str, str]], shallow_model: Path, tmp_path: Path
 ) -> None:
-    """The memory of the second start is empty, so all that it hits was on the disk."""
-    options = {**options_of("disk_path"), "disk_path": str(tmp_path / "blocks"), "disk_bytes": "1GiB"}
+    options, variables = tier
     texts = [prompt(name, 20) for name in NAMES]
-    wanted = without_cache.ready().tokens(texts[:ANSWERED], 8)
 
     def engine() -> Replica:
         given = {**options, "memory": MEMORY}
-        return Replica(shallow_model, given, tmp_path / "log", **ENGINE).ready()
+        return Replica(shallow_model, given, tmp_path / "log", variables=variables, **ENGINE).ready()
 
     with closing(engine()) as before:
-        for text in texts:
-            before.ask(text, 1)
+        computed = [before.ask(text, 8) for text in texts][:ANSWERED]
         assert before.counters()["copied_blocks"] > 2 * MEMORY_BLOCKS
     with closing(engine()) as after:
         outputs = [after.ask_warm(text, 8, 320) for text in texts[:ANSWERED]]
         counters = after.counters()
-    assert [output["token_ids"] for output in outputs] == wanted
+    assert not any(output["cached_tokens"] for output in computed)
+    assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in computed]
     assert counters["load_verified_blocks"] and not counters["loads_failed"]

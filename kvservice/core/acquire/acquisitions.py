@@ -266,8 +266,7 @@ class Acquisitions:
             if not self._take_local(acquisition, (index,)):
                 continue
             if index not in holders:
-                is_certain = acquisition.is_complete
-                acquisition.end(index, MissReason.NEVER_STORED if is_certain else MissReason.LOOKUP_FAILED)
+                self._end_unknown(acquisition, index)
                 break
             wanted.append(index)
             acquisition.found_until = index + 1
@@ -275,6 +274,15 @@ class Acquisitions:
             acquisition.end(wanted[0], MissReason.DRAINING)
         else:
             self._fetch_worthwhile(acquisition, wanted, holders, now)
+
+    def _end_unknown(self, acquisition: Acquisition, index: int) -> None:
+        """End at a block of which no holder is known."""
+        if not acquisition.is_complete:
+            acquisition.end(index, MissReason.LOOKUP_FAILED)
+        elif (tier := self._tiers.not_open()) is not None:
+            acquisition.end(index, MissReason.TIER_NOT_OPEN, tier.node_id)
+        else:
+            acquisition.end(index, MissReason.NEVER_STORED)
 
     # -- what fetches report ----
 

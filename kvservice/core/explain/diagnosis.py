@@ -33,6 +33,7 @@ class MissCause(Enum):
     """Why a block was missed. Values are stable: they are part of `kvservice explain --json`."""
 
     NEVER_STORED = "never_stored"
+    TIER_NOT_OPEN = "tier_not_open"
     OTHER_FINGERPRINT = "other_fingerprint"
     OTHER_CACHE_SALT = "other_cache_salt"
     NOT_SEALED_YET = "not_sealed_yet"
@@ -85,6 +86,7 @@ _OF_TIER = {
     MissCause.EVICTED: "{} did not have it any more when it was read",
     MissCause.OWNER_GONE: "{} failed to read it",
     MissCause.CORRUPT: "what {} gave did not match its digest",
+    MissCause.TIER_NOT_OPEN: "no node had it, and {}, which may have it, was not open: see `kvservice status`",
 }
 _DROPPED = {  # evictions that made room for nobody
     EvictionCause.CORRUPT.value: "found its bytes wrong {} before",
@@ -92,7 +94,7 @@ _DROPPED = {  # evictions that made room for nobody
     EvictionCause.AGED.value: "dropped it {} before, because it was older than max_age_seconds",
 }
 _SINCE = "; the engine that asked has stored it since"
-_NEVER = (MissReason.NEVER_STORED, MissReason.NONE)
+_NEVER = (MissReason.NEVER_STORED, MissReason.TIER_NOT_OPEN, MissReason.NONE)
 _OF_NODE = {  # how a block was lost with its node
     EvictionCause.DRAIN.value: "left the service, and nobody took it over",
     EvictionCause.OWNER_DIED.value: "fell silent",
@@ -286,6 +288,9 @@ def _from_history(request: RecordedRequest, evidence: Evidence, index: int) -> D
     if evidence.other_fingerprints:
         text = f"never stored under this fingerprint; {evidence.other_fingerprints[0]}"
         return _missed(index, MissCause.OTHER_FINGERPRINT, "", text)
+    if request.miss is MissReason.TIER_NOT_OPEN:
+        text = _OF_TIER[MissCause.TIER_NOT_OPEN].format(request.miss_node)
+        return _missed(index, MissCause.TIER_NOT_OPEN, request.miss_node, text)
     own = first is not None and first.engine == request.engine
     return _missed(index, MissCause.NEVER_STORED, "", _TEXT[MissCause.NEVER_STORED] + (_SINCE if own else ""))
 

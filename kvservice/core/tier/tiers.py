@@ -112,6 +112,10 @@ class Tiers:
         """Whether a tier of this node has the block and can give it."""
         return any(key in books for books in self._own)
 
+    def not_open(self) -> Holder | None:
+        """A tier that may have anything, because it has not opened yet or cannot be opened."""
+        return next((tier.holder for tier in self._tiers.values() if not tier.is_open), None)
+
     def hides(self, key: BlockKey) -> bool:
         """Whether nobody need hear that memory has got or lost this block: what a tier has is announced already, and
         stays announced."""

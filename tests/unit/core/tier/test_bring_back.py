@@ -317,7 +317,11 @@ def test_a_shared_tier_that_is_not_open_is_not_asked() -> None:
     harness = CoreHarness(tiers=(OBJECTS,), has_directory=False)
     harness.restart()
     op = harness.acquire(harness.attach(), CHAIN)
-    assert harness.result(op).miss is MissReason.NEVER_STORED and not harness.tier_work
+    assert harness.result(op).miss is MissReason.TIER_NOT_OPEN and not harness.tier_work
+    harness.send(ev.TierFound("objects", ()))
+    op = harness.acquire(harness.attach(), CHAIN)
+    harness.probed(op, 0)
+    assert harness.result(op).miss is MissReason.NEVER_STORED
 
 
 def test_without_room_in_memory_nothing_comes_back() -> None:
