@@ -52,6 +52,7 @@ CORPUS_SHARE = 0.3  # of all pools. A rolling restart must have room for what a 
 # Of requests during the restart, and of them in all, to the corpus: each shard is written to, and nothing is evicted.
 NEW_SHARE, NEW_PROMPTS_SHARE = 0.05, 0.3
 KINDS = ("shard", "lookup partition", "process of engines")
+REST_SECONDS = 15.0  # before what processes cost by being there is measured: mirrors and policies still catch up
 DRAIN_SECONDS = 20.0
 KNOWN_SECONDS = 60.0  # for a restarted part to be known, and to know, what there is
 QUIET_SECONDS = 60.0  # for leases and slots of the last requests to be given back
@@ -87,10 +88,12 @@ class Scale:
         walk = Traffic(prompts=corpus, stores="all", timeout=5.0)
         await crowd.walk(walk, 0, lambda done: say(f"storing prompt {done} of {corpus}", done, corpus))
         await self._known(corpus * BLOCKS)
+        say("letting the service rest")
+        await asyncio.sleep(REST_SECONDS)
         await self._measure("rest", Traffic(prompts=corpus), say)
         new = Traffic(options.new_rate, corpus, new_share=1.0, stores="all")
         await self._measure("new", new, say)
-        await self._measure("local", Traffic(options.rate, corpus, own=True), say)
+        await self._measure("local", Traffic(options.local_rate, corpus, own=True), say)
         await self._measure("any", Traffic(options.rate, corpus), say)
         self.memory = self._memory()
         crowd.take()
@@ -412,6 +415,9 @@ def main() -> int:
     parser.add_argument("--pool-mib", type=int, default=32, help="pool of each shard")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each phase")
     parser.add_argument("--rate", type=float, default=0.25, help="requests a second of each engine for what is there")
+    parser.add_argument(
+        "--local-rate", type=float, default=2.0, help="the same for what its own node has, which takes milliseconds"
+    )
     parser.add_argument(
         "--new-rate", type=float, default=0.1, help="the same for new prompts, so that nothing is evicted"
     )
