@@ -1,6 +1,6 @@
 """How long Python's garbage collector stops a shard, as its books grow to 100,000 blocks and go on.
 
-    python -m benchmarks.garbage [--blocks 100000] [--rounds 3] [--out PATH]
+    python -m benchmarks.garbage [--blocks 100000] [--rounds 5] [--out PATH]
 
 The core of a shard stores blocks without bytes until its pool is full, then as many again, which evict the first. Once
 with the collector as a shard sets it (kvservice.garbage), once as Python comes; in alternating rounds, each in a
@@ -112,7 +112,7 @@ def one_round(way: str, blocks: int) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", metavar="WAY", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """How long after a prefill the decode engine's first token comes, ours against vLLM's own NixlConnector, on real vLLM.
 
-    python -m benchmarks.pd_handoff [--tokens 512,2048,4096] [--rounds 3] [--model PATH] [--out PATH]
+    python -m benchmarks.pd_handoff [--tokens 512,2048,4096] [--rounds 5] [--model PATH] [--out PATH]
 
 Both get the same prompts, on two engines of the same settings each; the two pairs run one after the other, because an
 idle NIXL agent of vLLM keeps a core busy. A hand-off is the time from the prefill engine's answer to the decode
@@ -159,7 +159,7 @@ def summarise(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default="512,2048,4096")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--out", type=Path, default=default_out("pd_handoff"))

@@ -1,6 +1,6 @@
 """What a warm turn of a conversation costs beside the engine's own hit, and where the time goes.
 
-    python -m benchmarks.warm_turn [--before CHECKOUT] [--rounds 3] [--out PATH]
+    python -m benchmarks.warm_turn [--before CHECKOUT] [--rounds 5] [--out PATH]
 
 The engine of `make demo-serve` (SmolLM2-135M in float32, blocks of 32 tokens, so 1.4 MiB a block), by itself: no router
 and no HTTP, one request at a time. Turns of about 1,000 tokens, of which some 830 are there: in the engine's own cache,
@@ -145,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="another checkout, to measure in the same run")
     parser.add_argument("--model", help="a model's folder; default: the demo's")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", metavar="MODEL", help=argparse.SUPPRESS)
     options = parser.parse_args()
