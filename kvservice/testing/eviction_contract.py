@@ -188,6 +188,29 @@ class ChainEvictionContract(EvictionContract):
         policy.make_primary(key(2))
         assert policy.victim(None) == key(1)
 
+    def test_copies_in_front_of_a_gap_go_before_primaries(self, policy: EvictionPolicy) -> None:
+        """The fetched beginning of a prompt makes room for what is computed behind it. What is left of it is of no
+        more use, and would take room for as long as the rest of the prompt stays."""
+        chain = [key(number) for number in range(1, 9)]
+        policy.touch(chain, 1.0)
+        for position in range(4):
+            parent = chain[position - 1] if position else None
+            policy.add(chain[position], parent, position, 1.0, is_secondary=True, size_class=SIZE)
+        for gone in (chain[3], chain[2]):
+            assert policy.victim(None) == gone
+            policy.remove(gone)
+        for position in range(4, 8):
+            policy.add(chain[position], chain[position - 1], position, 1.0, is_secondary=False, size_class=SIZE)
+        found = policy.coldest(100)
+        assert found[:2] == [chain[1], chain[0]] and found == drain(policy)
+
+    def test_a_gap_lets_go_what_is_in_front_of_it(self, policy: EvictionPolicy) -> None:
+        chain = add_chain(policy, 1, 6)
+        policy.touch(chain, 1.0)
+        policy.remove(chain[2])  # as a damaged block goes, whatever hangs on it
+        policy.pin(chain[3:])
+        assert drain(policy) == [chain[1], chain[0]]
+
     def test_a_victim_has_the_size_that_is_asked_for(self, policy: EvictionPolicy) -> None:
         small, large = add_chain(policy, 1, 2, size_class=1), add_chain(policy, 50, 2, size_class=2)
         assert policy.victim(3) is None

@@ -106,8 +106,10 @@ class Stretch:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether its last resident block may be evicted, as far as other blocks go."""
-        return self.held > 0 and (not self.held_below or self.position >= WINDOW_BIT)
+        """Whether its last resident block may be evicted, as far as other blocks go. Behind a gap nothing needs it."""
+        if not self.held_below or self.position >= WINDOW_BIT:
+            return self.held > 0
+        return 0 < self.held < len(self.keys)
 
     @property
     def is_shadow_leaf(self) -> bool:

@@ -344,6 +344,8 @@ class GuardedWorth:
         self._count_resident(stretch, -1)
         if not stretch.held and stretch.above is not None:
             self._offer(stretch.above)
+        elif stretch.held_below and stretch.held == len(stretch.keys) - 1:
+            self._offer(stretch)  # there is a gap behind it now
         self._tree.queue_again(stretch)
 
     def _count_resident(self, stretch: Stretch, change: int) -> None:
