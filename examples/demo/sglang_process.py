@@ -38,13 +38,14 @@ class EngineProcess:
     ) -> None:
         """`module` is one that reads calls as `sglang_engine` does. `before` stands before the command."""
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by __exit__
+        self._folder = tempfile.TemporaryDirectory(prefix="kvd-")  # SGLang leaves its sockets where temporary files are
         self._process = subprocess.Popen(
             [*before, sys.executable, "-m", module, json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
-            env=dict(variables),
+            env={**variables, "TMPDIR": self._folder.name},
             start_new_session=True,
         )
         self._answers: queue.Queue[str | None] = queue.Queue()
@@ -105,6 +106,7 @@ class EngineProcess:
                 continue
         self._process.wait()
         self._said.close()
+        self._folder.cleanup()
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
