@@ -5,20 +5,68 @@ from __future__ import annotations
 import pytest
 
 from kvservice.testing.sim.run import run_schedule
-from kvservice.testing.sim.schedule import make_schedule, with_memory_node
+from kvservice.testing.sim.schedule import Schedule, make_schedule, with_memory_node
+from tests.sim.mutation import Mutant, planted
 
-pytestmark = [pytest.mark.sim, pytest.mark.slow]
+pytestmark = pytest.mark.sim
 
 SCHEDULES = 100  # half a minute
+SEARCH = 500  # schedules in which a planted bug must show
+SPILL = "kvservice.core.tier.spill"
+RECEIVER = "kvservice.core.drain.receiver"
+MUTANTS = (
+    Mutant(
+        "a block that is offered is not offered again",
+        SPILL,
+        "block.key in self._waiting or self._is_offered(block.key) or self._taken.get(block.key)",
+        "block.key in self._waiting or self._taken.get(block.key)",
+        seed=16,
+    ),
+    Mutant(
+        "offers under way are bounded",
+        SPILL,
+        "while self._receivers and len(self._offers) < OFFERS_MAX and self._waiting:",
+        "while self._receivers and self._waiting:",
+        seed=1,
+    ),
+    Mutant(
+        "what is offered does not wait any more",
+        SPILL,
+        "            del self._waiting[key]\n            found.append(block)\n",
+        "            found.append(block)\n            if len(found) > 3:\n                break\n",
+        seed=1,
+    ),
+    Mutant(
+        "a block that came twice gives its slot back",
+        RECEIVER,
+        "            self._store.abort(slot)\n            self._store.make_primary(item.key)\n",
+        "            self._store.make_primary(item.key)\n",
+        seed=32,
+    ),
+)
 
 
+def schedule_of(seed: int) -> Schedule | None:
+    """None for one with clears, which a memory node is not played with."""
+    made = make_schedule(seed)
+    return None if made.clears else with_memory_node(made)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
+def test_planted_bug_of_a_memory_node_is_found(mutant: Mutant) -> None:
+    with planted(mutant):
+        for seed in (mutant.seed, *range(SEARCH)):
+            schedule = schedule_of(seed)
+            if schedule is not None and run_schedule(schedule).violation:
+                return
+    raise AssertionError(f"{mutant.name}: survived {SEARCH} schedules")
+
+
+@pytest.mark.slow
 def test_what_others_evict_breaks_no_promise() -> None:
     spilled = 0
-    for seed in range(SCHEDULES):
-        schedule = make_schedule(seed)
-        if schedule.clears:
-            continue
-        outcome = run_schedule(with_memory_node(schedule))
-        assert not outcome.violation, f"seed {seed}: {outcome.violation}"
+    for schedule in filter(None, map(schedule_of, range(SCHEDULES))):
+        outcome = run_schedule(schedule)
+        assert not outcome.violation, f"seed {schedule.seed}: {outcome.violation}"
         spilled += outcome.counters["blocks_spilled"]
     assert spilled > SCHEDULES, "hardly anything was taken"
