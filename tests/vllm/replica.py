@@ -184,6 +184,14 @@ def close_all(replicas: Iterable[Replica]) -> None:
         replica.close()
 
 
+def leave_torchvision_out() -> None:
+    """vLLM's file of Qwen3.5 imports what prepares pictures, and that torchvision, which the locked packages leave out.
+    Text needs none of it: a module of empty classes is enough, here and where vLLM looks at the model."""
+    folder = str(Path(__file__).parent / "without_pictures")
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -197,6 +205,8 @@ def main() -> None:
     settings = {"dtype": "float32", "max_model_len": 4096, "block_size": 32, **given.engine}
     if settings.pop("whole_chunks", False):
         compute_chunks_whole()
+    if settings.pop("without_pictures", False):
+        leave_torchvision_out()
     llm = LLM(model=given.model, enforce_eager=True, kv_transfer_config=transfer, disable_log_stats=True, **settings)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preemptions = count_calls(scheduler, "_preempt_request")

@@ -43,6 +43,7 @@ BFLOAT = {**ENGINE, "dtype": "bfloat16", "max_num_batched_tokens": 1024, "max_mo
 MODELS: dict[str, dict[str, Any]] = {
     "granite4": FLOAT,
     "qwen3_next": BFLOAT,
+    "qwen3_5": {**BFLOAT, "without_pictures": True},
     "falcon_h1": FLOAT,
     "nemotron_h": FLOAT,
     "zamba2": FLOAT,

@@ -204,6 +204,18 @@ WITH_STATES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 64,
         },
     ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            **STATES,
+            "head_dim": 32,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
 }
 
 
