@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -46,6 +46,7 @@ IN_FLIGHT = 32  # blocks that the tier and NIXL are given at once
 DEADLINE_SECONDS = 600.0
 Blocks = list[tuple[TierBlock, memoryview]]
 Transfer = Callable[[Blocks, bool], None]  # (blocks, whether they are written and not read)
+Way = Callable[[Path, int], AbstractContextManager[Transfer]]  # (folder, threads)
 
 
 @dataclass(slots=True)
@@ -154,7 +155,7 @@ def nixl(folder: Path, threads: int) -> Iterator[Transfer]:
     yield transfer
 
 
-WAYS: dict[str, Callable[[Path, int], AbstractContextManager[Transfer]]] = {
+WAYS: dict[str, Way] = {
     "plain": plain,
     "disk tier": tier,
     **(
@@ -174,10 +175,10 @@ def measured(transfer: Transfer, blocks: Blocks, writes: bool) -> Run:
     return Run(gigabytes / seconds, (time.process_time() - cpu) / gigabytes)
 
 
-def one_round(folder: Path, blocks: Blocks, threads: int) -> dict[tuple[str, str], Run]:
+def one_round(folder: Path, blocks: Blocks, threads: int, ways: Mapping[str, Way] = WAYS) -> dict[tuple[str, str], Run]:
     """Each way writes and then reads the blocks, in a folder of its own that is removed."""
     found: dict[tuple[str, str], Run] = {}
-    for name, way in WAYS.items():
+    for name, way in ways.items():
         place = Path(tempfile.mkdtemp(dir=folder))
         try:
             with way(place, threads) as transfer:
