@@ -204,13 +204,6 @@ class ChainEvictionContract(EvictionContract):
         found = policy.coldest(100)
         assert found[:2] == [chain[1], chain[0]] and found == drain(policy)
 
-    def test_a_gap_lets_go_what_is_in_front_of_it(self, policy: EvictionPolicy) -> None:
-        chain = add_chain(policy, 1, 6)
-        policy.touch(chain, 1.0)
-        policy.remove(chain[2])  # as a damaged block goes, whatever hangs on it
-        policy.pin(chain[3:])
-        assert drain(policy) == [chain[1], chain[0]]
-
     def test_a_victim_has_the_size_that_is_asked_for(self, policy: EvictionPolicy) -> None:
         small, large = add_chain(policy, 1, 2, size_class=1), add_chain(policy, 50, 2, size_class=2)
         assert policy.victim(3) is None

@@ -106,10 +106,12 @@ class Stretch:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether its last resident block may be evicted, as far as other blocks go. Behind a gap nothing needs it."""
+        """Whether its last resident block may be evicted, as far as other blocks go. Copies in front of a gap may: the
+        blocks behind it are of use to nodes that have what is between. Of primary blocks those behind the gap go
+        first, for nobody can reach them."""
         if not self.held_below or self.position >= WINDOW_BIT:
             return self.held > 0
-        return 0 < self.held < len(self.keys)
+        return 0 < self.held < len(self.keys) and self.shelf is not None and self.shelf.is_secondary
 
     @property
     def is_shadow_leaf(self) -> bool:
