@@ -26,7 +26,7 @@ def costs(document: dict[str, Any]) -> str:
         f"{figures['lookup_partitions']} lookup partitions, {figures['engines']} engines.\n",
         f"| µs of a core | {' | '.join(kinds)} |",
         "|---" * (len(kinds) + 1) + "|",
-        *(f"| {what} | {' | '.join(f'{micros[name][kind]:,.0f}' for kind in kinds)} |" for what, name in rows.items()),
+        *(f"| {what} | {' | '.join(_cost(micros[name][kind]) for kind in kinds)} |" for what, name in rows.items()),
     ]
     sizes = [f"{row['pss_without_the_pool_mib']['median']:.0f}" for row in memory.values()]
     lines.append(f"| memory of a process without the pool, MiB (PSS) | {' | '.join(sizes)} |")
@@ -39,6 +39,11 @@ def costs(document: dict[str, Any]) -> str:
         f"{BUSY_SHARE * 1e6 / a_key:,.0f} announced keys."
     )
     return "\n".join(lines)
+
+
+def _cost(micros: float) -> str:
+    """What processes cost by being there was taken off, so nothing may come out below zero."""
+    return f"{micros:,.0f}" if micros > 0 else "below the noise"
 
 
 def restart(document: dict[str, Any]) -> str:
