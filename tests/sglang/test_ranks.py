@@ -9,15 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo.sglang_engine import PAGE_TOKENS
+from examples.demo.sglang_engine import PAGE_TOKENS, SITE
 from examples.demo.sglang_process import SGLangProcess
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
-from tests.sglang.test_engines import ANSWER_TOKENS, pages_of, prompt, pytestmark
+from tests.sglang.test_engines import ANSWER_TOKENS, pages_of, prompt
 from tests.vllm.tiny_model import make_llama
 
-__all__ = ["pytestmark"]
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # as in test_engines
+    pytest.mark.skipif(not (SITE / "sglang").is_dir(), reason="no SGLang: make .venv-sglang/.installed"),
+]
 
 KV_HEADS = 4
 RANKS = {"n0": 2, "n1": 1}  # by node

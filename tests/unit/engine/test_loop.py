@@ -274,8 +274,9 @@ def test_a_swap_that_is_lost_is_computed_again(
         def spoil(copy: Any, targets: dict[int, int]) -> bool:
             segment = cache._worker._segment
             assert segment is not None
-            for slot, length, _ in segment.scan():
-                segment.payload(slot, length)[:16] = b"\xee" * 16
+            for slot, length, header in segment.scan():
+                if header.is_stable:  # what is still written has no digest yet, and would be stored like this
+                    segment.payload(slot, length)[:16] = b"\xee" * 16
             return inner(copy, targets)
 
         monkeypatch.setattr(cache, "_promise", spoil)
