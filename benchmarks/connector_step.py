@@ -126,11 +126,12 @@ class Engine:
             self.half.on_new_request(request.request_id, request.block_hashes, 0.0, may_read=False)
             self.half.allocated(request.request_id, request.block_ids[0], 0)
         try:
+            from kvservice.connector.cache_groups import OneGroup
             from kvservice.connector.vllm.walk import StepWalk
         except ImportError:
             self.walk = None
         else:
-            self.walk = StepWalk(self.live, BLOCK, 1)  # type: ignore[arg-type]
+            self.walk = StepWalk(self.live, BLOCK, OneGroup())  # type: ignore[arg-type]
         self.reports: deque[Any] = deque()
 
     def step(self, number: int) -> tuple[float, float, int]:

@@ -5,8 +5,11 @@ group. Of the engine it holds one or several blocks, and as many of the engine's
 them names it. A *group* is what the pool stores together: group 0 has full
 attention, every other group a window or a state (core.block.window_groups). The engine may have cut a group into
 several KV cache groups of its own, each with an index: these are *engine groups*. A *table* is what the engine knows of
-a request's blocks: with one engine group the list of block ids, with several a list for each. NULL_BLOCK in a table
-stands for a block that a window has left, and for a state that is not there.
+a request's blocks: with one group the list of block ids, with several a list for each engine group. NULL_BLOCK in a
+table stands for a block that a window has left, and for a state that is not there.
+
+A model of states alone has no full attention. Its group 0 has *signposts*: some zeros at every position, of no block
+of the engine, by which a prefix is found there, too.
 """
 
 from __future__ import annotations
@@ -41,6 +44,10 @@ class Grouping(Protocol):
         """How many of these leading positions a hit may have: with their last one a block of the engine ends."""
         ...
 
+    def table(self, block_ids: Sequence[Sequence[int]] | None) -> Table:
+        """The table of these lists, one for each engine group; without them an empty one."""
+        ...
+
     def length(self, table: Table) -> int:
         """The number of positions in the table."""
         ...
@@ -73,6 +80,9 @@ class OneGroup:
     @property
     def window_groups(self) -> tuple[WindowGroup, ...]:
         return ()
+
+    def table(self, block_ids: Sequence[Sequence[int]] | None) -> Table:
+        return block_ids[0] if block_ids else []
 
     def length(self, table: Table) -> int:
         return len(table) // self.stride
@@ -111,6 +121,9 @@ class PagesOfBlocks:
     def whole(self, positions: int) -> int:
         return positions - positions % self.pages
 
+    def table(self, block_ids: Sequence[Sequence[int]] | None) -> Table:
+        return block_ids[0] if block_ids else []
+
     def length(self, table: Table) -> int:
         return len(table) * self.pages
 
@@ -142,9 +155,13 @@ class SeveralGroups:
     window_groups: tuple[WindowGroup, ...]  # groups 1, 2, …
     block_tokens: int  # tokens of a position
     stride: int = 1
+    signposts: int | None = None  # the engine group by which signposts are copied, behind those of the engine
 
     def whole(self, positions: int) -> int:
         return positions
+
+    def table(self, block_ids: Sequence[Sequence[int]] | None) -> Table:
+        return block_ids or [[] for _ in self.engine_groups]
 
     def length(self, table: Table) -> int:
         return min(len(ids) // one.parts for ids, one in zip(table, self.engine_groups, strict=True))
@@ -158,6 +175,8 @@ class SeveralGroups:
         return self.window_groups[group - 1].window.first_block(end, self.block_tokens) if group else 0
 
     def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
+        if not group and self.signposts is not None:
+            return [(self.signposts, 0, NULL_BLOCK)]
         found = self._blocks(table, group, position)
         return None if any(block_id == NULL_BLOCK for _, _, block_id in found) else found
 

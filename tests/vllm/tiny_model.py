@@ -170,6 +170,20 @@ WITH_STATES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_mem_rope": True,
         },
     ),
+    "mamba2": (
+        "Mamba2Config",
+        {
+            **STATES,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 32,
+            "state_size": 16,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "expand": 2,
+            "chunk_size": 64,
+        },
+    ),
     "nemotron_h": (
         "NemotronHConfig",
         {

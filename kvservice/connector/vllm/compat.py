@@ -24,7 +24,14 @@ from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
 from kvservice.connector.config_text import text_of
 from kvservice.connector.cpu_packing import cpu_packing
 from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload, slot_parts
-from kvservice.connector.vllm.group_rules import Spec, StoredGroup, StoredGroups, content_bytes, stored_groups
+from kvservice.connector.vllm.group_rules import (
+    Spec,
+    StoredGroup,
+    StoredGroups,
+    content_bytes,
+    group_count,
+    stored_groups,
+)
 from kvservice.connector.vllm.identity import config_fields, model_fields
 from kvservice.connector.vllm.shapes import refuse_shape
 from kvservice.connector.weights import weights_identity
@@ -38,6 +45,9 @@ from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.errors import ConfigError, RandomHashSeed, UnnamedWeights, UnsupportedLayout
 
 log = logging.getLogger("kvservice.connector")
+
+# A signpost is copied from host memory on GPUs, too, so it must stay shorter than what is copied in batches there.
+SIGNPOST_BYTES = 64
 
 
 def check(vllm_config: Any, cache_config: KVCacheConfig) -> None:
@@ -68,8 +78,8 @@ def engine_spec(
     found = supported(vllm_config, cache_config)
     layout = slot_layout(vllm_config, cache_config)
     if slot_tokens is not None:
-        if (group_count := len(cache_config.kv_cache_groups)) > 1:
-            raise ConfigError(f"slot_tokens needs a model with one KV cache group, and this one has {group_count}")
+        if (count := group_count(cache_config)) > 1:
+            raise ConfigError(f"slot_tokens needs a model with one KV cache group, and this one has {count}")
         parts = slot_parts(slot_tokens, layout.block_tokens)
         layout = replace(layout, block_tokens=slot_tokens, parts=parts)
     window_groups = tuple(
@@ -142,6 +152,8 @@ def supported(vllm_config: Any, cache_config: KVCacheConfig) -> StoredGroups:
 
 def _layout_of(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroups, group: StoredGroup) -> SlotLayout:
     """The layout of one position of a group: all layers of its engine groups, in their order."""
+    if not group.engine_groups:
+        return SlotLayout(1, 1, SIGNPOST_BYTES, found.block_tokens)
     spec = group.spec
     heads = int(spec.num_heads)
     return SlotLayout(
@@ -156,10 +168,11 @@ def _layout_of(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroup
 def grouping(vllm_config: Any, cache_config: KVCacheConfig, spec: EngineSpec) -> Grouping:
     """How the scheduler half finds the engine's blocks and hashes of a position."""
     found = supported(vllm_config, cache_config)
-    if len(cache_config.kv_cache_groups) == 1:
+    if group_count(cache_config) == 1:
         return OneGroup(spec.layout.parts)
     stride = found.block_tokens // _hash_tokens(cache_config, found)
-    return SeveralGroups(found.engine_groups(), spec.window_groups, found.block_tokens, stride)
+    signposts = len(cache_config.kv_cache_groups) if found.has_signposts else None
+    return SeveralGroups(found.engine_groups(), spec.window_groups, found.block_tokens, stride, signposts)
 
 
 def _hash_tokens(cache_config: KVCacheConfig, found: StoredGroups) -> int:
@@ -183,7 +196,7 @@ def _share(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroups, g
 def grouped_block_copiers(
     vllm_config: Any, cache_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]
 ) -> GroupedBlockCopiers:
-    """The block copiers of a model with several KV cache groups."""
+    """The block copiers of a model with several KV cache groups, that of signposts behind the others."""
     found = supported(vllm_config, cache_config)
     block_copiers: dict[int, tuple[BlockCopier, SlotLayout]] = {}
     for group in found.groups:
@@ -202,7 +215,12 @@ def grouped_block_copiers(
                 layout,
             )
             first += len(layers)
-    return GroupedBlockCopiers([block_copiers[index] for index in sorted(block_copiers)])
+    ordered = [block_copiers[index] for index in sorted(block_copiers)]
+    if found.has_signposts:
+        layout = slot_layout(vllm_config, cache_config)
+        zeros = torch.zeros(1, 1, 1, SIGNPOST_BYTES, dtype=torch.uint8)
+        ordered.append((BlockCopier([zeros], range(1)), layout))
+    return GroupedBlockCopiers(ordered)
 
 
 def ordered_layers(
@@ -327,7 +345,7 @@ def _number_fields(
     """Rows are known where a cell is `[token][K‖V]`. On a CPU the attention backend orders its bytes for itself."""
     head = int(spec.head_size)
     has_rows = (
-        len(cache_config.kv_cache_groups) == 1
+        group_count(cache_config) == 1
         and not isinstance(spec, MLAAttentionSpec)
         and not _is_packed(spec)
         and int(getattr(spec, "head_size_v", head)) == head
@@ -347,8 +365,8 @@ def _number_fields(
 def _group_fields(
     vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroups, window_groups: Sequence[WindowGroup]
 ) -> dict[str, object]:
-    """Only with several engine groups: how many layers each has, in the order of the slots."""
-    if len(cache_config.kv_cache_groups) == 1:
+    """Only with several groups: how many layers each engine group has, in the order of the slots."""
+    if group_count(cache_config) == 1:
         return {}
     fields: dict[str, object] = {}
     for number, stored in enumerate(found.groups):
@@ -433,8 +451,8 @@ def check_offload(vllm_config: Any, options: ConnectorOptions, group_count: int)
 def check_tails(cache_config: KVCacheConfig, options: ConnectorOptions) -> None:
     """Raises ConfigError if a block cannot be used as far as it is computed."""
     groups = cache_config.kv_cache_groups
-    if options.tails and len(groups) > 1:
-        raise ConfigError(f"tails needs a model with one KV cache group, and this one has {len(groups)}: leave it out")
+    if options.tails and (count := group_count(cache_config)) > 1:
+        raise ConfigError(f"tails needs a model with one KV cache group, and this one has {count}: leave it out")
     if options.tails and groups and _is_packed(groups[0].kv_cache_spec):
         raise ConfigError("tails needs a KV format in which each token has bytes of its own: leave it out")
 

@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
+from kvservice.connector.cache_groups import Grouping, OneGroup
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
 from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise
@@ -43,13 +44,14 @@ from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.shared.judge import Probation
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.vllm import compat, events, sharing
+from kvservice.connector.vllm.group_rules import group_count
 from kvservice.connector.vllm.lora import Adapters, located
 from kvservice.connector.vllm.pins import PoolCache, PoolPins
 from kvservice.connector.vllm.state_tables import StateTables
 from kvservice.connector.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.vllm.step_metadata import Metadata, WorkerMetadata
 from kvservice.connector.vllm.tail_names import TailNames
-from kvservice.connector.vllm.walk import StepWalk, hashes_of, table_of
+from kvservice.connector.vllm.walk import StepWalk, hashes_of
 from kvservice.connector.weights import Terms
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
@@ -131,14 +133,15 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._pins: PoolPins | None = None
         self._events: events.StoredEvents | None = None
         self._is_supported = False  # worker role
+        self._grouping: Grouping = OneGroup()  # scheduler role
         self._states: StateTables | None = None  # scheduler role, of a model with states
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
         self._walk: StepWalk | None = None  # scheduler role
         compat.prefer_recompute(vllm_config)
         try:
-            group_count = len(kv_cache_config.kv_cache_groups)
-            self._layerwise = compat.layerwise_for(vllm_config, self._options, group_count)
-            compat.check_offload(vllm_config, self._options, group_count)
+            groups = group_count(kv_cache_config)
+            self._layerwise = compat.layerwise_for(vllm_config, self._options, groups)
+            compat.check_offload(vllm_config, self._options, groups)
             compat.check_tails(kv_cache_config, self._options)
             if role is KVConnectorRole.SCHEDULER:
                 self._start_scheduler(vllm_config)
@@ -169,6 +172,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._spec = sharing.engine_spec(vllm_config, self._config, self._spec, self._options)
             grouping, remembers = sharing.grouping(self._config), False
             self._pages = sharing.SharedRequests(worker_count)
+        self._grouping = grouping
         self._events = events.stored_events(self._spec.layout, self._config, grouping) if remembers else None
         self._pool = choose_pool(self._options, self._spec)
         # A prompt that is handed off is waited for, so the blocks of its first step must find slots at once.
@@ -176,12 +180,12 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         step_blocks = step_tokens // self._spec.layout.block_tokens
         device = vllm_config.device_config.device_type
         # A copy worker, which copies what is lent, knows one group only.
-        lends = self._options.loans_on(device) and len(self._config.kv_cache_groups) == 1
+        lends = self._options.loans_on(device) and group_count(self._config) == 1
         self._states = StateTables.of(grouping)
         self._walk = StepWalk(
             self._live,
             self._spec.layout.block_tokens,
-            len(self._config.kv_cache_groups),
+            grouping,
             events=self._events,
             pages=self._pages,
             states=self._states,
@@ -304,7 +308,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             block_ids = blocks.get_block_ids()
             waits = self._planning.take_promise(request.request_id, block_ids[0], num_external_tokens)
-            self._scheduler.allocated(request.request_id, table_of(block_ids), num_external_tokens)
+            self._scheduler.allocated(request.request_id, self._grouping.table(block_ids), num_external_tokens)
         except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
             self.note_failure("update_state_after_alloc", error)
             self._planning.give_up(request.request_id, engine_waits=waits and num_external_tokens > 0)
@@ -380,7 +384,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         attachment = self._session.attachment
         done = request.status in STORABLE
-        hashes, table = hashes_of(request, self._pages), table_of(block_ids)
+        hashes, table = hashes_of(request, self._pages), self._grouping.table(block_ids)
         if self._pages is not None:
             self._pages.end(request.request_id)
         if self._states is not None:
@@ -447,7 +451,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return
         share = compat.rank_share(self._vllm_config, self._config)
         verify, defers = self._options.verify_load, self._options.defer_stores
-        if len(self._config.kv_cache_groups) > 1:
+        if group_count(self._config) > 1:
             several = compat.grouped_block_copiers(self._vllm_config, self._config, kv_caches)
             copier = copier_for_groups(self._options.copier, several)
             self._worker = WorkerHalf(several, verify, copier, share, defer_stores=defers)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -56,7 +57,8 @@ class StoredGroup:
 @dataclass(frozen=True, slots=True)
 class StoredGroups:
     """Group 0, with full attention, then the window groups. A position of each has `block_tokens`, the least common
-    multiple of their block sizes; vLLM's hits end there, too."""
+    multiple of their block sizes; vLLM's hits end there, too. Of a model of states alone, group 0 has signposts, which
+    are of none of vLLM's groups."""
 
     groups: tuple[StoredGroup, ...]
     block_tokens: int
@@ -66,6 +68,10 @@ class StoredGroups:
         spec = self.groups[0].spec
         assert isinstance(spec, FullAttentionSpec)
         return spec
+
+    @property
+    def has_signposts(self) -> bool:
+        return not self.groups[0].engine_groups
 
     @property
     def has_states(self) -> bool:
@@ -82,6 +88,22 @@ class StoredGroups:
             for index in group.engine_groups
         }
         return tuple(found[index] for index in sorted(found))
+
+
+def group_count(cache_config: KVCacheConfig) -> int:
+    """vLLM's KV cache groups, and the signposts of a model of states alone."""
+    groups = cache_config.kv_cache_groups
+    return len(groups) + (bool(groups) and _has_states_alone(groups))
+
+
+def _has_states_alone(groups: Iterable[KVCacheGroupSpec]) -> bool:
+    return all(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+
+
+def _signposts(block_tokens: int) -> StoredGroup:
+    """They stand for attention, of which they have the kind only."""
+    spec = FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=1, dtype=torch.uint8)
+    return StoredGroup(spec, engine_groups=(), window=None)
 
 
 def stored_groups(cache_config: KVCacheConfig) -> StoredGroups:
@@ -105,13 +127,15 @@ def stored_groups(cache_config: KVCacheConfig) -> StoredGroups:
         assert isinstance(spec, Spec)
         found.setdefault(spec, []).append(index)
     full = [indices[0] for spec, indices in found.items() if isinstance(spec, FullAttentionSpec)]
-    if len(full) != 1 or len(found) > WINDOW_GROUPS_MAX + 1:
+    has_signposts = _has_states_alone(groups)
+    if len(full) + has_signposts != 1 or len(found) + has_signposts > WINDOW_GROUPS_MAX + 1:
         named = "; ".join(describe(index, groups[index]) for index in full or range(len(groups)))
         reason = "no group keeps every block" if not full else "full attention must have one shape, and windows few"
         raise UnsupportedLayout(f"these KV cache groups are not supported, {reason}: {named}. {way_out(groups)}")
     ordered = sorted(found.items(), key=lambda item: (not isinstance(item[0], FullAttentionSpec), item[1][0]))
     made = tuple(StoredGroup(spec, tuple(indices), _window(spec)) for spec, indices in ordered)
-    stored = StoredGroups(made, math.lcm(*(int(group.spec.block_size) for group in made)))
+    block_tokens = math.lcm(*(int(group.spec.block_size) for group in made))
+    stored = StoredGroups((_signposts(block_tokens), *made) if has_signposts else made, block_tokens)
     for group in made:
         if isinstance(group.spec, MambaSpec) and stored.parts(group) > 1:
             index = group.engine_groups[0]
@@ -168,13 +192,11 @@ def _why_not(cache_config: KVCacheConfig, group: KVCacheGroupSpec, *, several: b
     kind = get_kv_cache_spec_kind(spec)
     if kind in LOCAL_KINDS and not several:
         return "vLLM gives up blocks that have left the window, and without another group there is no prefix to find"
-    if kind is KVCacheSpecKind.MAMBA and not several:
-        return "a state is found by the blocks of full attention before it, and this model has no such layer"
     if kind in ENCODER_KINDS:
         return "its layers attend to what an encoder made of other input, and its blocks hold no tokens of the prompt"
     # Other subclasses free, move or rewrite blocks by rules of their own.
-    beside = (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec) if several else ()
-    known = (FullAttentionSpec, MLAAttentionSpec, *beside)
+    beside = (SlidingWindowSpec, ChunkedLocalAttentionSpec) if several else ()
+    known = (FullAttentionSpec, MLAAttentionSpec, MambaSpec, *beside)
     if type(spec) not in known:
         names = " and ".join(one.__name__ for one in known)
         return f"only {names} are known to keep blocks as they were computed"

@@ -15,7 +15,7 @@ from kvservice.connector.plan import StepPlan
 from kvservice.connector.shared.gate import ShareGate
 from kvservice.connector.shared.identity import shared_model, sharing
 from kvservice.connector.shared.judge import Judge, Probation
-from kvservice.connector.vllm.group_rules import Spec, stored_groups
+from kvservice.connector.vllm.group_rules import Spec, group_count, stored_groups
 from kvservice.connector.worker.page_copier import PageCopier, column_views, row_views
 from kvservice.core.block.pages import PAGE_TOKENS, PageChain
 from kvservice.core.messages import EngineSpec
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 def check(vllm_config: Any, cache_config: KVCacheConfig) -> Spec:
     """The engine's only kind of KV cache. Raises UnsupportedLayout that names what of it is not shared."""
     model, spec = vllm_config.model_config, stored_groups(cache_config).full
+    count = group_count(cache_config)
     refused = {
-        f"{len(cache_config.kv_cache_groups)} KV cache groups": len(cache_config.kv_cache_groups) > 1,
+        f"{count} KV cache groups": count > 1,
         f"a KV cache of {spec.dtype} for a model in {model.dtype}": spec.dtype != model.dtype,
         "K and V of different sizes": int(getattr(spec, "head_size_v", None) or spec.head_size) != spec.head_size,
         "a packed KV cache": spec.num_head_slots is not None or spec.state_content_bytes is not None,

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvservice.connector.cache_groups import Table
+from kvservice.connector.cache_groups import Grouping, Table
 from kvservice.connector.plan import StepPlan
 from kvservice.connector.scheduler.due import DueRing
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
@@ -28,27 +28,21 @@ def hashes_of(request: Request, pages: SharedRequests | None) -> Sequence[Any]:
     return request.block_hashes if pages is None else pages.hashes(request)
 
 
-def table_of(block_ids: tuple[list[int], ...]) -> Table:
-    """The block ids, a list for each KV cache group, in the form that the scheduler half takes."""
-    return block_ids[0] if len(block_ids) == 1 else block_ids
-
-
 class StepWalk:
     def __init__(
         self,
         live: Mapping[str, Request],
         block_tokens: int,
-        group_count: int,
+        grouping: Grouping,
         *,
         events: StoredEvents | None = None,
         pages: SharedRequests | None = None,
         states: StateTables | None = None,
     ) -> None:
-        """`live` are the engine's requests. `block_tokens` are those of a position, `group_count` counts the engine's
-        KV cache groups."""
+        """`live` are the engine's requests. `block_tokens` are those of a position."""
         self._live = live
         self._due = DueRing(block_tokens)
-        self._group_count = group_count
+        self._grouping = grouping
         self._events = events
         self._pages = pages
         self._states = states
@@ -76,8 +70,7 @@ class StepWalk:
             return
 
         def block_ids(request_id: str) -> Table:
-            found = state.get_block_ids(request_id)
-            return table_of(found or tuple([] for _ in range(self._group_count)))
+            return self._grouping.table(state.get_block_ids(request_id))
 
         begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         fresh = (*begins, *output.scheduled_cached_reqs.resumed_req_ids)

@@ -72,6 +72,19 @@ def test_hit_loads_the_one_state_at_its_end() -> None:
     assert entries[-1].key == chains(6)[1][5]
 
 
+def test_signposts_stand_for_attention_and_are_not_loaded() -> None:
+    alone = SeveralGroups((EngineGroup(1),), (STATE,), BLOCK, signposts=1)
+    whole = alone.table([[NULL_BLOCK, NULL_BLOCK, 7]])
+    assert alone.length(whole) == 3
+    assert [alone.stored(whole, group, 2) for group in (0, 1)] == [[(1, 0, NULL_BLOCK)], [(0, 0, 7)]]
+    assert [alone.stored(whole, group, 1) for group in (0, 1)] == [[(1, 0, NULL_BLOCK)], None]
+    result = AcquireResult(LeaseId(1), refs(*range(3)), 0, MissReason.NONE, (refs(15),))
+    assert [(e.engine_group, e.block_id, e.ref.slot) for e in load_entries(alone, chains(3), result, whole, 0)] == [
+        (0, 7, 15)
+    ]
+    assert alone.length(alone.table(None)) == 0
+
+
 def test_hit_without_its_state_is_a_failed_load() -> None:
     result = AcquireResult(LeaseId(1), refs(*range(6)), 0, MissReason.NONE, (refs(15),))
     with pytest.raises(AssertionError, match="no block for the window"):

@@ -29,8 +29,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvservice.connector.cache_groups import SeveralGroups
+from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.vllm import compat
-from kvservice.connector.vllm.group_rules import stored_groups
+from kvservice.connector.vllm.group_rules import group_count, stored_groups
+from kvservice.copying.cuda.copies import SMALL_RUN_BYTES
 from kvservice.core.block import window_groups
 from kvservice.core.block.window_groups import Window
 from kvservice.core.segment import layout
@@ -84,7 +86,7 @@ def test_one_group_that_keeps_every_block_is_stored(spec: FullAttentionSpec) -> 
     [
         (WINDOW, r"group 0 \(sliding_window of 512 tokens, 3 layers: layers.0.0, layers.0.1, …\).*left the window"),
         (CHUNKED, r"\(chunked_local_attention, 3 layers"),
-        (MAMBA, r"\(mamba, 3 layers.*found by the blocks of full attention.*no such layer"),
+        (replace(MAMBA, mamba_cache_mode="none"), r"\(mamba, 3 layers.*'none'.*--enable-prefix-caching$"),
         (RSWASpec(**COMMON, rswa_window=128), r"\(RSWASpec, 3 layers.*only FullAttentionSpec and MLA"),
         (SinkFullAttentionSpec(**COMMON, sink_len=4), r"\(sink_full_attention, 3 layers.*only FullAttentionSpec"),
         (HiddenStateCacheSpec(**COMMON), r"\(HiddenStateCacheSpec, 3 layers.*only FullAttentionSpec"),
@@ -200,6 +202,36 @@ def test_groups_of_states_lie_in_one_slot_without_padding(model: Path) -> None:
     tensors["layers.1.2"].zero_()
     copiers.of(1).load(0, 2)
     assert [int(block.sum()) for block in tensors["layers.1.2"]] == [0, 0, 88 * 7, 0]
+
+
+def test_states_alone_are_stored_behind_signposts(model: Path) -> None:
+    """A prefix is found by signposts where no layer has attention. They hold nothing that was in the slot before."""
+    found, config = cache(MAMBA), vllm_config(model, {})
+    stored = stored_groups(found)
+    assert [(group.engine_groups, group.window) for group in stored.groups] == [
+        ((), None),
+        ((0,), Window(is_state=True)),
+    ]
+    spec = compat.engine_spec(config, found, bytes(16), "")
+    assert [group.layout.payload_bytes for group in spec.window_groups] == [3 * (24 + 64)]
+    assert spec.layout.payload_bytes < SMALL_RUN_BYTES, "a GPU's driver would take host memory for its own"
+    assert isinstance(grouping := compat.grouping(config, found, spec), SeveralGroups)
+    assert grouping.stored(grouping.table(([7],)), 0, 0) == [(1, 0, 0)]
+    states = {name: torch.ones(4, 1, 1, 88, dtype=torch.int8) for name in found.kv_cache_groups[0].layer_names}
+    copiers = compat.grouped_block_copiers(config, found, states)
+    size = spec.layout.payload_bytes
+    segment = memoryview(bytearray(b"\xff" * 4096))
+    copiers.bind(segment, spec.layout)
+    copiers.of(1).store(0, 64)
+    assert bytes(segment).replace(bytes(size), b"") == b"\xff" * (4096 - size)
+    assert segment[64] == segment[64 + size - 1] == 0
+
+
+def test_states_alone_count_as_two_groups() -> None:
+    """What needs one group of attention is refused for them as well."""
+    assert [group_count(cache(*specs)) for specs in [(MAMBA,), (MAMBA, GDN), (FULL,), (FULL, MAMBA)]] == [2, 3, 1, 2]
+    with pytest.raises(ConfigError, match="tails needs a model with one KV cache group"):
+        compat.check_tails(cache(MAMBA), ConnectorOptions(tails=True))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ STATE_BYTES = 3 * 4 * 2 + 8 * 8 * 4
 class StateStep(StepOutput):
     """`tables` of attention and of states; `offers` as vLLM makes them: (group, block id, tokens)."""
 
-    tables: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    tables: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
     offers: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
 
     @property
@@ -53,10 +53,11 @@ class StateStep(StepOutput):
 
 
 class StatePair(Pair):
-    def __init__(self, model: Path, **extra: object) -> None:
+    def __init__(self, model: Path, *, alone: bool = False, **extra: object) -> None:
+        """`alone`: no layer has attention."""
         options = {"mode": "embedded", "memory": "8MiB", "verify_load": "full", "defer_stores": "off", **extra}
         config = vllm_config(model, options)
-        groups = [KVCacheGroupSpec(["attention"], FULL), KVCacheGroupSpec(["conv", "ssm"], STATE)]
+        groups = [KVCacheGroupSpec(["attention"], FULL), KVCacheGroupSpec(["conv", "ssm"], STATE)][alone:]
         cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups, hash_block_size=BLOCK)
         self.worker = KVServiceConnector(config, KVConnectorRole.WORKER, cache)
         states = {name: torch.randint(0, 99, (BLOCKS, 1, 1, STATE_BYTES)).to(torch.int8) for name in ("conv", "ssm")}
@@ -73,7 +74,7 @@ class StatePair(Pair):
         return self.match(one)
 
     def compute(
-        self, one: Request, begin: int, end: int, tables: tuple[list[int], list[int]], *offers: tuple[int, int, int]
+        self, one: Request, begin: int, end: int, tables: tuple[list[int], ...], *offers: tuple[int, int, int]
     ) -> None:
         name = one.request_id
         self.step(StateStep({name: end - begin}, {name: begin}, tables={name: tables}, offers={name: list(offers)}))
@@ -106,6 +107,32 @@ def test_state_at_the_end_of_a_step_comes_back_with_its_blocks(pair: StatePair) 
         assert torch.equal(pair.tensors[name][[10]], state)
     assert torch.equal(pair.tensors["attention"][[7, 8]], blocks)
     assert torch.equal(pair.tensors["ssm"][[0, 6, 11]], untouched), "another block was written"
+
+
+def test_state_comes_back_where_there_is_no_attention(model: Path) -> None:
+    pair = StatePair(model, alone=True)
+    try:
+        first = request("a", count=4)
+        assert pair.arrive(first) == (0, False)
+        pair.scheduler.update_state_after_alloc(first, tables([0, 5]), 0)
+        pair.compute(first, 0, 2 * BLOCK, ([0, 5],))
+        pair.compute(first, 2 * BLOCK, 4 * BLOCK + 5, ([0, 5, 0, 0, 6],))
+        wait_for(pair, "stored_blocks", 4 + 1)
+        first.num_computed_tokens, first.status = 4 * BLOCK + 5, RequestStatus.FINISHED_STOPPED
+        pair.scheduler.request_finished_all_groups(first, ([0, 0, 0, 0, 6],))  # type: ignore[arg-type]
+        state = pair.tensors["ssm"][5].clone()
+        second = request("b", count=4)
+        assert pair.arrive(second) == (2 * BLOCK, True), "a signpost without a state"
+        pair.scheduler.update_state_after_alloc(second, tables([0, 10]), 2 * BLOCK)
+        untouched = pair.tensors["ssm"][[0, 6, 11]].clone()
+        results = pair.step(StateStep())
+        assert results.finished_recving == {"b"} and not results.failed_recving
+        assert torch.equal(pair.tensors["ssm"][10], state)
+        assert torch.equal(pair.tensors["ssm"][[0, 6, 11]], untouched), "another block was written"
+        assert not [name for name in pair.scheduler.counters() if name.startswith("failed_")]
+        assert not pair.block_pool.null_block.ref_cnt > 1 and not pair.scheduler.has_pending_push_work()
+    finally:
+        pair.close()
 
 
 def test_state_that_vllm_keeps_within_a_step_is_stored(pair: StatePair) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvservice.connector.cache_groups import OneGroup
 from kvservice.connector.plan import StepPlan
 from kvservice.connector.vllm.walk import StepWalk
 
@@ -34,7 +35,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.live: dict[str, Any] = {}
-        self.walk = StepWalk(self.live, BLOCK, 1)
+        self.walk = StepWalk(self.live, BLOCK, OneGroup())
         self.half = Half()
 
     def step(self, new: tuple[str, ...] = (), resumed: tuple[str, ...] = (), **tokens: int) -> list[tuple[str, int]]:
