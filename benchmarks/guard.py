@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -34,17 +35,21 @@ from kvservice.core.directory import key_table
 from kvservice.core.directory.directory import Directory
 from kvservice.core.messages import AcquireRequest, Holder
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.segment.refs import BlockRef
 from kvservice.lookup.client import LookupClient
 from kvservice.memory import runs
 from kvservice.memory.runs import copy_runs
+from kvservice.replay.policies import POLICIES
 from kvservice.testing.cluster import LocalCluster
-from kvservice.units import BootEpoch, GiB, KiB, MiB, NodeId
-from tests.integration.engine import attached, chain
+from kvservice.units import BlockKey, BootEpoch, GiB, KiB, MiB, NodeId
+from tests.integration.engine import Engine, attached, chain
 
 Work = Callable[[], object]
 Ratios = list[float]
 READ_BYTES = 64 * MiB  # of one measured load
 SMALL_RUNS = 4096
+LAYOUT = SlotLayout(LAYERS, HEADS, 720 * KiB // LAYERS // HEADS, TOKENS)
+Blocks = list[tuple[BlockRef, BlockKey]]
 REQUESTS = 128  # running in one step
 EVICTION_SLOTS, EVICTION_BLOCKS = 5_000, 50_000
 DISK_BYTES, DISK_THREADS = 256 * MiB, 4
@@ -87,50 +92,46 @@ def interval(ratios: Ratios) -> tuple[float, float, float]:
 
 def local_read() -> Ratios:
     """Blocks of 720 KiB from slots into an engine's KV cache, every one verified, against memcpy."""
-    layout = SlotLayout(LAYERS, HEADS, 720 * KiB // LAYERS // HEADS, TOKENS)
-    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=256 * MiB) as cluster:
-        return asyncio.run(_local_read(cluster.socket("n0"), layout))
-
-
-async def _local_read(socket: str, layout: SlotLayout) -> Ratios:
-    count = READ_BYTES // layout.payload_bytes
-    client = ShardClient(socket)
-    engine, blocks = await stored(client, layout, count)
-    worker = Worker(engine, layout, count, Verify.SAMPLED)
-    memory = torch.zeros(count * layout.payload_bytes, dtype=torch.uint8)
-    offsets = [engine.segment.geometry.payload_offset(ref.slot, layout.payload_bytes) for ref, _ in blocks]
-    sources, sizes = np.array(offsets), np.full(count, layout.payload_bytes)
-    targets = np.arange(count) * layout.payload_bytes
-    plan = worker.plan(blocks)
-    ratios = compared(
-        lambda: worker.load(plan),
-        lambda: copy_runs(memory.data_ptr(), engine.segment.address, targets, sources, sizes),
-        rounds=25,
-    )
-    worker.close()
-    engine.let_go()
-    await client.close()
-    return ratios
+    return asyncio.run(_local(256 * MiB, _reads))
 
 
 def local_store() -> Ratios:
     """Blocks of 720 KiB from an engine's KV cache into slots, until it may write over them, against memcpy."""
-    layout = SlotLayout(LAYERS, HEADS, 720 * KiB // LAYERS // HEADS, TOKENS)
-    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=2 * GiB) as cluster:
-        return asyncio.run(_local_store(cluster.socket("n0"), layout))
+    return asyncio.run(_local(2 * GiB, _stores))
 
 
-async def _local_store(socket: str, layout: SlotLayout) -> Ratios:
-    count = READ_BYTES // layout.payload_bytes
-    client = ShardClient(socket)
-    engine, blocks = await stored(client, layout, count)
-    worker = Worker(engine, layout, count, Verify.SAMPLED)
+async def _local(
+    pool_bytes: int, measure: Callable[[Engine, Worker, Blocks, torch.Tensor], Awaitable[Ratios]]
+) -> Ratios:
+    """Measure between a shard's slots, which hold the blocks, and an engine's worker or memory of the same size."""
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=pool_bytes) as cluster:
+        client = ShardClient(cluster.socket("n0"))
+        engine, blocks = await stored(client, LAYOUT, READ_BYTES // LAYOUT.payload_bytes)
+        worker = Worker(engine, LAYOUT, len(blocks), Verify.SAMPLED)
+        ratios = await measure(
+            engine, worker, blocks, torch.zeros(len(blocks) * LAYOUT.payload_bytes, dtype=torch.uint8)
+        )
+        worker.close()
+        engine.let_go()
+        await client.close()
+    return ratios
+
+
+async def _reads(engine: Engine, worker: Worker, blocks: Blocks, memory: torch.Tensor) -> Ratios:
+    size = LAYOUT.payload_bytes
+    sources = np.array([engine.segment.geometry.payload_offset(ref.slot, size) for ref, _ in blocks])
+    targets, sizes = np.arange(len(blocks)) * size, np.full(len(blocks), size)
+    plan = worker.plan(blocks)
+    return compared(
+        lambda: worker.load(plan),
+        lambda: copy_runs(memory.data_ptr(), engine.segment.address, targets, sources, sizes),
+        rounds=25,
+    )
+
+
+async def _stores(engine: Engine, worker: Worker, blocks: Blocks, memory: torch.Tensor) -> Ratios:
     worker.load(worker.plan(blocks))  # which maps the pool
-    memory = torch.zeros(count * layout.payload_bytes, dtype=torch.uint8)
-    pairs = await store_pairs(engine, worker, layout, count, 25, memory.data_ptr())
-    worker.close()
-    engine.let_go()
-    await client.close()
+    pairs = await store_pairs(engine, worker, LAYOUT, len(blocks), 25, memory.data_ptr())
     return [bound / own for bound, own in pairs["store"]]
 
 
@@ -240,29 +241,31 @@ def step() -> Ratios:
 
 def eviction() -> Ratios:
     """The default eviction policy on conversations that do not fit, against LRU."""
-    make = policy.POLICIES
-    cost = lambda name: policy.cost(make[name], EVICTION_SLOTS, EVICTION_BLOCKS)  # noqa: E731
-    return [cost("lru") / cost("default") for _ in range(7)]
+    pairs = [
+        [policy.cost(POLICIES[name], EVICTION_SLOTS, EVICTION_BLOCKS) for name in ("lru", "default")] for _ in range(7)
+    ]
+    return [bound / own for bound, own in pairs]
 
 
 def disk_write() -> Ratios:
     """Blocks of 2 MiB written by the disk tier, against one plain write a file by as many threads."""
-    return _on_disk("write")
+    return _on_disk()["write"]
 
 
 def disk_read() -> Ratios:
     """The same blocks read and verified."""
-    return _on_disk("read")
+    return _on_disk()["read"]
 
 
-def _on_disk(kind: str) -> Ratios:
+@cache  # a round writes and reads
+def _on_disk() -> dict[str, Ratios]:
     folder = ROOT / "build"
     folder.mkdir(exist_ok=True)
     ways = {name: tier_disk.WAYS[name] for name in ("plain", "disk tier")}
     with tier_disk.slots() as memory:
         blocks = tier_disk.blocks_of(memory, 2 * MiB, DISK_BYTES)
         rounds = [tier_disk.one_round(folder, blocks, DISK_THREADS, ways) for _ in range(10)][1:]
-    return [each["disk tier", kind].gb_per_second / each["plain", kind].gb_per_second for each in rounds]
+    return {kind: [tier_disk.ratio(each, "disk tier", kind) for each in rounds] for kind in ("write", "read")}
 
 
 @contextmanager

@@ -198,12 +198,17 @@ def drop_cached(folder: Path) -> None:
             os.close(descriptor)
 
 
+def ratio(of_round: dict[tuple[str, str], Run], name: str, kind: str) -> float:
+    """To the plain way in the same round."""
+    return of_round[name, kind].gb_per_second / of_round["plain", kind].gb_per_second
+
+
 def summary(rounds: list[dict[tuple[str, str], Run]]) -> dict[str, dict[str, dict[str, float]]]:
     """way → "write", "read" → medians."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, kind in rounds[0]:
         runs = [each[name, kind] for each in rounds]
-        ratios = [each[name, kind].gb_per_second / each["plain", kind].gb_per_second for each in rounds]
+        ratios = [ratio(each, name, kind) for each in rounds]
         found.setdefault(name, {})[kind] = {
             "gb_per_second": round(statistics.median(run.gb_per_second for run in runs), 2),
             "ratio": round(statistics.median(ratios), 3),
