@@ -25,7 +25,7 @@ E = TypeVar("E", bound="EngineProcess")
 START_SECONDS = 900.0  # a CPU takes half a minute when nothing else runs, and many when much does
 ANSWER_SECONDS = 600.0
 IDLE_SECONDS = 30.0
-LEFT_BEHIND = re.compile(r"(/dev/shm/(?:sglang_loads_|sem\.mp-)\S+)$", re.MULTILINE)
+LEFT_BEHIND = re.compile(r"(/dev/shm/(?:sglang_loads_|sgl_shm_mq_|sem\.mp-)\S+)$", re.MULTILINE)
 END_SECONDS = 30.0
 
 
@@ -155,7 +155,7 @@ def processes_of_session(session: int) -> list[int]:
 
 def shared_memory_of_session(session: int) -> set[Path]:
     """Files in /dev/shm that processes of this session map and nobody removes: SGLang leaves those of its load figures,
-    and a process that is killed its semaphores."""
+    and a process that is killed its queues between ranks and its semaphores."""
     found: set[Path] = set()
     for number in processes_of_session(session):
         with contextlib.suppress(OSError):  # it has ended
