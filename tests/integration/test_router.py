@@ -35,7 +35,7 @@ DEPLOYMENT = DeploymentID(name="llm", app_name="test")
 MODEL = "org/test-model"
 SPEC = spec("test-model", hash="sha256_cbor", hash_seed="0", block_tokens=LAYOUT.block_tokens)
 DEAR_FETCH = {"fetch_overhead_ms": 60_000.0, "prefill_tokens_per_second": 1000.0}
-BUDGET_MS = 250.0  # two busy cores; the bound is tested with less
+BUDGET_MS = 5_000.0  # a busy machine stalls for longer than people wait; the bound is tested with less
 
 
 class Replica:
@@ -343,5 +343,4 @@ async def test_text_is_looked_up_through_the_tokenizer(
     async with handle(cluster, *pair(), engine_blocks=0, tokenizer=str(model_path)) as app:
         found = [await app.send(request(text)) for _ in range(4)]
         assert node == "n0"
-        assert found == ["r0"] * 4
-        assert app.reasons == {"hit": 4}
+        assert (found, app.reasons) == (["r0"] * 4, {"hit": 4})
