@@ -156,6 +156,7 @@ def draw_plot(figures: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     runs = figures["runs"]
+    colours: dict[str, str] = {}  # a line that is in both pictures has one colour
     drawing, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
     for axes, several in ((left, False), (right, True)):
         lines: dict[str, list[tuple[int, float]]] = {}
@@ -163,7 +164,8 @@ def draw_plot(figures: dict[str, Any], path: Path) -> None:
             if (run["nodes"] > 1) == several or (several and run["policy"] == "belady"):
                 lines.setdefault(run["label"], []).append((run["capacity"], run["hit_rate"]))
         for label, points in lines.items():
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+            colour = colours.setdefault(label, f"C{len(colours)}")
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label, color=colour)
         axes.set_xscale("log")
         axes.set_xlabel("capacity of all nodes, blocks of 512 tokens")
         axes.grid(alpha=0.3)
