@@ -124,14 +124,14 @@ CASES = (
         counters("kvservice_admission_stopped_total", "0x10 1x200")
         | counters("kvservice_admission_resumed_total", "0x210"),
         75,
-        None,
+        OF_A,
     ),
     Case(
         "KVServiceAdmissionStopped",
-        counters("kvservice_admission_stopped_total", "0+1x300")
-        | counters("kvservice_admission_resumed_total", "0x300"),
+        counters("kvservice_admission_stopped_total", "0x10 1x200")
+        | counters("kvservice_admission_resumed_total", "0x40 1x170"),
         100,
-        OF_A,
+        None,
     ),
     Case(
         "KVServiceStoresDropped",
