@@ -319,6 +319,7 @@ $(PEERS_INSTALLED): requirements/peers.txt requirements/kvcr.txt scripts/new-pee
 
 figures: $(INSTALLED) ## Write the figures and pictures of the docs from benchmarks/results
 	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.pictures
 
 gpu-carry: $(INSTALLED) ## Prepare `make gpu` for a machine without a network: packages in .whl, the commit in .gpu

@@ -276,7 +276,8 @@ def traces_cost(results: Results) -> str:
     return (
         f"Off, a span takes {calls['traces off: a span']:.1f} µs and the metadata of a call "
         f"{calls['traces off: metadata of a call']:.2f} µs; an acquire of {off:,.0f} µs has three of them.\n"
-        f"On, an acquire that is traced takes {(on - off) / 1000:.1f} ms more (medians)."
+        f"On, an acquire that is traced takes {(on - off) / 1000:.1f} ms more (medians).\n"
+        f"{origin('observing', document)}"
     )
 
 
@@ -286,7 +287,7 @@ def histograms_cost(results: Results) -> str:
     off = document["figures"]["acquire_of_128_blocks"]["off"]["p50_us"]
     return (
         f"A histogram takes {calls['histogram']:.1f} µs, with an exemplar {calls['histogram with an exemplar']:.1f}. "
-        f"An acquire of 128 blocks that are on the node takes\n{off:,.0f} µs (median)."
+        f"An acquire of 128 blocks that are on the node takes\n{off:,.0f} µs (median). {origin('observing', document)}"
     )
 
 

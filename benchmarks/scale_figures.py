@@ -54,12 +54,13 @@ def restart(document: dict[str, Any]) -> str:
     kept = [row for row in restarts if row.get("way") == "memory kept"]
     phase = next(phase for phase in figures["phases"] if phase["name"] == "restart")
     moved = sum(row["handed"] for row in drained)
+    lost = f"those of {len(figures['lost'])} prompts were lost" if figures["lost"] else "none was lost"
     return (
         f"{len(restarts)} parts restarted one after the other in {phase['seconds'] / 60:.0f} minutes, under load: "
         f"{len(drained)} shards handed {moved:,} blocks over,\n{len(kept)} kept their memory. Of "
         f"{figures['requests_during_the_restart']:,} requests meanwhile {figures['requests_that_hang']} hung; of "
         f"{figures['blocks_compared']:,} blocks that were read {len(figures['wrong'])} were wrong; of\n"
-        f"{figures['corpus_blocks']:,} blocks that should survive, those of {len(figures['lost'])} prompts were lost."
+        f"{figures['corpus_blocks']:,} blocks that should survive, {lost}."
     )
 
 

@@ -127,7 +127,17 @@ READERS: dict[str, Callable[[Figures], Iterator[Row]]] = {
 
 
 def write(folder: Path) -> Path:
-    """The table and its plot, from the JSON files in this folder. Raises ValueError naming a file that is none."""
+    """Write the table and its plot into this folder. Raises ValueError naming a file that is no result."""
+    text, bars = summary_of(folder)
+    draw(bars, folder / PLOT)
+    table = folder / TABLE
+    table.write_text(text)
+    return table
+
+
+def summary_of(folder: Path) -> tuple[str, list[tuple[str, Row]]]:
+    """The table of the results in this folder, and the bars of its plot. Raises ValueError naming a file that is no
+    result."""
     text = ["# Results", "", "Written by `python -m benchmarks.summary`; what it means is in docs/performance.md.", ""]
     text += [f"![of the limit]({PLOT})", ""]
     bars: list[tuple[str, Row]] = []
@@ -145,10 +155,7 @@ def write(folder: Path) -> Path:
             text += [_line(row) for row in rows]
         text.append("")
         bars += [(path.stem, row) for row in rows if row.share is not None]
-    draw(bars, folder / PLOT)
-    table = folder / TABLE
-    table.write_text("\n".join(text).rstrip() + "\n")
-    return table
+    return "\n".join(text).rstrip() + "\n", bars
 
 
 def _line(row: Row) -> str:

@@ -58,7 +58,9 @@ LOGOUT_ADVICE = (
     "RemoveIPC=no in /etc/systemd/logind.conf, or `loginctl enable-linger` for this user, or run the service as a "
     "system user; a shard that loses its segment makes a new, empty one"
 )
-HUGE_ADVICE = "as root, before the service starts: mount -o remount,huge=within_size /dev/shm; docs/performance.md"
+HUGE_ADVICE = (
+    "as root, before the service starts: mount -o remount,huge=within_size /dev/shm; docs/howto/size-the-pool.md"
+)
 NETWORK_FILE_SYSTEMS = frozenset(
     {"cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "sshfs", "afs"}
 )

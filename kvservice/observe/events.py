@@ -164,7 +164,7 @@ CONNECTOR_EVENTS: Mapping[str, str] = {
     "copy_dropped_blocks": "blocks whose store was dropped because the copy worker was busy",
     "copy_in_process_blocks": "blocks copied by the engine because there was no copy worker",
     "copy_raised_*": "copies that raised, by the kind of error",
-    "copy_worker_*": "answers of the copy worker: done, stale, failed; absent, connected, error, lost_copies, full_*",
+    "copy_worker_*": "copy worker: answers stale, failed, refused; absent, connected, error, lost_copies, full_*",
     "copy_worker_blocks": "blocks that the copy worker copied",
     "failed_*": "entries of the connector that failed, by name; the engine went on without the cache",
     "gave_up_waiting": "requests that stopped waiting for the pool",

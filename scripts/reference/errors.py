@@ -24,7 +24,7 @@ change by the caller.
 
 TAIL = """
 Indented errors are kinds of the one above. Over gRPC an error is its code, with reason and attributes in the trailing
-metadata, and becomes the same error on the other end. What to do about each reason of a refused engine is in
+metadata, and becomes the same error on the other end. What to do about the reasons of a refused engine is in
 [an engine was refused](../howto/engine-refused.md).
 
 ## Exit codes

@@ -52,7 +52,7 @@ Where they are:
 
 | process | address |
 |---|---|
-| shard, lookup partition | `http://NODE:metrics_port/metrics`; a lookup partition on Ray has none |
+| shard, lookup partition | `http://NODE:metrics_port/metrics`; partition i on Ray: `metrics_port` + 65 + i |
 | copy worker | `metrics_port` + 1 + its number on the node |
 | proxy | `/metrics` beside its API |
 | engine | `/metrics` of vLLM; under Ray Serve Ray's |

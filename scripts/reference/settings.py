@@ -16,7 +16,7 @@ HEAD = """# Settings
 Settings of a service. Those of an engine are its [connector options](connector-options.md). A wrong value or an unknown
 name is an error that names the setting and what is allowed. Nothing is ignored.
 
-A setting can be given in four places. A later one wins:
+A setting can be given in three places. A later one wins:
 
 1. a TOML file, with `--config FILE`: `lease_seconds = 4`
 2. the environment: `KVSERVICE_` and the name in capitals, `KVSERVICE_LEASE_SECONDS=4`
@@ -83,7 +83,8 @@ def table(kind: type[Settings], *, chart: bool) -> str:
 
 
 def row(name: str, field: FieldInfo, *, chart: bool) -> str:
-    words = [f"`{name}`", allowed(field), default_of(field) or "–"]
+    default = "needed" if field.is_required() else default_of(field) or "–"
+    words = [f"`{name}`", allowed(field), default]
     if chart:
         words.append(f"`{shown(field).chart}`" if shown(field).chart else "–")
     words.append(" ".join((field.description or "").split()))

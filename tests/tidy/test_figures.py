@@ -12,6 +12,7 @@ import pytest
 from benchmarks.committed import AGAIN, Results, Unclean, is_clean
 from benchmarks.figures import BLOCKS, PAGES, rendered
 from benchmarks.report import RESULTS, ROOT
+from benchmarks.summary import TABLE, summary_of
 
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 UNCLEAN = {path.stem for path in RESULTS.glob("*.json") if not is_clean(json.loads(path.read_text()))}
@@ -21,6 +22,10 @@ UNCLEAN = {path.stem for path in RESULTS.glob("*.json") if not is_clean(json.loa
 def test_pages_say_what_the_results_say(page: Path) -> None:
     text = page.read_text()
     assert rendered(text, Results()) == text, "run `make figures`"
+
+
+def test_the_table_of_results_has_all_of_them() -> None:
+    assert (RESULTS / TABLE).read_text() == summary_of(RESULTS)[0], "run `make figures`"
 
 
 def test_every_block_has_a_place() -> None:
