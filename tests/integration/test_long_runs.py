@@ -19,7 +19,8 @@ from tests.interruptible import interruptible
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ("--shards", "4", "--lookups", "2", "--engines", "8", "--processes", "2", "--pool-mib", "16", "--seconds", "10")
-RATE = ("--rate", "2")  # requests a second of each engine: a restart of six parts takes seven seconds
+# Requests a second of each engine: six parts restart in seven seconds. And room for what is stored meanwhile.
+RATE = ("--rate", "2", "--pool-mib", "32")
 
 
 def command(name: str, *options: str) -> list[str]:
