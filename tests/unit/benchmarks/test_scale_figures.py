@@ -50,7 +50,7 @@ def test_a_core_carries_what_its_cost_allows() -> None:
 def test_a_restart_says_what_moved_and_what_was_lost() -> None:
     said = scale_figures.restart(document())
     assert "3 parts restarted one after the other in 2 minutes" in said
-    assert "1 shards handed 1,200 blocks over,\n1 kept their memory" in said and "those of 0 prompts were lost" in said
+    assert "1 shards handed 1,200 blocks over,\n1 kept their memory" in said and "none was lost" in said
 
 
 def test_a_broken_promise_of_many_nodes_is_said() -> None:
