@@ -18,9 +18,8 @@ from tests.interruptible import interruptible
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 ROOT = Path(__file__).parent.parent.parent
-SMALL = ("--shards", "4", "--lookups", "2", "--engines", "8", "--processes", "2", "--pool-mib", "16", "--seconds", "10")
-# Requests a second of each engine: six parts restart in seven seconds. And room for what is stored meanwhile.
-RATE = ("--rate", "2", "--pool-mib", "32")
+# All parts restart in seven seconds, so each engine asks twice a second.
+SMALL = ("--shards=4", "--lookups=2", "--engines=8", "--processes=2", "--pool-mib=32", "--seconds=10", "--rate=2")
 
 
 def command(name: str, *options: str) -> list[str]:
@@ -38,7 +37,7 @@ def figures_of(name: str, out: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(900)
 def test_a_rolling_restart_under_load_loses_nothing(tmp_path: Path) -> None:
-    figures = figures_of("scale", tmp_path / "scale.json", *SMALL, *RATE)
+    figures = figures_of("scale", tmp_path / "scale.json", *SMALL)
     assert [row["part"] for row in figures["restarts"]] == ["lookup0", "lookup1", "n0", "n1", "n2", "n3"]
     kept = [row["seconds_to_end"] for row in figures["restarts"] if row.get("way") == "memory kept"]
     assert max(kept) < 10.0, f"readers that come anew held up the end of a shard: {kept} s"
