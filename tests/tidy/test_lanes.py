@@ -42,7 +42,6 @@ def test_every_test_is_in_exactly_one_lane(path: Path) -> None:
     [
         ("tests/unit/cli/test_cli.py::test_logs_are_found_where_they_are_written", True),
         ("tests/integration/test_mirror.py::test_mirror_follows_a_lookup_partition_that_moves[a_byte]", True),
-        ("tests/integration/test_router.py::test_text_is_looked_up_through_the_tokenizer", True),
         ("tests/property/test_directory.py::TestDirectory::runTest", False),  # it computes
         ("tests/integration/test_shard_failures.py::test_no_byte_is_wrong_while_shards_die_and_return", False),
         ("tests/vllm/test_two_engines.py::test_tokens_are_equal_after_a_remote_hit", False),
