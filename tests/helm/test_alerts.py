@@ -134,6 +134,13 @@ CASES = (
         None,
     ),
     Case(
+        "KVServiceAdmissionStopped",
+        counters("kvservice_admission_stopped_total", "0+1x300")
+        | counters("kvservice_admission_resumed_total", "0x300"),
+        100,
+        OF_A,
+    ),
+    Case(
         "KVServiceStoresDropped",
         counters("kvservice_reserve_shortfall_total", "0+9x60") | counters("kvservice_slots_reserved_total", "0+1x60"),
         40,
