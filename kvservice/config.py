@@ -272,6 +272,8 @@ def default_of(field: FieldInfo) -> str:
     """The default as an operator would write it; empty when there is none."""
     if words := shown(field).default:
         return words
+    if field.is_required():
+        return ""
     value = int(field.default) if isinstance(field.default, bool) else field.default
     if _is_size(field) and value:
         return format_bytes(value)

@@ -83,7 +83,7 @@ def table(kind: type[Settings], *, chart: bool) -> str:
 
 
 def row(name: str, field: FieldInfo, *, chart: bool) -> str:
-    default = "needed" if field.is_required() else default_of(field) or "–"
+    default = default_of(field) or ("needed" if field.is_required() else "–")
     words = [f"`{name}`", allowed(field), default]
     if chart:
         words.append(f"`{shown(field).chart}`" if shown(field).chart else "–")
