@@ -276,17 +276,14 @@ bench-goals: $(INSTALLED) ## Hold every goal against its committed figure; fails
 
 bench: $(INSTALLED) $(MODEL) ## Run every benchmark of minutes; writes JSON, a table and a plot into benchmarks/results/
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
-	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.figures
 
 bench-peers: $(INSTALLED) $(PEERS_INSTALLED) $(LMCACHE_INSTALLED) ## Compare with Mooncake Store, LMCache, KVCR, Redis and Ray's object store
 	$(BIN)/python -m benchmarks.peers
-	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.figures
 
 bench-blend: $(INSTALLED) $(MODEL) ## Measure reuse that is no prefix: KL and time by the share computed again
 	$(BIN)/python -m benchmarks.blend
-	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.pictures
 
@@ -311,7 +308,7 @@ soak: $(INSTALLED) ## Store, evict, read and fail for an hour (MINUTES=60): righ
 
 bench-engine: $(INSTALLED) ## Measure the reference engine: host tiers of three sizes, operations on blocks, phases of a step
 	$(BIN)/python -m benchmarks.engine
-	$(BIN)/python -m benchmarks.summary
+	$(BIN)/python -m benchmarks.figures
 
 $(PEERS_INSTALLED): requirements/peers.txt requirements/kvcr.txt scripts/new-peers.sh | $(INSTALLED)
 	scripts/new-peers.sh "$(PYTHON)" "$(PEERS_VENV)"
@@ -319,7 +316,6 @@ $(PEERS_INSTALLED): requirements/peers.txt requirements/kvcr.txt scripts/new-pee
 
 figures: $(INSTALLED) ## Write the figures and pictures of the docs from benchmarks/results
 	$(BIN)/python -m benchmarks.figures
-	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.pictures
 
 gpu-carry: $(INSTALLED) ## Prepare `make gpu` for a machine without a network: packages in .whl, the commit in .gpu

@@ -1,4 +1,4 @@
-"""Writes the figures of the pages in PAGES from the committed results.
+"""Writes the figures of the pages in PAGES, and the table of all results, from the committed results.
 
     python -m benchmarks.figures
 
@@ -12,12 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from benchmarks import effect_figures, scale_figures, tier_figures
+from benchmarks import effect_figures, scale_figures, summary, tier_figures
 from benchmarks.committed import Figures, Results, Unclean, origin, seen_on
 from benchmarks.goals import NO_FIGURE, judged, read
 from benchmarks.memory import markdown as memory_table
 from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows, verifies_all
-from benchmarks.report import ROOT
+from benchmarks.report import RESULTS, ROOT
 from benchmarks.sharing_table import sharing_tables
 from kvservice.units import KiB
 
@@ -276,8 +276,7 @@ def traces_cost(results: Results) -> str:
     return (
         f"Off, a span takes {calls['traces off: a span']:.1f} µs and the metadata of a call "
         f"{calls['traces off: metadata of a call']:.2f} µs; an acquire of {off:,.0f} µs has three of them.\n"
-        f"On, an acquire that is traced takes {(on - off) / 1000:.1f} ms more (medians).\n"
-        f"{origin('observing', document)}"
+        f"On, an acquire that is traced takes {(on - off) / 1000:.1f} ms more (medians)."
     )
 
 
@@ -287,7 +286,7 @@ def histograms_cost(results: Results) -> str:
     off = document["figures"]["acquire_of_128_blocks"]["off"]["p50_us"]
     return (
         f"A histogram takes {calls['histogram']:.1f} µs, with an exemplar {calls['histogram with an exemplar']:.1f}. "
-        f"An acquire of 128 blocks that are on the node takes\n{off:,.0f} µs (median). {origin('observing', document)}"
+        f"An acquire of 128 blocks that are on the node takes\n{off:,.0f} µs (median)."
     )
 
 
@@ -356,8 +355,8 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
         results.document("replay"), results.document("replay_reuse")
     ),
     "effect-policy": lambda results: effect_figures.policy(results.document("policy")),
-    "traces-cost": traces_cost,
-    "histograms-cost": histograms_cost,
+    "traces-cost": dated("observing", traces_cost),
+    "histograms-cost": dated("observing", histograms_cost),
     "blend": blend,
     "disk-worth": dated("disk_worth", lambda results: tier_figures.disk_worth(results.figures("disk_worth"))),
     "sharing": sharing_tables,
@@ -389,6 +388,7 @@ def main() -> None:
         if new != text:
             page.write_text(new)
             print(f"wrote {page.relative_to(ROOT)}")
+    summary.write(RESULTS)
 
 
 if __name__ == "__main__":
