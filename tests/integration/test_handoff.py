@@ -21,6 +21,7 @@ from tests.integration.engine import Engine, chain
 
 LEASE_SECONDS = 2.0
 WAIT_SECONDS = LEASE_SECONDS + 5  # for what the shards do by themselves
+MEETING_SECONDS = 30.0  # for the first transfer between fresh shards: each starts NIXL's agent, on a busy machine
 POOL_BYTES = 8 * MiB  # about 100 blocks
 TRANSPORTS = [
     "shm",
@@ -91,13 +92,13 @@ class Two:
 async def test_blocks_are_promised_when_the_last_one_is_sealed(cluster: LocalCluster, node: str) -> None:
     two, keys = await Two.begin(cluster, node), chain(next(seeds), 40)
     await two.open()
-    reading = two.read(keys)
+    reading = two.read(keys, timeout=2 * MEETING_SECONDS)
     before = counter(cluster, "fetched_blocks")
     for end in (8, 16, 24, 32):
         await two.writer.store(keys[:end], end - 8)
     if node == "n1":
         await eventually_async(
-            lambda: counter(cluster, "fetched_blocks") >= before + 24, "blocks that cross early", WAIT_SECONDS
+            lambda: counter(cluster, "fetched_blocks") >= before + 24, "blocks that cross early", MEETING_SECONDS
         )
     assert not reading.done()
     await two.writer.store(keys, 32)

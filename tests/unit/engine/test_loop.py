@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from kvservice.connector.options import ConnectorOptions
+from kvservice.connector.plan import StepPlan
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.copying.message import Direction
@@ -269,17 +270,18 @@ def test_a_swap_that_is_lost_is_computed_again(
     with running(model, **TIGHT, preempt_by="swap") as engine:
         cache = engine._cache
         assert cache is not None
-        inner = cache._promise
+        start_loads = cache._worker.start_loads
 
-        def spoil(copy: Any, targets: dict[int, int]) -> bool:
-            segment = cache._worker._segment
-            assert segment is not None
-            for slot, length, header in segment.scan():
-                if header.is_stable:  # what is still written has no digest yet, and would be stored like this
-                    segment.payload(slot, length)[:16] = b"\xee" * 16
-            return inner(copy, targets)
+        def spoil(plan: StepPlan) -> Any:
+            if plan.loads:  # the pool has promised these blocks, so they are sealed
+                segment = cache._worker._segment
+                assert segment is not None
+                for slot, length, header in segment.scan():
+                    if header.is_stable:  # what is still written has no digest yet, and would be stored like this
+                        segment.payload(slot, length)[:16] = b"\xee" * 16
+            return start_loads(plan)
 
-        monkeypatch.setattr(cache, "_promise", spoil)
+        monkeypatch.setattr(cache._worker, "start_loads", spoil)
         assert tokens_of(engine.generate(PROMPTS, Sampling(max_tokens=COUNT))) == wanted
         counters = engine.all_counters()
         assert counters["load_corrupt"] > 0 and counters["recomputed"] > 0 and not counters["swapped_in"]
