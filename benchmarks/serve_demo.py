@@ -24,7 +24,10 @@ HEADS = ("hit_rate", "recomputed_tokens", "first_token_p50_seconds", "first_toke
 
 def figures_of(played: dict[str, Any]) -> dict[str, Any]:
     """The figures of the demo's own JSON: what each app did, without its single turns."""
-    apps = {row["app"]: {name: value for name, value in row.items() if name not in ("app", "turns")} for row in played["apps"]}
+    apps = {
+        row["app"]: {name: value for name, value in row.items() if name not in ("app", "turns")}
+        for row in played["apps"]
+    }
     return {"workload": played["workload"], "apps": apps}
 
 
