@@ -38,9 +38,9 @@ line, or one YAML document, each time. `-o wide` adds what the table leaves out.
 
 ## From another machine
 
-`status`, `explain`, `drain` and `tenants usage` find the service of the machine that they run on. With `--lookup` they
-need nothing on their machine but a certificate of the service's CA. A client's certificate may ask; `drain` needs one
-of a node:
+Commands that ask a running service find the one of the machine that they run on. Those with `--lookup`, such as
+`status`, `explain`, `warm`, `clear` and `drain`, reach it from any machine; there they need a certificate of the
+service's CA. A client's certificate may ask; `drain`, `pin` and `clear` need one of a node:
 
 ```console
 $ kvservice certs ./bastion --ca /etc/kvservice/tls --role client
