@@ -23,7 +23,7 @@ from kvservice.units import KiB
 
 _NAMES = (
     *("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md", "disk-worth.md"),
-    *("effectiveness.md", "codecs.md", "reliability.md"),
+    *("effectiveness.md", "codecs.md", "reliability.md", "serve.md"),
 )
 _HOWTO = ("traces.md", "monitor.md", "share-engines.md", "size-the-pool.md")
 PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, *(f"howto/{name}" for name in _HOWTO)))
@@ -179,6 +179,18 @@ def goals_missed(results: Results) -> str:
 
 def _row(what: str, cells: Iterable[str]) -> str:
     return f"| {what} | {' | '.join(cells)} |"
+
+
+def serve_demo(results: Results) -> str:
+    apps = results.figures("serve_demo")["apps"]
+    lines = [
+        "| app | prompt tokens hit | computed | first token of later turns, p50 | p90 |",
+        "|---|---|---|---|---|",
+    ]
+    for name, found in apps.items():
+        times = [f"{found[f'first_token_{which}_seconds']:.2f} s" for which in ("p50", "p90")]
+        lines.append(_row(name, [f"{found['hit_rate']:.1%}", f"{found['recomputed_tokens']:,}", *times]))
+    return "\n".join(lines)
 
 
 def growth_units(results: Results) -> str:
@@ -337,6 +349,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "verification": verification,
     "lookups": dated("peers", lookups),
     "handoff": dated("pd_handoff", handoff),
+    "serve-demo": dated("serve_demo", serve_demo),
     "goals": goals,
     "goals-missed": goals_missed,
     "first-token": dated("first_token", first_token),
