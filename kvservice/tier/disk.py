@@ -49,6 +49,9 @@ class DiskTier:
         self._threads_wanted = threads
         self._counters: Counter[str] = Counter()
         self._books = threading.Lock()  # of the counters, which the pool's loop reads: held for moments only
+        self._removed = threading.Condition(self._books)
+        self._to_erase: set[BlockKey] = set()  # whose files are to be removed, and are not yet
+        self._removing: set[BlockKey] = set()  # whose files are being removed
         self._log_lock = threading.Lock()  # of the index, which may take a second to be written anew
         self._of_thread = threading.local()
         self._opened: list[BlockFiles] = []  # one for each thread that had work
@@ -107,6 +110,8 @@ class DiskTier:
                 answers.drop(place)
 
     def erase(self, keys: Sequence[BlockKey]) -> None:
+        with self._books:
+            self._to_erase.update(keys)
         self._worker.submit(Urgency.ERASE, partial(self._erase, tuple(keys)), lambda: None)
 
     def probe(self, keys: Sequence[BlockKey], deadline: float, on_done: ProbeCallback) -> None:
@@ -128,6 +133,9 @@ class DiskTier:
     # -- on the tier's threads ----
 
     def _write_one(self, block: TierBlock, payload: memoryview, answer: Callable[[WriteResult], None]) -> None:
+        with self._removed:  # or the new file would be removed instead of the old one
+            self._to_erase.discard(block.key)
+            self._removed.wait_for(lambda: block.key not in self._removing)
         result, header = self._files().write(block, payload)
         with self._books:
             if header is None:
@@ -155,16 +163,22 @@ class DiskTier:
         answer(found)
 
     def _erase(self, keys: tuple[BlockKey, ...]) -> None:
+        with self._books:
+            going = self._to_erase.intersection(keys)  # the others were written again
+            self._to_erase -= going
+            self._removing |= going
         removed = []
-        for key in keys:
+        for key in going:
             try:
                 removed += [key] if self._folder.remove(key) else []
             except OSError:
                 self._count(erases_failed=1)
-        with self._books:
-            self._counters["erased_files"] += len(removed)
         if removed:
             self._note([pack_erased(key) for key in removed], -len(removed))
+        with self._removed:
+            self._counters["erased_files"] += len(removed)
+            self._removing -= going
+            self._removed.notify_all()
 
     def _note(self, rows: list[bytes], live: int) -> None:
         """Append rows to the index. `live` is how many more blocks there are than before."""

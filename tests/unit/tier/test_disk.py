@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
+import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +19,19 @@ from kvservice.codec.coder import Coder
 from kvservice.core.segment.blockfile import BlockFileHeader
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import CodecError, TierError
-from kvservice.testing.tier_contract import CORRUPT, FAILED, OK, STALE, StartedTier, TierContract, a_block, some
-from kvservice.tier.base import WriteResult
+from kvservice.testing.eventually import eventually
+from kvservice.testing.tier_contract import (
+    CORRUPT,
+    FAILED,
+    OK,
+    STALE,
+    StartedTier,
+    TierContract,
+    a_block,
+    page_aligned,
+    some,
+)
+from kvservice.tier.base import TierWrite, WriteResult
 from kvservice.tier.block_files import name_of, remove_blocks
 from kvservice.tier.disk import DiskTier
 from kvservice.tier.disk_io import DiskIO, FileWay
@@ -314,3 +327,30 @@ def test_a_codec_stands_between_payload_and_file(tmp_path: Path, size: int) -> N
     assert tier.result_of(noise[0]) is STALE, "without the codec it is no block"
     tier.close()
     assert found_in(tmp_path) == [plain[0]]
+
+
+def test_what_is_written_while_its_old_file_goes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An erase runs on one thread while another one takes up a write of the same block."""
+    started, (block, payload) = StartedTier(DiskTier(tmp_path, threads=2)), some(1)
+    assert started.write((block, payload)) == (WriteResult.OK,)
+    tier, begun, may_end = started.tier, threading.Event(), threading.Event()
+    assert isinstance(tier, DiskTier)
+    remove = tier._folder.remove
+
+    def slowly(key: BlockKey) -> bool:
+        begun.set()
+        assert may_end.wait(30)
+        return remove(key)
+
+    monkeypatch.setattr(tier._folder, "remove", slowly)
+    tier.erase([block.key])
+    assert begun.wait(30)
+    answers: list[tuple[WriteResult, ...]] = []
+    tier.write(TierWrite(7, ((block, page_aligned(payload)),)), lambda _, results: answers.append(results))
+    time.sleep(0.05)
+    assert not answers, "it is written while its file may still be removed"
+    may_end.set()
+    eventually(lambda: answers == [(WriteResult.OK,)], "it is written")
+    assert started.read(block) == [(OK, payload)]
+    started.close()
+    assert [found.key for found in found_in(tmp_path)] == [block.key]
