@@ -2,9 +2,9 @@
 
     python -m benchmarks.remote_hit [--rounds 5] [--out PATH]
 
-Runs the demo with one question, as a user does. Nodes, shards and engines are new in each round, so the remote hit is the
-first one of that pair of nodes. About 185 MiB cross a network between two namespaces. The same prompt again, with the
-engine emptied, is a hit in the node's own pool. Seconds of every round; `best` is the round with the least difference.
+Runs the demo with one question, as a user does. Nodes, shards and engines are new in each round, so the remote hit is
+the first one of that pair of nodes. About 185 MiB cross a network between two namespaces. The same prompt again, with
+the engine emptied, is a hit in the node's own pool. Seconds; `best` is the round with the least difference.
 """
 
 from __future__ import annotations
