@@ -25,7 +25,7 @@ _NAMES = (
     *("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md", "disk-worth.md"),
     *("effectiveness.md", "codecs.md", "reliability.md", "serve.md"),
 )
-_HOWTO = ("traces.md", "monitor.md", "share-engines.md", "size-the-pool.md")
+_HOWTO = ("traces.md", "monitor.md", "share-engines.md", "size-the-pool.md", "memory-nodes.md")
 PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, *(f"howto/{name}" for name in _HOWTO)))
 SIZES = {65536: "64 KiB", 737280: "720 KiB", 2097152: "2 MiB"}
 MORE_IN_FLIGHT = "7745369e8af1"  # of this commit's peers.json: 96 MiB of a pull were in flight, 24 may be now
@@ -161,6 +161,15 @@ def first_token(results: Results) -> str:
     for tokens, found in results.figures("first_token")["seconds_by_prompt_tokens"].items():
         lines.append(f"| {int(tokens):,} | " + " | ".join(f"{found[way]:.3g}" for way in ways) + " |")
     return "\n".join(lines)
+
+
+def remote_hit(results: Results) -> str:
+    best = results.figures("remote_hit")["best"]
+    return (
+        f"In `make demo`, the first hit between two new nodes and the same prompt from the node's own pool: "
+        f"{best['remote_seconds']:.2f} s and\n{best['warm_seconds']:.2f} s until the first token, the best of "
+        f"{len(results.figures('remote_hit')['rounds'])} runs; about 185 MiB cross by NIXL over TCP."
+    )
 
 
 def goals(results: Results) -> str:
@@ -349,6 +358,8 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "verification": verification,
     "lookups": dated("peers", lookups),
     "handoff": dated("pd_handoff", handoff),
+    "remote-hit": dated("remote_hit", remote_hit),
+    "spill": dated("spill", lambda results: tier_figures.spill(results.figures("spill"))),
     "serve-demo": dated("serve_demo", serve_demo),
     "goals": goals,
     "goals-missed": goals_missed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from kvservice.units import format_bytes
@@ -100,3 +101,22 @@ def stall(figures: Figures) -> str:
         cells = [f"{found[name] / 1e3:.2f}, {ratios[name]:.2f}" for name in found]
         lines.append(f"| {WAYS[way]} | {' | '.join(cells)} | {max(figures['longest_step_ms'][way]):.0f} ms |")
     return "\n".join(lines)
+
+
+SPILL_WAYS = {
+    "none": "no memory node",
+    "beside": "no memory node; a process as nice copies as much",
+    "memory node": "a memory node takes what is evicted",
+}
+
+
+def spill(figures: Figures) -> str:
+    """Of each call the median and the p99."""
+    times = figures["milliseconds"]
+    calls = list(times["none"])
+    lines = [f"| p50 / p99 in ms | {' | '.join(calls)} |", "|---|" + "---|" * len(calls)]
+    for way, said in SPILL_WAYS.items():
+        cells = [f"{times[way][call]['p50']:.2f} / {times[way][call]['p99']:.2f}" for call in calls]
+        lines.append(f"| {said} | {' | '.join(cells)} |")
+    taken, stored = statistics.median(figures["blocks_taken"]), figures["blocks_stored_a_round"]
+    return "\n".join([*lines, "", f"It took {taken / stored:.0%} of the blocks that were stored."])
