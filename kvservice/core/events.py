@@ -285,6 +285,7 @@ class Probed:
     op: int
     tier: str
     count: int
+    is_end: bool = False  # it is certain that the tier lacks the block behind them
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,9 +307,9 @@ class PoolTiers:
         keys = action.chain[action.start :]
         context, answers = contextvars.copy_context(), itertools.count()
 
-        def answer(count: int) -> None:
+        def answer(count: int, is_end: bool = False) -> None:
             if next(answers) == 0:  # the tier and the timer may both answer
-                self._report(ev.Probed(action.op, action.tier, min(max(count, 0), len(keys))), context)
+                self._report(ev.Probed(action.op, action.tier, min(max(count, 0), len(keys)), is_end), context)
 
         asyncio.get_running_loop().call_later(action.timeout_seconds + PROBE_SLACK_SECONDS, answer, 0)
         tier.probe(keys, self._clock() + action.timeout_seconds, answer)

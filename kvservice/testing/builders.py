@@ -483,8 +483,8 @@ class CoreHarness:
                 found[place] = ev.BroughtBlock(result, digest, age)
         return self.send(ev.BroughtBack(read.job, tuple(found)))
 
-    def probed(self, op: int, count: int, tier: str = "objects") -> list[act.Action]:
-        return self.send(ev.Probed(op, tier, count))
+    def probed(self, op: int, count: int, tier: str = "objects", *, is_end: bool = False) -> list[act.Action]:
+        return self.send(ev.Probed(op, tier, count, is_end))
 
     # -- state ----
 

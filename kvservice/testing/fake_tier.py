@@ -103,7 +103,7 @@ class FakeTier:
             count = 0
             while count < len(keys) and keys[count] in self.files:
                 count += 1
-            on_done(count)
+            on_done(count, count < len(keys))
 
         self._add(self._urgent, work, lambda: on_done(0))
 

@@ -74,7 +74,7 @@ class BlocksOfTier:
         answers: list[int] = []
         done = threading.Event()
 
-        def on_done(count: int) -> None:
+        def on_done(count: int, is_end: bool = False) -> None:
             answers.append(count)
             done.set()
 

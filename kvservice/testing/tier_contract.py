@@ -297,12 +297,18 @@ class TierContract:
     def test_a_probe_never_says_too_much(self, started: StartedTier) -> None:
         items = [some(number) for number in range(4)]
         started.write(*items[:2], items[3])
-        found = list[int]()
+        found = list[tuple[int, int, bool]]()
         for count in range(5):
             keys = [block.key for block, _ in items[:count]]
-            started.tier.probe(keys, time.monotonic() + WAIT_SECONDS, found.append)
+            started.tier.probe(
+                keys,
+                time.monotonic() + WAIT_SECONDS,
+                lambda there, is_end=False, asked=count: found.append((asked, there, is_end)),
+            )
         eventually(lambda: len(found) == 5, "the probes", detail=lambda: found)
-        assert all(one <= most for one, most in zip(sorted(found), (0, 1, 2, 2, 2), strict=True))
+        for asked, there, is_end in found:
+            assert there <= min(asked, 2)
+            assert not is_end or (there, asked > 2) == (2, True), "it lacks a block that it has, or was not asked for"
 
     def test_counters_are_totals(self, started: StartedTier) -> None:
         before = dict(started.tier.counters())

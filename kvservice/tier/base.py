@@ -45,7 +45,12 @@ class TierRead:
 
 WriteCallback = Callable[[int, tuple[WriteResult, ...]], None]
 ReadCallback = Callable[[int, tuple[BroughtBlock, ...]], None]
-ProbeCallback = Callable[[int], None]
+
+
+class ProbeCallback(Protocol):
+    """Hears how many blocks are there, and whether it is certain that the one behind them is not."""
+
+    def __call__(self, count: int, is_end: bool = False) -> None: ...
 
 
 class Tier(Protocol):

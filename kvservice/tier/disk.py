@@ -116,12 +116,15 @@ class DiskTier:
 
     def probe(self, keys: Sequence[BlockKey], deadline: float, on_done: ProbeCallback) -> None:
         def look() -> None:
-            found = 0
+            found, is_end = 0, False
             for key in keys:
-                if time.monotonic() > deadline or not self._folder.has(key):
+                if time.monotonic() > deadline:
+                    break
+                if not self._folder.has(key):
+                    is_end = True
                     break
                 found += 1
-            on_done(found)
+            on_done(found, is_end)
 
         if not self._worker.submit(Urgency.READ, look, lambda: on_done(0)):
             on_done(0)

@@ -405,7 +405,7 @@ class ObjectTier:
             if probing.low:
                 self._objects.believe_prefix(probing.keys[probing.low - 1])
         finally:
-            probing.on_done(probing.low)
+            probing.on_done(probing.low, probing.low == probing.high < len(probing.keys))
 
     # -- the end ----
 

@@ -215,8 +215,11 @@ class Acquisitions:
         acquisition.probed[event.tier] = acquisition.probes_from + event.count
         estimate, start = self._estimates.of(tier_holder(event.tier)), acquisition.probes_from
         estimate.observe_overhead(now - acquisition.asked_at)
+        end = start + event.count
+        if event.is_end:
+            self._tiers.lacks_shared(event.tier, acquisition.request.keys[end:])
         if event.count:
-            self._tiers.has_shared(event.tier, acquisition.request.keys[start : start + event.count])
+            self._tiers.has_shared(event.tier, acquisition.request.keys[start:end])
         else:
             estimate.refusals = 0
         self._use_answers(acquisition, now)

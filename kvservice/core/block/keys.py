@@ -135,9 +135,9 @@ def check_packed(packed: bytes, count_max: int = KEYS_PER_REQUEST_MAX) -> bytes:
 
 def check_keys(keys: Iterable[BlockKey]) -> None:
     """Raises InvalidRequest when a key does not have 16 bytes."""
-    for key in keys:
-        if len(key) != KEY_BYTES:
-            raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {len(key)}", length=len(key))
+    odd = set(map(len, keys)) - {KEY_BYTES}
+    if odd:
+        raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {min(odd)}", length=min(odd))
 
 
 def unpack_keys(packed: bytes, count_max: int = KEYS_PER_REQUEST_MAX) -> tuple[BlockKey, ...]:

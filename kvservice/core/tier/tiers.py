@@ -206,6 +206,8 @@ class Tiers:
         if self._holds_writes(now, is_digesting=is_digesting):
             return
         for tier in self._tiers.values():
+            if tier.queue.is_resting(now):
+                continue
             while tier.queue and (items := tier.queue.next_items(partial(self._prepare, tier))):
                 number = self._next_job
                 self._next_job += 1
@@ -361,6 +363,12 @@ class Tiers:
         for key in keys:
             self._tiers[name].known.put(key, True)
 
+    def lacks_shared(self, name: str, keys: Sequence[BlockKey]) -> None:
+        """A shared tier said that it lacks the first of these blocks, so it has none that counts: they are written into
+        it again. Its own rules remove what is old."""
+        for key in keys:
+            self._tiers[name].known.pop(key)
+
     def first_of(self, keys: Iterable[BlockKey], now: float) -> TierBlock | None:
         """The first of these blocks that a tier of this node can give now, if it has room for its size."""
         open_books = [
@@ -451,7 +459,8 @@ class Tiers:
 
     def next_deadline(self) -> float | None:
         held = None if self._held_since is None else self._held_since + HOLD_SECONDS
-        return min([due for due in (self._clean_at, held) if due is not None], default=None)
+        resting = [due for tier in self._tiers.values() if (due := tier.queue.resumes_at(self._now)) is not None]
+        return min([due for due in (self._clean_at, held, *resting) if due is not None], default=None)
 
     def usage(self) -> tuple[TierUsage, ...]:
         return tuple(

@@ -65,6 +65,10 @@ class WriteQueue:
         """Whether the tier failed lately: nothing is queued for it then."""
         return now < self._rest_until
 
+    def resumes_at(self, now: float) -> float | None:
+        """When the rest ends that blocks wait for; None when none does."""
+        return self._rest_until if self._waiting and self.is_resting(now) else None
+
     def put(self, key: BlockKey, payload_bytes: int) -> bool:
         """Queue a block. False when too many wait."""
         if len(self._waiting) >= QUEUE_MAX:
@@ -110,6 +114,8 @@ class WriteQueue:
         if written:
             self._failures = 0
             return
+        if self.is_resting(now):
+            return  # it began before the one that failed: both are one failure
         self._rest_until = now + min(2.0**self._failures, REST_SECONDS_MAX)
         self._failures = min(self._failures + 1, 10)
 

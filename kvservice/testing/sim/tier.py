@@ -202,7 +202,8 @@ class SimTier:
             found = 0
             while found < len(keys) and keys[found] in self._store.files:
                 found += 1
-            self._node.receive(on_done, 0 if self._store.has("error") else found)
+            is_wrong = self._store.has("error")
+            self._node.receive(on_done, 0 if is_wrong else found, not is_wrong and found < len(keys))
 
         self._step(count)
 

@@ -56,7 +56,7 @@ class InDict:
 
     def probe(self, keys: Sequence[BlockKey], deadline: float, on_done: ProbeCallback) -> None:
         missing = [place for place, key in enumerate(keys) if key not in self.files]
-        on_done(missing[0] if missing else len(keys))
+        on_done(missing[0] if missing else len(keys), bool(missing))
 
     def counters(self) -> Mapping[str, int]:
         return {"blocks": len(self.files), **self._coder.counters()}

@@ -114,7 +114,7 @@ async def test_a_tier_that_is_not_there_has_nothing(bench: Bench) -> None:
 async def test_a_probe_counts_from_where_it_starts(bench: Bench, tier: FakeTier) -> None:
     for key in CHAIN[1:3]:
         tier.files[key] = b""
-    assert await bench.answer(act.Probe(1, "fake", CHAIN, 1, 5.0)) == ev.Probed(1, "fake", 2)
+    assert await bench.answer(act.Probe(1, "fake", CHAIN, 1, 5.0)) == ev.Probed(1, "fake", 2, is_end=True)
 
 
 async def test_a_probe_is_answered_once_and_in_time(

@@ -221,6 +221,32 @@ def test_what_a_store_has_is_not_written_into_it_again() -> None:
     assert not harness.writes("objects")
 
 
+def test_what_a_store_no_longer_has_is_written_into_it_again() -> None:
+    """Its life-cycle rule has removed the end of a chain."""
+    harness, engine = on_disk(OBJECTS, has_directory=False)
+    chain = make_chain(2, "of others")
+    op = harness.acquire(engine, chain)
+    harness.probed(op, 2)
+    harness.brought(harness.reads("objects")[0], FAILED)
+    op = harness.acquire(engine, chain)
+    harness.probed(op, 1, is_end=True)
+    harness.brought(harness.reads("objects")[0], OK)
+    harness.store(engine, chain, 1)
+    assert [block.key for write in harness.writes("objects") for block, _ in write.items] == [chain[1]]
+
+
+def test_a_store_that_cannot_say_has_lost_nothing() -> None:
+    harness, engine = on_disk(OBJECTS, has_directory=False)
+    chain = make_chain(3, "of others")
+    op = harness.acquire(engine, chain)
+    harness.probed(op, 3)
+    harness.brought(harness.reads("objects")[0], FAILED)
+    op = harness.acquire(engine, chain)
+    harness.probed(op, 0)
+    harness.store(engine, chain)
+    assert not harness.writes("objects")
+
+
 def test_a_slow_store_is_not_asked_for_what_is_computed_sooner() -> None:
     harness, engine = on_disk(OBJECTS, has_directory=False)
     op = harness.acquire(engine, CHAIN)

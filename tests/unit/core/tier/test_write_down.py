@@ -14,6 +14,7 @@ from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
 from kvservice.core.tier.rules import TierRules, WriteMoment
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.core.tier.tiers import CLEAN_SECONDS, HOLD_SECONDS
+from kvservice.core.tier.write_queue import WriteQueue
 from kvservice.testing.builders import SMALL, CoreHarness, make_chain
 from kvservice.units import BlockKey, MiB, SpanRoute
 
@@ -219,6 +220,29 @@ def test_a_failed_write_leaves_no_trace_and_the_tier_rests() -> None:
     harness.store(engine, chain[:6], 5)
     assert harness.write_all() == [chain[5]]
     assert harness.count("tier_disk_write_failed") == 2
+
+
+def test_what_waits_is_written_when_the_rest_ends() -> None:
+    """Jobs that were under way when the first one failed are the same failure, and double nothing."""
+    harness, chain = harness_with(disk()), make_chain(8)
+    engine = harness.attach()
+    harness.store(engine, chain)
+    (first,) = harness.writes()
+    assert harness.state.tier_usage()[0].waiting == 7
+    harness.written(first, False)
+    assert not harness.writes() and harness.state.tier_usage()[0].waiting == 7
+    assert harness.state.next_deadline() == harness.now + 1.0
+    harness.advance(1.0)
+    assert harness.write_all() == list(chain[1:])
+
+
+def test_jobs_that_fail_together_are_one_failure() -> None:
+    queue = WriteQueue(64 * MiB)
+    for _ in range(5):
+        queue.report(0, 10.0)
+    assert queue.is_resting(10.9) and not queue.is_resting(11.0)
+    queue.report(0, 11.0)
+    assert queue.is_resting(12.9) and not queue.is_resting(13.0)
 
 
 def test_the_end_of_an_unknown_write_is_ignored() -> None:
