@@ -72,7 +72,8 @@ class PoolTiers:
         report: Report,
         take_marks: Callable[[Sequence[Mark]], Awaitable[Sequence[Mark]]] | None = None,
     ) -> None:
-        """`take_marks` applies the marks of clears that a tier has kept, and returns all that are known here."""
+        """`take_marks` applies the marks of clears that a tier has kept, and returns all that are known here. It raises
+        KVServiceError for those that it cannot apply now."""
         self._makers = makers
         self._memory = memory
         self._clock = clock
@@ -142,8 +143,8 @@ class PoolTiers:
             return
         try:
             kept = await in_thread(keeper.load_marks)
-            self._heard[name] = frozenset(kept)
             known = await self._take_marks(kept)
+            self._heard[name] = frozenset(kept)
             if missing := [mark for mark in known if mark not in set(kept)]:
                 await in_thread(partial(keeper.keep_marks, missing))
         except Exception:
@@ -164,10 +165,15 @@ class PoolTiers:
             except Exception as error:  # noqa: BLE001  a tier is code of others too, and is asked again
                 self._count_error(name, "marks_failed", error)
                 continue
-            new, self._heard[name] = [mark for mark in kept if mark not in self._heard[name]], frozenset(kept)
+            new = [mark for mark in kept if mark not in self._heard[name]]
+            try:
+                await self._take_marks(new)
+            except KVServiceError as error:  # all of them are taken again in the next round
+                self._count_error(name, "marks_failed", error)
+                continue
+            self._heard[name] = frozenset(kept)
             if new:
                 log.info("marks_taken", extra={"tier": name, "count": len(new)})
-                await self._take_marks(new)
 
     async def marks_known(self, names: Iterable[str], seconds: float) -> bool:
         """Wait until these tiers have told what was cleared, or cannot be used, for so long. False: some have not."""

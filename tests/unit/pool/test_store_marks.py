@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvservice.core.acquire import clearing
 from kvservice.core.block.keys import span_route
 from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.messages import SealItem
@@ -26,6 +27,7 @@ from kvservice.tier.objects import ObjectTier
 from kvservice.units import MiB, NodeId
 
 CHAIN = make_chain(3)
+TENANT_MARK = Mark(MarkKind.TENANT, time.time(), "acme")
 Opened = Callable[..., Awaitable[PoolRuntime]]
 
 
@@ -135,6 +137,38 @@ async def test_a_store_whose_marks_cannot_be_read_is_not_used(opened: Opened, mo
     await eventually_async(lambda: pool.tier_states()[0].phase is TierPhase.FAILED, "the store is given up")
     assert "may not be listed" in pool.tier_states()[0].detail
     await store(pool)
+
+
+async def test_a_node_whose_clock_is_late_does_not_use_the_store(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot apply a clear of its future, and takes the others. When its clock is set, the store is used."""
+    monkeypatch.setattr(pool_tiers, "REOPEN_SECONDS_MIN", 0.02)
+    first, ahead = await opened("first"), Mark(MarkKind.EVERYTHING, time.time() + 400)
+    await is_open(first)
+    await asyncio.to_thread(first._tiers._open[OBJECTS].keep_marks, [ahead, TENANT_MARK])  # type: ignore[attr-defined]
+    await first.close()
+    late = await opened("late")
+    await eventually_async(lambda: late.tier_states()[0].phase is TierPhase.FAILED, "the store is not used")
+    assert "after this node's time: set the clocks" in late.tier_states()[0].detail
+    assert late.state.freshness.marks.all() == (TENANT_MARK,)
+    for module in (pool_runtime, clearing):
+        monkeypatch.setattr(module, "FUTURE_SECONDS_MAX", 1000.0)
+    await is_open(late)
+    assert ahead in late.state.freshness.marks.all()
+
+
+async def test_a_running_node_asks_again_for_marks_of_its_future(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_tiers, "MARKS_EVERY_SECONDS", 0.02)
+    pool, ahead = await opened("n"), Mark(MarkKind.EVERYTHING, time.time() + 400)
+    await is_open(pool)
+    await asyncio.to_thread(pool._tiers._open[OBJECTS].keep_marks, [ahead])  # type: ignore[attr-defined]
+    await eventually_async(lambda: pool.stats().counters.get("tier_objects_marks_failed", 0) > 2, "it is refused")
+    for module in (pool_runtime, clearing):
+        monkeypatch.setattr(module, "FUTURE_SECONDS_MAX", 1000.0)
+    await eventually_async(lambda: ahead in pool.state.freshness.marks.all(), "and taken in the end")
 
 
 async def test_a_store_that_hangs_holds_a_start_up_for_a_moment(
