@@ -199,8 +199,9 @@ MaxAge = Annotated[
     Seconds,
     Field(
         ge=0,
-        description="Blocks that were computed longer ago are not found any more and are removed, in memory and in "
-        "every tier. For those who must delete. 0: blocks stay until there is no room.",
+        description="Blocks that were computed longer ago are not found any more, and are removed from memory and "
+        "disks; what is in an object store stays there until its life-cycle rule deletes it. For those who must "
+        "delete. 0: blocks stay until there is no room.",
     ),
     Shown(unit="seconds"),
 ]

@@ -5,6 +5,7 @@ Both are really written and read, beside the blocks that lie there, and nothing 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -43,6 +44,7 @@ def disk_tier() -> Iterator[Check]:
     from kvservice.errors import KVServiceError
     from kvservice.private_files import check_directory
     from kvservice.tier.disk import DiskTier
+    from kvservice.tier.disk_io import DiskIO
 
     config = load_config()
     if not config.disk_path:
@@ -54,10 +56,10 @@ def disk_tier() -> Iterator[Check]:
         if there == path:
             check_directory(path)
         with tempfile.TemporaryDirectory(prefix=".kvservice-doctor-", dir=there) as folder:
-            tier = DiskTier(Path(folder) / "blocks")
+            tier = DiskTier(Path(folder) / "blocks", io=DiskIO(config.disk_io))
             tier.start()
             try:
-                found = tier.describe()
+                found, refused = tier.describe(), tier.counters()["io_refused"]
             finally:
                 tier.close()
     except (KVServiceError, OSError) as error:
@@ -67,15 +69,29 @@ def disk_tier() -> Iterator[Check]:
     how = "O_DIRECT" if found["direct"] else "through the page cache"
     advice = "" if found["direct"] else "a local ext4 or XFS file system is read without a copy by the kernel"
     detail = f"{path} on {found['file_system']}: a block written and read back, {how} ({found['disk_io']})"
-    yield Check("disk_tier", OK if found["direct"] else WARNING, detail, advice)
-    yield _room(there, config.disk_bytes)
+    if refused and config.disk_io != DiskIO.AUTO.value:
+        detail += f"; disk_io {config.disk_io} does not work there"
+        advice = "choose another disk_io, or a file system that can do it; the log of a shard's start says why"
+    yield Check("disk_tier", OK if found["direct"] and not advice else WARNING, detail, advice)
+    yield _room(there, config.disk_bytes, _bytes_in(path))
     yield _wear(there)
 
 
-def _room(path: Path, wanted: int) -> Check:
+def _bytes_in(path: Path) -> int:
+    """What the files below a folder take; 0 if there is none."""
+    found = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # a shard that runs has erased it meanwhile
+                found += os.lstat(os.path.join(folder, name)).st_blocks * SECTOR_BYTES  # noqa: PTH118  of many files
+    return found
+
+
+def _room(path: Path, wanted: int, held: int) -> Check:
+    """`held`: bytes of blocks that lie there already."""
     usage = shutil.disk_usage(path)
     detail = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free at {path}"
-    if wanted > usage.free + (usage.total - usage.free) * 0.5:
+    if wanted > usage.free + held:
         advice = "choose a smaller disk_bytes, or a larger disk; a full disk takes no more blocks and loses none"
         return Check("disk_room", WARNING, f"{detail}; disk_bytes is {format_bytes(wanted)}", advice)
     if usage.free < FREE_SHARE_MIN * usage.total:

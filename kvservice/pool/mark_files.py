@@ -13,11 +13,18 @@ from pathlib import Path
 
 from kvservice.core.block.marks import Mark, MarkKind, pack_marks, unpack_marks
 from kvservice.errors import ConfigError, Unavailable
+from kvservice.pool.tier_specs import DISK, TierSpec
 from kvservice.private_files import write_private
 
 log = logging.getLogger("kvservice.pool")
 
+BESIDE_SUFFIX = ".marks"  # of the file beside a disk's folder
 FILE_BYTES_MAX = 4 << 20  # far more than all marks and their keys take; a longer file is no file of marks
+
+
+def marks_beside(tiers: Sequence[TierSpec]) -> tuple[Path, ...]:
+    """Where the marks lie that outlive the memory: beside the folders of disks."""
+    return tuple(Path(tier.place + BESIDE_SUFFIX) for tier in tiers if tier.name == DISK)
 
 
 class MarkFiles:

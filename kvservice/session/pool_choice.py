@@ -15,6 +15,7 @@ from kvservice.core.segment.geometry import Geometry, plan_geometry
 from kvservice.discovery import choose_shard, find_shards
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.pool.eviction import find_policy
+from kvservice.pool.mark_files import marks_beside
 from kvservice.pool.port import PoolPort
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
@@ -101,6 +102,7 @@ def embedded(options: PoolOptions, geometry: Geometry, node_id: NodeId) -> Calla
             tiers=tiers,
             max_age_seconds=options.max_age_seconds,
             coders=coders,
+            mark_files=marks_beside(tiers),
         )
         pool = await PoolRuntime.open(config)
         return watched(pool, options.metrics_port) if options.metrics_port else pool

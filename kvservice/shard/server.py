@@ -45,10 +45,11 @@ from kvservice.memory.segment import Segment, segment_path
 from kvservice.observe.condition import Condition
 from kvservice.observe.timings import Timings
 from kvservice.pool.eviction import find_policy
+from kvservice.pool.mark_files import marks_beside
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_factory import open_coders
-from kvservice.pool.tier_specs import DISK, disk_bytes, disk_folder, find_tiers
+from kvservice.pool.tier_specs import disk_bytes, disk_folder, find_tiers
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.engine_socket import EngineSocket
 from kvservice.shard.missed_marks import marks_of_others
@@ -160,7 +161,6 @@ class ShardServer:
             )
             self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls, secret, mirror)
         tiers = await find_tiers(config.settings, self._owner)
-        disks = [Path(f"{tier.place}.{discovery.MARKS_NAME}") for tier in tiers if tier.name == DISK]
         self._pool = await PoolRuntime.open(
             PoolConfig(
                 config.node_id,
@@ -177,7 +177,7 @@ class ShardServer:
                 spill=config.settings.spill == "evicted",
                 max_age_seconds=config.settings.max_age_seconds,
                 coders=coders,
-                mark_files=(directory / discovery.MARKS_NAME, *disks),
+                mark_files=(directory / discovery.MARKS_NAME, *marks_beside(tiers)),
                 wall_clock=self._wall_clock,
             ),
             reads=reads,

@@ -179,7 +179,7 @@ class DiskTier:
         if removed:
             self._note([pack_erased(key) for key in removed], -len(removed))
         with self._removed:
-            self._counters["erased_files"] += len(removed)
+            self._counters["erased"] += len(removed)
             self._removing -= going
             self._removed.notify_all()
 

@@ -381,7 +381,7 @@ class ObjectTier:
         try:
             is_erased = self._objects.may_ask(time.monotonic()) and await self._objects.delete(keys)
         finally:
-            self._counters["erased_objects" if is_erased else "erases_dropped"] += len(keys)
+            self._counters["erased" if is_erased else "erases_dropped"] += len(keys)
             self._erases -= 1
             self._pump()
 

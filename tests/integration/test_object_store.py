@@ -88,7 +88,7 @@ def test_another_cluster_finds_and_reads_what_one_wrote(
         assert theirs.write(*range(20)) == (WriteResult.OK,) * 20
         assert front.counts["PUT"] == puts, "what is known to be there is not written again"
         other.erase([theirs.block(number).key for number in range(5, 25)])
-        eventually(lambda: other.counters().get("erased_objects") == 20, "they are erased")
+        eventually(lambda: other.counters().get("erased") == 20, "they are erased")
         assert theirs.read(theirs.block(4), theirs.block(5))[0] == (PullResult.OK, PullResult.STALE)
     finally:
         other.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from kvservice.cli.doctor_check import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.cli.doctor_tiers import Wear, disk_tier, object_store, read_wear
+from kvservice.units import MiB
 
 
 def only(checks: list[Check], name: str) -> Check:
@@ -40,6 +42,27 @@ def test_a_disk_too_small_for_its_setting_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("KVSERVICE_DISK_BYTES", "900TiB")
     room = only(list(disk_tier()), "disk_room")
     assert room.status == WARNING and "900.0 TiB" in room.detail and "smaller disk_bytes" in room.advice
+
+
+def test_blocks_that_lie_there_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "blocks"
+    place.mkdir(mode=0o700)
+    (place / "one").write_bytes(bytes(64 * MiB))
+    monkeypatch.setenv("KVSERVICE_DISK_PATH", str(place))
+    usage = shutil.disk_usage(place)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=usage.total // 2))
+    for more, status in ((32 * MiB, OK), (128 * MiB, WARNING)):
+        monkeypatch.setenv("KVSERVICE_DISK_BYTES", str(usage.total // 2 + more))
+        assert only(list(disk_tier()), "disk_room").status == status
+
+
+def test_the_way_that_is_set_is_the_way_that_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVICE_DISK_PATH", str(tmp_path))
+    monkeypatch.setenv("KVSERVICE_DISK_IO", "buffered")
+    assert "(buffered)" in only(list(disk_tier()), "disk_tier").detail
+    monkeypatch.setenv("KVSERVICE_DISK_IO", "gds")
+    row = only(list(disk_tier()), "disk_tier")
+    assert row.status == WARNING and "disk_io gds does not work there" in row.detail
 
 
 def test_a_disk_that_cannot_be_used_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

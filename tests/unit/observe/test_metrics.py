@@ -18,13 +18,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from kvservice.core.block.tenants import TenantUsage
+from kvservice.core.events import PullResult
 from kvservice.core.messages import CodecDrift, PoolStats, TierFigures, UsageRow
 from kvservice.core.store.guard import Rule
 from kvservice.core.store.worth import RuleState
 from kvservice.observe import logs
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, LookupNumbers
-from kvservice.observe.metrics import COUNTERS, ShardCollector, transport_of
+from kvservice.observe.metrics import COUNTERS, TIER_COUNTERS, ShardCollector, transport_of
 from kvservice.observe.timings import Timings
 from kvservice.units import BootEpoch, NodeId
 
@@ -148,6 +149,13 @@ def test_the_table_names_no_counter_that_nobody_counts() -> None:
     counted |= {f"transfer_{name}" for name in counted}  # the pool prefixes those of the puller
     composed = ("pull_", "evicted_", "eviction_")  # of an enum's values, of a choice, of a policy's rule
     assert {name for name in COUNTERS if not name.startswith(composed)} <= counted
+
+
+def test_the_table_names_no_counter_of_a_tier_that_nobody_counts() -> None:
+    folders = ("core", "pool", "tier")
+    text = "\n".join(path.read_text() for folder in folders for path in (ROOT / "kvservice" / folder).rglob("*.py"))
+    counted = {name for name in TIER_COUNTERS if f'"{name}"' in text or f'}}_{name}"' in text}
+    assert set(TIER_COUNTERS) - counted == {f"read_{result.value}" for result in PullResult} & set(TIER_COUNTERS)
 
 
 def test_what_dashboards_and_alerts_ask_for_is_there_at_once() -> None:

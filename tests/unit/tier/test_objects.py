@@ -128,7 +128,7 @@ def test_absent_objects_are_asked_for_again(
 def test_erased_objects_are_gone_and_written_again(tmp_path: Path, tier: ObjectTier, blocks: BlocksOfTier) -> None:
     blocks.write(1, 2)
     tier.erase([blocks.block(number).key for number in (9, 1, 8, 2)])  # some never were there
-    eventually(lambda: tier.counters().get("erased_objects", 0) == 4, "both are erased")
+    eventually(lambda: tier.counters().get("erased", 0) == 4, "both are erased")
     assert not path_of(tmp_path, 1).exists() and not path_of(tmp_path, 2).exists()
     assert blocks.write(1) == (WriteResult.OK,) and path_of(tmp_path, 1).exists()
 
