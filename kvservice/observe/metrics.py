@@ -123,8 +123,8 @@ COUNTERS: Mapping[str, str] = {
 }
 # Why the prefix of an acquire was cut short: the values of core.messages.MissReason.
 REASONS = (
-    *("never_stored", "tier_not_open", "deadline", "slower_than_recompute", "lookup_failed", "peer_failed"),
-    *("stale", "corrupt", "window", "no_room", "quota", "draining", "detached"),
+    *("never_stored", "tier_not_open", "tier_not_asked", "deadline", "slower_than_recompute", "lookup_failed"),
+    *("peer_failed", "stale", "corrupt", "window", "no_room", "quota", "draining", "detached"),
 )
 # First words of counters whose last words are a reason -> help text. Exported as kvservice_<words>_total{reason}.
 CUTS: Mapping[str, str] = {

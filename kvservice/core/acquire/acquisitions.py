@@ -38,6 +38,7 @@ from kvservice.core.actions import Follow, Probe, ReleaseRemote, Resolve
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.context import ShardContext
 from kvservice.core.events import Followed, Probed
+from kvservice.core.explain.records import TIER_MARK
 from kvservice.core.messages import (
     AcquireRequest,
     FollowResult,
@@ -284,6 +285,8 @@ class Acquisitions:
             acquisition.end(index, MissReason.LOOKUP_FAILED)
         elif (tier := self._tiers.not_open()) is not None:
             acquisition.end(index, MissReason.TIER_NOT_OPEN, tier.node_id)
+        elif left_out := acquisition.not_asked or self._tiers.not_read(acquisition.request.keys[index]):
+            acquisition.end(index, MissReason.TIER_NOT_ASKED, left_out)
         else:
             acquisition.end(index, MissReason.NEVER_STORED)
 
@@ -385,14 +388,14 @@ class Acquisitions:
 
     def _whom(self, acquisition: Acquisition, missing: list[int], now: float) -> tuple[str, ...]:
         """The directory, and the shared tiers that may give the missing blocks sooner than they are computed."""
-        count, size = len(missing), acquisition.payload_bytes
-        recompute = acquisition.request.recompute_seconds_per_block
+        count, size, request = len(missing), acquisition.payload_bytes, acquisition.request
         shared = [
             name
             for name in self._tiers.shared
             if self._tiers.may_probe(name, size, now)
-            and self._estimates.of(tier_holder(name)).asks(count, size, recompute)
+            and self._estimates.of(tier_holder(name)).asks(count, size, request.recompute_seconds_per_block)
         ]
+        acquisition.not_asked = next((f"{TIER_MARK}{name}" for name in self._tiers.shared if name not in shared), "")
         return (*([DIRECTORY] if self._shard.has_directory else []), *shared)
 
     def _take_local(self, acquisition: Acquisition, indices: Iterable[int]) -> list[int]:

@@ -34,6 +34,7 @@ class MissCause(Enum):
 
     NEVER_STORED = "never_stored"
     TIER_NOT_OPEN = "tier_not_open"
+    TIER_NOT_ASKED = "tier_not_asked"
     OTHER_FINGERPRINT = "other_fingerprint"
     OTHER_CACHE_SALT = "other_cache_salt"
     NOT_SEALED_YET = "not_sealed_yet"
@@ -87,6 +88,8 @@ _OF_TIER = {
     MissCause.OWNER_GONE: "{} failed to read it",
     MissCause.CORRUPT: "what {} gave did not match its digest",
     MissCause.TIER_NOT_OPEN: "no node had it, and {}, which may have it, was not open: see `kvservice status`",
+    MissCause.TIER_NOT_ASKED: "no node had it, and {}, which may have it, was not asked: it owes an answer, or was "
+    "measured to be slower than recomputing",
 }
 _DROPPED = {  # evictions that made room for nobody
     EvictionCause.CORRUPT.value: "found its bytes wrong {} before",
@@ -94,7 +97,11 @@ _DROPPED = {  # evictions that made room for nobody
     EvictionCause.AGED.value: "dropped it {} before, because it was older than max_age_seconds",
 }
 _SINCE = "; the engine that asked has stored it since"
-_NEVER = (MissReason.NEVER_STORED, MissReason.TIER_NOT_OPEN, MissReason.NONE)
+_WITHOUT_TIER = {
+    MissReason.TIER_NOT_OPEN: MissCause.TIER_NOT_OPEN,
+    MissReason.TIER_NOT_ASKED: MissCause.TIER_NOT_ASKED,
+}
+_NEVER = (MissReason.NEVER_STORED, *_WITHOUT_TIER, MissReason.NONE)
 _OF_NODE = {  # how a block was lost with its node
     EvictionCause.DRAIN.value: "left the service, and nobody took it over",
     EvictionCause.OWNER_DIED.value: "fell silent",
@@ -288,9 +295,9 @@ def _from_history(request: RecordedRequest, evidence: Evidence, index: int) -> D
     if evidence.other_fingerprints:
         text = f"never stored under this fingerprint; {evidence.other_fingerprints[0]}"
         return _missed(index, MissCause.OTHER_FINGERPRINT, "", text)
-    if request.miss is MissReason.TIER_NOT_OPEN:
-        text = _OF_TIER[MissCause.TIER_NOT_OPEN].format(request.miss_node)
-        return _missed(index, MissCause.TIER_NOT_OPEN, request.miss_node, text)
+    without = _WITHOUT_TIER.get(request.miss)
+    if without is not None:
+        return _missed(index, without, request.miss_node, _OF_TIER[without].format(request.miss_node))
     own = first is not None and first.engine == request.engine
     return _missed(index, MissCause.NEVER_STORED, "", _TEXT[MissCause.NEVER_STORED] + (_SINCE if own else ""))
 

@@ -116,6 +116,11 @@ class Tiers:
         """A tier that may have anything, because it has not opened yet or cannot be opened."""
         return next((tier.holder for tier in self._tiers.values() if not tier.is_open), None)
 
+    def not_read(self, key: BlockKey) -> str:
+        """A tier of this node that has the block and was not asked for it, as a node; "" when there is none."""
+        having = (tier.holder.node_id for tier in self._tiers.values() if tier.books is not None and key in tier.books)
+        return next(having, "")
+
     def hides(self, key: BlockKey) -> bool:
         """Whether nobody need hear that memory has got or lost this block: what a tier has is announced already, and
         stays announced."""

@@ -245,6 +245,7 @@ def test_a_block_with_wrong_bytes_is_said_to_be_so() -> None:
         (MissReason.PEER_FAILED, MissCause.OWNER_GONE, "~disk failed to read it"),
         (MissReason.CORRUPT, MissCause.CORRUPT, "what ~disk gave did not match"),
         (MissReason.TIER_NOT_OPEN, MissCause.TIER_NOT_OPEN, "~disk, which may have it, was not open"),
+        (MissReason.TIER_NOT_ASKED, MissCause.TIER_NOT_ASKED, "~disk, which may have it, was not asked"),
     ],
 )
 def test_a_miss_of_a_tier_names_the_tier(miss: MissReason, miss_cause: MissCause, text: str) -> None:

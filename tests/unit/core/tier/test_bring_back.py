@@ -258,7 +258,7 @@ def test_a_slow_store_is_not_asked_for_what_is_computed_sooner() -> None:
     harness.tier_work.clear()
     for _ in range(32):
         op = harness.acquire(engine, chain, recompute=0.01)
-        assert harness.result(op).miss is MissReason.NEVER_STORED and not harness.tier_work
+        assert harness.result(op).miss is MissReason.TIER_NOT_ASKED and not harness.tier_work
     op = harness.acquire(engine, chain, recompute=0.01)
     assert isinstance(harness.tier_work.pop(), act.Probe), "now and then it is tried again"
     harness.probed(op, 0)
@@ -330,7 +330,7 @@ def test_a_tier_that_hangs_costs_one_request_its_time() -> None:
     assert len(harness.reads()) == 1, "it owes an answer"
     harness.advance(6.0)
     op = harness.acquire(engine, CHAIN, timeout=1.0)
-    assert harness.result(op).miss is MissReason.NEVER_STORED
+    assert harness.result(op).miss is MissReason.TIER_NOT_ASKED
     assert harness.slots("writing") == 1 and harness.state.tier_usage()[0].reading_bytes == SMALL
     harness.brought(read, OK)
     assert harness.slots("writing") == 0 and CHAIN[0] in harness.keys_held()

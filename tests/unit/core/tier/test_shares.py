@@ -84,7 +84,7 @@ def test_reads_of_two_requests_share_the_share() -> None:
     for _ in range(3):
         harness.brought(harness.reads()[0], OK)
     assert [harness.result(op).tier_count for op in (first, second, last)] == [3, 6, 6]
-    assert harness.result(last).miss is MissReason.NEVER_STORED, "no room for it when it asked"
+    assert harness.result(last).miss is MissReason.TIER_NOT_ASKED, "no room for it when it asked"
 
 
 def test_the_next_holder_is_asked_for_the_rest_at_once() -> None:
