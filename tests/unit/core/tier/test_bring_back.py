@@ -10,7 +10,7 @@ from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.block.marks import MarkKind
 from kvservice.core.events import PullResult
-from kvservice.core.messages import AcquireRequest, AcquireResult, LocateResult, MissReason
+from kvservice.core.messages import AcquireRequest, AcquireResult, LocateResult, MissReason, WarmResult
 from kvservice.core.tier.rules import TierRules, WriteMoment
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import SMALL, CoreHarness, make_chain, make_holder, make_located, run_of
@@ -264,6 +264,21 @@ def test_a_slow_store_is_not_asked_for_what_is_computed_sooner() -> None:
     harness.probed(op, 0)
     harness.acquire(engine, chain, recompute=0.01)
     assert not harness.tier_work, "and not at once again"
+
+
+# -- what is warmed ----
+
+
+def test_what_is_warmed_is_read_behind_what_engines_wait_for() -> None:
+    harness, engine = on_disk(has_directory=False)
+    op = harness.warm(CHAIN)
+    (warming,) = harness.reads()
+    assert not warming.urgent and [block.key for block, _ in warming.items] == list(CHAIN)
+    asked = harness.acquire(engine, CHAIN)
+    assert harness.reads() == [warming], "it waits for what is on its way"
+    harness.brought(warming, OK)
+    assert len(harness.result(asked).blocks) == len(CHAIN)
+    assert harness.reply(op) == WarmResult(4, 0, (("~disk", 4),), 4, 30.0, MissReason.NONE)
 
 
 # -- the cheapest source ----
