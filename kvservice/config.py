@@ -359,7 +359,7 @@ class ServiceConfig(Settings):
     objects_write: Annotated[ObjectsWrite, Shown(chart="tiers.objects.write")] = "evicted"
     objects_codec: Annotated[CodecName, Shown(chart="tiers.objects.codec")] = "none"
     objects_namespace: Annotated[ObjectsNamespace, Shown(chart="tiers.objects.namespace")] = "default"
-    codec_key_file: CodecKeyFile = ""
+    codec_key_file: Annotated[CodecKeyFile, Shown(chart="tiers.codecKeySecretName")] = ""
     max_age_seconds: Annotated[MaxAge, Shown(chart="tiers.maxAgeSeconds")] = 0.0
 
     accept_spill: Flag = False

@@ -26,6 +26,9 @@ objects_codec = {{ .codec | quote }}
 objects_namespace = {{ .namespace | quote }}
 {{- end }}
 {{- end }}
+{{- if .Values.tiers.codecKeySecretName }}
+codec_key_file = "{{ include "kvservice.codecKeyDir" . }}/codec.key"
+{{- end }}
 max_age_seconds = {{ .Values.tiers.maxAgeSeconds }}
 spill = {{ .Values.tiers.spill | quote }}
 transport = {{ .Values.cache.transport | quote }}

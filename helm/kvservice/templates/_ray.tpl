@@ -23,6 +23,7 @@
 {{- with include "kvservice.diskMount" . }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tlsMount" . }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tenantsMount" . }}{{ . | nindent 0 }}{{ end }}
+{{- with include "kvservice.codecKeyMount" . }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tokenMount" . }}{{ . | nindent 0 }}{{ end }}
 {{- with .Values.ray.extraVolumeMounts }}
 {{ toYaml . }}
@@ -40,6 +41,7 @@
 {{- with include "kvservice.diskVolume" .root }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tlsVolume" .root }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tenantsVolume" .root }}{{ . | nindent 0 }}{{ end }}
+{{- with include "kvservice.codecKeyVolume" .root }}{{ . | nindent 0 }}{{ end }}
 {{- with include "kvservice.tokenVolume" .root }}{{ . | nindent 0 }}{{ end }}
 {{- with .root.Values.ray.extraVolumes }}
 {{ toYaml . }}

@@ -31,6 +31,22 @@
 {{- end }}
 {{- end -}}
 
+{{/* The key of blocks that belong to no tenant, in the pods of shards. Each of these is empty without its secret. */}}
+{{- define "kvservice.codecKeyDir" -}}/etc/kvservice-codec{{- end -}}
+
+{{- define "kvservice.codecKeyMount" -}}
+{{- if .Values.tiers.codecKeySecretName -}}
+- {name: codec-key, mountPath: {{ include "kvservice.codecKeyDir" . }}, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "kvservice.codecKeyVolume" -}}
+{{- with .Values.tiers.codecKeySecretName -}}
+- name: codec-key
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- end -}}
+
 {{/* Credentials of the object store, as variables of every key of the secret. */}}
 {{- define "kvservice.objectsEnvFrom" -}}
 {{- if and .Values.tiers.objects.url .Values.tiers.objects.secretName -}}
