@@ -177,6 +177,7 @@ class DiskTier:
             except OSError:
                 self._count(erases_failed=1)
         if removed:
+            failpoint("tier.erase")
             self._note([pack_erased(key) for key in removed], -len(removed))
         with self._removed:
             self._counters["erased"] += len(removed)

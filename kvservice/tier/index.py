@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvservice.core.tier.tier_block import TierBlock
+from kvservice.observe.failpoints import failpoint
 from kvservice.units import BlockKey, SpanRoute
 
 log = logging.getLogger("kvservice.tier")
@@ -160,6 +161,7 @@ class IndexLog:
                 with os.fdopen(os.dup(descriptor), "wb") as file:
                     file.write(pack_head())
                     file.writelines(rows)
+                failpoint("tier.anew")
                 os.replace(draft, INDEX_NAME, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             except BaseException:
                 os.close(descriptor)

@@ -182,13 +182,17 @@ def test_a_claim_without_a_name_is_made_for_each_pod() -> None:
 
 @pytest.mark.parametrize(("base", "component"), [(STANDALONE, "shard"), (RAY, "worker")])
 def test_the_key_of_blocks_of_nobody_is_mounted(base: str, component: str) -> None:
-    objects = rendered(base, "tiers.codecKeySecretName=at-rest", "tiers.disk.codec=aesgcm", "tiers.disk.volume=hostPath")
+    objects = rendered(
+        base, "tiers.codecKeySecretName=at-rest", "tiers.disk.codec=aesgcm", "tiers.disk.volume=hostPath"
+    )
     secret = volume(pod(objects, component), "codec-key")["secret"]
     assert secret == {"secretName": "at-rest", "defaultMode": 0o440}, "others than its user must not read it"
     path = settings(objects)["codec_key_file"]
     mounts = {each["name"]: each["mountPath"] for each in pod(objects, component).spec["containers"][0]["volumeMounts"]}
     assert path == f"{mounts['codec-key']}/codec.key"
-    assert "codec_key_file" not in settings(rendered(base)) and volume(pod(rendered(base), component), "codec-key") is None
+    assert (
+        "codec_key_file" not in settings(rendered(base)) and volume(pod(rendered(base), component), "codec-key") is None
+    )
 
 
 def test_memory_nodes_run_shards_that_accept_what_others_evict() -> None:

@@ -21,7 +21,7 @@ from kvservice.errors import KVServiceError
 from kvservice.memory.segment import segment_path
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
-from kvservice.units import NodeId
+from kvservice.units import BlockKey, MiB, NodeId
 from tests.failpoints import Failpoints
 from tests.integration.engine import Engine, attached, chain
 from tests.integration.test_two_nodes import leave
@@ -49,9 +49,20 @@ class DiskNode:
 
     async def restart(self) -> None:
         """Kill the shard, lose its memory, and start it."""
-        await asyncio.to_thread(self.cluster.kill, "n0", signal.SIGKILL)
-        segment_path(self.cluster.service, NodeId("n0")).unlink()
+        await asyncio.to_thread(self.lose)
         await asyncio.to_thread(self.cluster.start_shard, "n0")
+
+    def lose(self) -> None:
+        """Kill the shard, and lose its memory."""
+        self.cluster.kill("n0", signal.SIGKILL)
+        segment_path(self.cluster.service, NodeId("n0")).unlink()
+
+    def flip(self, key: BlockKey) -> None:
+        """Change a bit of a block's file."""
+        (path,) = [path for path in self.files() if path.stem == key.hex()]
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
 
     def files(self) -> list[Path]:
         return list(self.disk.rglob("*.safetensors"))
@@ -61,7 +72,7 @@ class DiskNode:
 
 
 @contextlib.contextmanager
-def with_disks(folder: Path, nodes: int = 1) -> Iterator[DiskNode]:
+def with_disks(folder: Path, nodes: int = 1, disk_bytes: int = 64 * MiB) -> Iterator[DiskNode]:
     """Each node has a folder of its own on one disk."""
     points = Failpoints(folder / "failpoints")
     points.folder.mkdir()
@@ -70,7 +81,7 @@ def with_disks(folder: Path, nodes: int = 1) -> Iterator[DiskNode]:
     environment = {
         **points.environment,
         "KVSERVICE_DISK_PATH": str(disk),
-        "KVSERVICE_DISK_BYTES": str(64 << 20),
+        "KVSERVICE_DISK_BYTES": str(disk_bytes),
         "KVSERVICE_DISK_WRITE": "stored",
     }
     with LocalCluster(nodes, 1, mirror_bytes=0, environment=environment) as cluster:
@@ -121,12 +132,8 @@ async def test_a_flipped_file_is_a_miss_and_is_computed_anew(node: DiskNode) -> 
     keys, engine = chain(next(_seeds), BLOCKS), await node.engine()
     await engine.store(keys)
     await node.written(BLOCKS)
-    await asyncio.to_thread(node.cluster.kill, "n0", signal.SIGKILL)
-    segment_path(node.cluster.service, NodeId("n0")).unlink()
-    broken = next(path for path in node.files() if path.stem == keys[2].hex())
-    data = bytearray(broken.read_bytes())
-    data[-1] ^= 1
-    broken.write_bytes(data)
+    await asyncio.to_thread(node.lose)
+    node.flip(keys[2])
     await asyncio.to_thread(node.cluster.start_shard, "n0")
     await leave(engine)
     engine = await node.engine()
@@ -134,6 +141,49 @@ async def test_a_flipped_file_is_a_miss_and_is_computed_anew(node: DiskNode) -> 
     assert len((await engine.read_all(keys)).blocks) == 2
     await engine.store(keys, start=2)
     assert len((await engine.read_all(keys)).blocks) == BLOCKS
+    await leave(engine)
+
+
+@pytest.mark.slow
+async def test_a_shard_killed_while_it_erases_forgets_the_file(tmp_path: Path) -> None:
+    """The file is gone, and the index has it still: a miss, and stored again."""
+    count = 40
+    first, second = chain(next(_seeds), count), chain(next(_seeds), count)
+    with with_disks(tmp_path, disk_bytes=4 * MiB) as node:  # room for 60 blocks of 64 KiB with their headers
+        engine = await node.engine()
+        await engine.store(first)
+        await node.written(count)
+        node.failpoints.arm("tier.erase")
+        await engine.store(second)
+        await asyncio.to_thread(node.failpoints.hit, "tier.erase")
+        await node.restart()
+        await leave(engine)
+        engine = await node.engine()
+        for keys in (first, second):
+            begin = len((await engine.read_all(keys)).blocks)  # compares every byte that is promised
+            await engine.store(keys, start=begin)
+            assert len((await engine.read_all(keys)).blocks) == count
+        books = node.cluster.accounting("n0")
+        assert books.balanced, books.violation
+        await leave(engine)
+
+
+@pytest.mark.slow
+async def test_a_shard_killed_while_it_writes_its_index_keeps_all(node: DiskNode) -> None:
+    """Each start writes the index anew: the old one counts until the new one is whole."""
+    keys, engine = chain(next(_seeds), BLOCKS), await node.engine()
+    await engine.store(keys)
+    await node.written(BLOCKS)
+    await asyncio.to_thread(node.lose)
+    node.failpoints.arm("tier.anew")
+    await asyncio.to_thread(node.cluster.start_shard, "n0", wait=False)
+    await asyncio.to_thread(node.failpoints.hit, "tier.anew")
+    await asyncio.to_thread(node.cluster.kill, "n0", signal.SIGKILL)
+    await asyncio.to_thread(node.cluster.start_shard, "n0")
+    await leave(engine)
+    engine = await node.engine()
+    assert len((await engine.read_all(keys)).blocks) == BLOCKS
+    assert not list(node.disk.rglob("index.new")), "a draft of the index stayed"
     await leave(engine)
 
 

@@ -64,6 +64,13 @@ class TestDirect(TierContract):
     def place(self, tmp_path: Path) -> DiskPlace:
         return DiskPlace(tmp_path / "blocks", DiskIO.AUTO)
 
+    def test_it_is_what_reads_and_writes(self, place: DiskPlace) -> None:
+        tier = StartedTier(place.make())
+        described = tier.tier.describe()  # type: ignore[attr-defined]
+        tier.close()
+        if not described["direct"]:
+            pytest.skip(f"{described['file_system']} has no direct access: this class ran through the page cache")
+
 
 class TestBuffered(TierContract):
     @pytest.fixture
