@@ -24,17 +24,21 @@ DISKS = (4, 16)  # sizes of the disk, in memories
 NODES = 8
 
 
-def study(trace: Trace, processes: int, *, settings: bool) -> dict[str, object]:
-    """One traffic: without a tier, and with disks. With `settings` also each moment to write, and several nodes."""
+MOMENTS = ("evicted", "stored", "reused")
+
+
+def study(trace: Trace, processes: int, *, nodes: bool) -> dict[str, object]:
+    """One traffic: without a tier, with disks, and with each moment to write. With `nodes` also several nodes, and an
+    object store that they share."""
     memory = max(trace.unique_count // MEMORY_SHARE, 1)
     count_from = len(trace.requests) // 2
     plan = Plan([memory], count_from=count_from)
     disk = memory * DISKS[0]
     runs = [ReplayRun("default", memory, below=below) for below in (Below(), *(Below(memory * each) for each in DISKS))]
-    if settings:
-        runs += [ReplayRun("default", memory, below=Below(disk, write)) for write in ("stored", "reused")]
-        belows = (Below(), Below(disk), Below(objects=trace.unique_count))
-        runs += [ReplayRun("default", memory, NODES, below=below) for below in belows]
+    runs += [ReplayRun("default", memory, below=Below(disk, write)) for write in MOMENTS[1:]]
+    if nodes:
+        stores = [Below(objects=trace.unique_count, objects_write=write) for write in MOMENTS]
+        runs += [ReplayRun("default", memory, NODES, below=below) for below in (Below(), Below(disk), *stores)]
     rows = [
         {
             "nodes": run.nodes,
@@ -71,11 +75,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=default_out("disk_worth"))
     given = parser.parse_args()
     traffic: dict[str, object] = {
-        name: study(make_trace(workload, given.seed, name), 1, settings=False) for name, workload in WORKLOADS.items()
+        name: study(make_trace(workload, given.seed, name), given.processes, nodes=False)
+        for name, workload in WORKLOADS.items()
     }
     if given.trace.is_file():
         trace = read_trace(given.trace)
-        traffic["Mooncake's conversations"] = study(trace, given.processes, settings=True)
+        traffic["Mooncake's conversations"] = study(trace, given.processes, nodes=True)
     else:
         print(f"{given.trace} does not exist, so only synthetic traces were played")
     print(write_report("disk_worth", {"seed": given.seed, "traffic": traffic}, given.out))

@@ -57,13 +57,24 @@ def disk_worth(figures: Figures) -> str:
     traffic = figures["traffic"]
     for name, found in traffic.items():
         alone, *disks = found["runs"][:3]
-        shares = [f"{run['disk_read_bytes'] / run['disk_written_bytes']:.2f}" for run in disks]
+        shares = [_read_share(run) for run in disks]
         rates = [f"{100 * rate:.1f} %" for rate in (found["hit_rate_max"], *(r["hit_rate"] for r in (alone, *disks)))]
         lines.append(f"| {name} | {' | '.join(rates)} | {', '.join(shares)} |")
+    lines += [
+        "",
+        "With a disk of 4 memories, by when a block is written: hits, and what is read for each byte written.",
+        "",
+    ]
+    lines += ["| traffic | `evicted` | `stored` | `reused` |", "|---|---|---|---|"]
+    for name, found in traffic.items():
+        by_moment = {run["write"]: run for run in found["runs"] if run["nodes"] == 1 and run["disk_memories"] == 4}
+        cells = [f"{100 * run['hit_rate']:.1f} %, {_read_share(run)}" for run in by_moment.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", "Of Mooncake's trace, with 128 KiB a token and disks of 4 memories (all nodes together):", ""]
     lines += ["| nodes | tier | written | hits | from the own tier | written in an hour | drive writes a day |"]
     lines += ["|---|---|---|---|---|---|---|"]
-    for run in next((found["runs"] for found in traffic.values() if len(found["runs"]) > 3), []):
+    of_nodes = (found["runs"] for found in traffic.values() if any(run["nodes"] > 1 for run in found["runs"]))
+    for run in next(of_nodes, []):
         tier = "objects" if run["objects"] else "disk"
         if run["disk_memories"] in (0, 4) and (run["objects"] or run["disk_memories"]):
             hour = run[f"{tier}_written_bytes_a_day"] / 24
@@ -72,6 +83,11 @@ def disk_worth(figures: Figures) -> str:
                 f"{100 * run[f'{tier}_rate']:.1f} % | {hour / 1e12:.1f} TB | {_drive_writes(run)} |"
             )
     return "\n".join(lines)
+
+
+def _read_share(run: Figures) -> str:
+    written = run["disk_written_bytes"]
+    return f"{run['disk_read_bytes'] / written:.2f}" if written else "–"
 
 
 def _drive_writes(run: Figures) -> str:
