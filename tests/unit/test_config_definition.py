@@ -48,8 +48,8 @@ def test_every_setting_but_computed_ones_is_in_the_chart() -> None:
     template = (CHART / "templates" / "_config.tpl").read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     # `lookup` is computed; `traces` needs variables of OpenTelemetry and goes with them, by extraEnv; `accept_spill` is
-    # of single nodes; `codec_key_file` needs a secret that is mounted, and tenants have secrets of their own.
-    assert set(ServiceConfig.model_fields) - set(BY_CHART) == {"lookup", "traces", "accept_spill", "codec_key_file"}
+    # of single nodes.
+    assert set(ServiceConfig.model_fields) - set(BY_CHART) == {"lookup", "traces", "accept_spill"}
     for name, path in BY_CHART.items():
         *groups, key = path.split(".")
         assert key in functools.reduce(lambda found, group: found[group], groups, values)

@@ -64,7 +64,7 @@ class TestDirect(TierContract):
     def place(self, tmp_path: Path) -> DiskPlace:
         return DiskPlace(tmp_path / "blocks", DiskIO.AUTO)
 
-    def test_it_is_what_reads_and_writes(self, place: DiskPlace) -> None:
+    def test_it_has_direct_access_or_says_so(self, place: DiskPlace) -> None:
         tier = StartedTier(place.make())
         described = tier.tier.describe()  # type: ignore[attr-defined]
         tier.close()
