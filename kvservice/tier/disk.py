@@ -171,18 +171,20 @@ class DiskTier:
             self._to_erase -= going
             self._removing |= going
         removed = []
-        for key in going:
-            try:
-                removed += [key] if self._folder.remove(key) else []
-            except OSError:
-                self._count(erases_failed=1)
-        if removed:
-            failpoint("tier.erase")
-            self._note([pack_erased(key) for key in removed], -len(removed))
-        with self._removed:
-            self._counters["erased"] += len(removed)
-            self._removing -= going
-            self._removed.notify_all()
+        try:
+            for key in going:
+                try:
+                    removed += [key] if self._folder.remove(key) else []
+                except OSError:
+                    self._count(erases_failed=1)
+            if removed:
+                failpoint("tier.erase")
+                self._note([pack_erased(key) for key in removed], -len(removed))
+        finally:  # a write may wait for it
+            with self._removed:
+                self._counters["erased"] += len(removed)
+                self._removing -= going
+                self._removed.notify_all()
 
     def _note(self, rows: list[bytes], live: int) -> None:
         """Append rows to the index. `live` is how many more blocks there are than before."""
