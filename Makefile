@@ -58,7 +58,7 @@ LOCKED := $(wildcard requirements/*.lock) requirements/audit.txt requirements/do
 
 BENCHMARKS := $(filter-out __init__ committed goals crowd crowd_engine scale scale_figures soak stepped_shard wide guard report summary figures pictures layerwise_link mirror_reads tier_figures sharing sharing_table,$(basename $(notdir $(wildcard benchmarks/*.py))))
 # In the process of pytest and without vLLM, whose import starts processes.
-FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm --ignore tests/unit/connector/offloading -m "not processes"
+FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm --ignore tests/unit/connector/offloading -m "not processes and not slow"
 
 .PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all vllm-versions coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-sglang demo-tiers demo-two-engines bench bench-blend bench-engine bench-goals bench-guard bench-peers bench-scale soak bench-sharing bench-tiers figures gpu-carry gpu lock audit wheel release
 
@@ -144,7 +144,7 @@ distclean: clean ## Also remove the environments and the model
 
 ##@ Test
 
-test-fast: $(INSTALLED) ## Test single modules in less than a minute: no processes, no engine, no Ray
+test-fast: $(INSTALLED) ## Test single modules in a few minutes: no processes, no engine, no Ray
 	KVSERVICE_TEST_NO_PROCESSES=1 $(BIN)/python -m pytest -q $(FAST)
 
 test: $(INSTALLED) $(MODEL) ## Run the gate: every test but the slow ones, in parallel lanes

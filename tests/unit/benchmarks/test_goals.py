@@ -106,6 +106,7 @@ def test_a_goal_without_a_bound_is_refused(tmp_path: Path) -> None:
     ],
     ids=["met", "missed", "nothing tried", "unclean"],
 )
+@pytest.mark.processes
 def test_the_command_fails_for_what_nobody_can_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, tried: str, commit: str, code: int
 ) -> None:
@@ -120,6 +121,7 @@ def test_the_command_fails_for_what_nobody_can_check(
     assert goals.main() == code
 
 
+@pytest.mark.processes
 def test_a_commit_of_another_history_is_named(tmp_path: Path) -> None:
     found = results(tmp_path, {}, commit="0" * 12)
     assert goals.unknown_commits(["some"], found) == [f"some.json: its commit {'0' * 12} is not in this history"]

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.report import command_line
 
 
+@pytest.mark.processes
 def test_another_checkout_stands_in_a_command_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
     subprocess.run([*git, "init", "-q"], check=True)

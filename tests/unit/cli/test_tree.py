@@ -104,6 +104,7 @@ def test_help_ends_with_the_examples(words: tuple[str, ...]) -> None:
     assert "Traceback" not in shown.output
 
 
+@pytest.mark.processes
 def test_python_m_and_version_are_the_command() -> None:
     for arguments, said in ((["--version"], f"kvservice {kvservice.__version__}\n"), (["-h"], "Usage: kvservice ")):
         done = subprocess.run(
@@ -122,6 +123,7 @@ def test_python_m_and_version_are_the_command() -> None:
         ("kvservice config show pool", {"pool_bytes"}),
     ],
 )
+@pytest.mark.processes
 def test_completion_offers_commands_options_and_values(typed: str, offered: set[str]) -> None:
     words = typed.split(" ")
     variables = {

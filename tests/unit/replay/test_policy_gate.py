@@ -96,6 +96,7 @@ def test_it_is_no_worse_than_the_better_of_the_others() -> None:
     assert is_good(found, **GATE), found
 
 
+@pytest.mark.processes
 def test_it_is_no_worse_on_seeds_of_the_commit() -> None:
     found = points(GuardedWorth, derived(10))
     assert is_good(found, **TEN), (commit(), found)
@@ -108,6 +109,7 @@ def test_a_policy_that_is_worse_is_noticed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.processes
 def test_it_is_no_worse_on_a_hundred_of_the_commit() -> None:
     """Takes about five minutes of a core."""
     found = points(GuardedWorth, derived(100), MANY_SHARES, MANY_BLOCKS)
