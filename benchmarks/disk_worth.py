@@ -22,8 +22,6 @@ from kvservice.replay.trace import Trace, read_trace
 MEMORY_SHARE = 32  # of the different blocks, one part fits into the memory
 DISKS = (4, 16)  # sizes of the disk, in memories
 NODES = 8
-
-
 MOMENTS = ("evicted", "stored", "reused")
 
 

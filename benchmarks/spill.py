@@ -25,42 +25,18 @@ from statistics import median
 import numpy as np
 
 from benchmarks.report import default_out, percentile, print_table, write_report
-from kvservice.core.messages import AcquireRequest, SealItem
-from kvservice.testing.builders import make_chain, make_spec
+from benchmarks.tier_stall import CALLS, PROMPT_BLOCKS, timed_request
+from kvservice.testing.builders import make_spec
 from kvservice.testing.cluster import LocalCluster
-from kvservice.units import BlockKey, MiB, SpanRoute
-from tests.integration.engine import Engine, attached
+from kvservice.units import MiB
+from tests.integration.engine import attached
 
 WAYS = ("none", "beside", "memory node")
-CALLS = ("reserve", "seal", "acquire")
-POOL_BYTES, BLOCK_BYTES, PROMPT_BLOCKS = 64 * MiB, 1 * MiB, 8
+POOL_BYTES, BLOCK_BYTES = 64 * MiB, 1 * MiB
 PACE_SECONDS = 0.020  # between requests of 8 MiB each: less than the memory node can take
 WARM_REQUESTS = 16  # before a round counts: they fill the pool
 
 Times = dict[str, list[float]]
-
-
-def prompt(number: int) -> tuple[BlockKey, ...]:
-    return make_chain(PROMPT_BLOCKS, f"prompt {number}")
-
-
-async def request(engine: Engine, number: int, found: Times) -> None:
-    """Store a prompt and ask for it. A block's bytes are whatever lies in its slot: nobody computes them here."""
-    keys, began = prompt(number), time.perf_counter()
-    refs = await engine.pool.reserve(engine.id, PROMPT_BLOCKS)
-    found["reserve"].append(time.perf_counter() - began)
-    parents = (None, *keys)
-    items = [
-        SealItem(ref, key, parents[position], position, SpanRoute(number))
-        for position, (ref, key) in enumerate(zip(refs, keys, strict=True))
-    ]
-    began = time.perf_counter()
-    await engine.pool.seal(engine.id, items)
-    found["seal"].append(time.perf_counter() - began)
-    began = time.perf_counter()
-    result = await engine.pool.acquire(engine.id, AcquireRequest(keys, 0, 1.0))
-    found["acquire"].append(time.perf_counter() - began)
-    await engine.pool.release(engine.id, [result.lease_id])
 
 
 def give_way(process: int) -> None:
@@ -99,7 +75,7 @@ async def measured(cluster: LocalCluster, requests: int) -> Times:
     for number in range(WARM_REQUESTS + requests):
         if number == WARM_REQUESTS:
             found = {name: [] for name in CALLS}
-        await request(engine, number, found)
+        assert await timed_request(engine.pool, engine.attachment.attachment_id, number, found), "no room"
         await asyncio.sleep(PACE_SECONDS)
     await engine.pool.close()
     engine.let_go()

@@ -35,6 +35,7 @@ from kvservice.aio import end_tasks
 from kvservice.core.messages import AcquireRequest, SealItem
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.garbage import keep_tables
+from kvservice.pool.port import PoolPort
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_specs import DISK, TierSpec
@@ -100,6 +101,31 @@ def prompt(number: int) -> tuple[BlockKey, ...]:
     return make_chain(PROMPT_BLOCKS, f"prompt {number}")
 
 
+async def timed_request(pool: PoolPort, engine: AttachmentId, number: int, seconds: dict[str, list[float]]) -> bool:
+    """Store a prompt and ask for it, and note what the calls took. A block's bytes are whatever lies in its slot.
+    False: the pool had no room."""
+    keys, began = prompt(number), time.perf_counter()
+    refs = await pool.reserve(engine, PROMPT_BLOCKS)
+    seconds["reserve"].append(time.perf_counter() - began)
+    if len(refs) < PROMPT_BLOCKS:
+        await pool.abort(engine, refs)
+        return False
+    parents = (None, *keys)
+    items = [
+        SealItem(ref, key, parents[position], position, SpanRoute(number))
+        for position, (ref, key) in enumerate(zip(refs, keys, strict=True))
+    ]
+    began = time.perf_counter()
+    await pool.seal(engine, items)
+    seconds["seal"].append(time.perf_counter() - began)
+    began = time.perf_counter()
+    result = await pool.acquire(engine, AcquireRequest(keys, 0, 1.0))
+    seconds["acquire"].append(time.perf_counter() - began)
+    if result.lease_id:
+        await pool.release(engine, [result.lease_id])
+    return True
+
+
 class Load:
     """The engine that is measured, and one that reads what only the tier has."""
 
@@ -111,27 +137,7 @@ class Load:
         self.stored = 0  # prompts
 
     async def store(self, found: Round) -> None:
-        keys, number = prompt(self.stored), self.stored
-        began = time.perf_counter()
-        refs = await self.pool.reserve(self.engine, PROMPT_BLOCKS)
-        found.seconds["reserve"].append(time.perf_counter() - began)
-        if len(refs) < PROMPT_BLOCKS:
-            await self.pool.abort(self.engine, refs)
-            return
-        parents = (None, *keys)
-        items = [
-            SealItem(ref, key, parents[position], position, SpanRoute(number))
-            for position, (ref, key) in enumerate(zip(refs, keys, strict=True))
-        ]
-        began = time.perf_counter()
-        await self.pool.seal(self.engine, items)
-        found.seconds["seal"].append(time.perf_counter() - began)
-        self.stored += 1
-        began = time.perf_counter()
-        result = await self.pool.acquire(self.engine, AcquireRequest(keys, 0, 1.0))
-        found.seconds["acquire"].append(time.perf_counter() - began)
-        if result.lease_id:
-            await self.pool.release(self.engine, [result.lease_id])
+        self.stored += await timed_request(self.pool, self.engine, self.stored, found.seconds)
 
     async def read_old(self) -> None:
         """Read prompts that memory no longer has, for ever."""

@@ -38,7 +38,6 @@ from kvservice.core.actions import Follow, Probe, ReleaseRemote, Resolve
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.context import ShardContext
 from kvservice.core.events import Followed, Probed
-from kvservice.core.explain.records import TIER_MARK
 from kvservice.core.messages import (
     AcquireRequest,
     FollowResult,
@@ -395,7 +394,8 @@ class Acquisitions:
             if self._tiers.may_probe(name, size, now)
             and self._estimates.of(tier_holder(name)).asks(count, size, request.recompute_seconds_per_block)
         ]
-        acquisition.not_asked = next((f"{TIER_MARK}{name}" for name in self._tiers.shared if name not in shared), "")
+        left_out = [tier_holder(name).node_id for name in self._tiers.shared if name not in shared]
+        acquisition.not_asked = left_out[0] if left_out else ""
         return (*([DIRECTORY] if self._shard.has_directory else []), *shared)
 
     def _take_local(self, acquisition: Acquisition, indices: Iterable[int]) -> list[int]:

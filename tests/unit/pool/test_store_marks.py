@@ -61,6 +61,12 @@ def everything() -> Mark:
     return Mark(MarkKind.EVERYTHING, time.time())
 
 
+def set_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the node's clock were set: a mark of some minutes from now is none of its future any more."""
+    for module in (pool_runtime, clearing):
+        monkeypatch.setattr(module, "FUTURE_SECONDS_MAX", 1000.0)
+
+
 async def is_open(pool: PoolRuntime) -> None:
     await eventually_async(lambda: pool.tier_states()[0].phase is TierPhase.OPEN, "the store is open")
 
@@ -152,8 +158,7 @@ async def test_a_node_whose_clock_is_late_does_not_use_the_store(
     await eventually_async(lambda: late.tier_states()[0].phase is TierPhase.FAILED, "the store is not used")
     assert "after this node's time: set the clocks" in late.tier_states()[0].detail
     assert late.state.freshness.marks.all() == (TENANT_MARK,)
-    for module in (pool_runtime, clearing):
-        monkeypatch.setattr(module, "FUTURE_SECONDS_MAX", 1000.0)
+    set_the_clock(monkeypatch)
     await is_open(late)
     assert ahead in late.state.freshness.marks.all()
 
@@ -166,8 +171,7 @@ async def test_a_running_node_asks_again_for_marks_of_its_future(
     await is_open(pool)
     await asyncio.to_thread(pool._tiers._open[OBJECTS].keep_marks, [ahead])  # type: ignore[attr-defined]
     await eventually_async(lambda: pool.stats().counters.get("tier_objects_marks_failed", 0) > 2, "it is refused")
-    for module in (pool_runtime, clearing):
-        monkeypatch.setattr(module, "FUTURE_SECONDS_MAX", 1000.0)
+    set_the_clock(monkeypatch)
     await eventually_async(lambda: ahead in pool.state.freshness.marks.all(), "and taken in the end")
 
 

@@ -210,24 +210,26 @@ def test_a_corrupt_object_is_erased_and_an_absent_one_is_not() -> None:
     assert len(harness.result(op).blocks) == 1 and harness.erased("objects") == [CHAIN[2]]
 
 
-def test_what_a_store_has_is_not_written_into_it_again() -> None:
+def known_to_be_in_a_store(count: int) -> tuple[CoreHarness, AttachmentId, tuple[BlockKey, ...]]:
+    """A node that has heard from a store that it has a chain of others, and could not read it."""
     harness, engine = on_disk(OBJECTS, has_directory=False)
-    chain = make_chain(3, "of others")
+    chain = make_chain(count, "of others")
     op = harness.acquire(engine, chain)
-    harness.probed(op, 3)
+    harness.probed(op, count)
     harness.brought(harness.reads("objects")[0], FAILED)
     assert harness.result(op).miss is MissReason.PEER_FAILED
+    return harness, engine, chain
+
+
+def test_what_a_store_has_is_not_written_into_it_again() -> None:
+    harness, engine, chain = known_to_be_in_a_store(3)
     harness.store(engine, chain)
     assert not harness.writes("objects")
 
 
 def test_what_a_store_no_longer_has_is_written_into_it_again() -> None:
     """Its life-cycle rule has removed the end of a chain."""
-    harness, engine = on_disk(OBJECTS, has_directory=False)
-    chain = make_chain(2, "of others")
-    op = harness.acquire(engine, chain)
-    harness.probed(op, 2)
-    harness.brought(harness.reads("objects")[0], FAILED)
+    harness, engine, chain = known_to_be_in_a_store(2)
     op = harness.acquire(engine, chain)
     harness.probed(op, 1, is_end=True)
     harness.brought(harness.reads("objects")[0], OK)
@@ -236,11 +238,7 @@ def test_what_a_store_no_longer_has_is_written_into_it_again() -> None:
 
 
 def test_a_store_that_cannot_say_has_lost_nothing() -> None:
-    harness, engine = on_disk(OBJECTS, has_directory=False)
-    chain = make_chain(3, "of others")
-    op = harness.acquire(engine, chain)
-    harness.probed(op, 3)
-    harness.brought(harness.reads("objects")[0], FAILED)
+    harness, engine, chain = known_to_be_in_a_store(3)
     op = harness.acquire(engine, chain)
     harness.probed(op, 0)
     harness.store(engine, chain)
