@@ -166,8 +166,8 @@ def first_token(results: Results) -> str:
 def remote_hit(results: Results) -> str:
     best = results.figures("remote_hit")["best"]
     return (
-        "In `make demo` with one question, the first hit between two new nodes and the same prompt from the node's own "
-        f"pool:\n{best['remote_seconds']:.2f} s and {best['warm_seconds']:.2f} s until the first token, the best of "
+        "In `make demo`, the first hit between two new nodes and the same prompt from the node's own pool:\n"
+        f"{best['remote_seconds']:.2f} s and {best['warm_seconds']:.2f} s until the first token, the best of "
         f"{len(results.figures('remote_hit')['rounds'])} runs; about 185 MiB cross by NIXL over TCP."
     )
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.remote_hit [--rounds 5] [--out PATH]
 
-Runs the demo with one question, as a user does. Nodes, shards and engines are new in each round, so the remote hit is
-the first one of that pair of nodes. About 185 MiB cross a network between two namespaces. The same prompt again, with
-the engine emptied, is a hit in the node's own pool. Seconds; `best` is the round with the least difference.
+Runs the demo as a user does. Nodes, shards and engines are new in each round, so the remote hit is the first one of
+that pair of nodes. About 185 MiB cross a network between two namespaces. The same prompt again, with the engine
+emptied, is a hit in the node's own pool. Seconds; `best` is the round with the least difference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=default_out("remote_hit"))
     options = parser.parse_args()
     rounds: list[dict[str, float]] = []
-    command = [sys.executable, "-m", "examples.demo", "remote-hit", "--questions", "1", "--out"]
+    command = [sys.executable, "-m", "examples.demo", "remote-hit", "--out"]
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run([*command, folder], cwd=ROOT, check=True)
