@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
 import ray
@@ -19,7 +19,8 @@ from ray.exceptions import RayActorError
 from kvservice.actors import names
 from kvservice.aio import within
 from kvservice.config import REQUEST_TRIES
-from kvservice.connector.scheduler.handoff import VERSION
+from kvservice.connector.scheduler.handoff import NAME, VERSION
+from kvservice.connector.scheduler.switches import STORE
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.errors import ConfigError
 
@@ -60,6 +61,9 @@ HANDOFFS_MAX = 4096
 PREFILL_CHOICE_SECONDS = 2.0  # If no prefill replica is free by then, the decode replica computes the prompt itself.
 TRY_AGAIN_SECONDS = 0.2  # Between two tries of a request, so that Serve can notice that the replica is dead.
 
+OF_HANDOFFS = frozenset(("role", "handoff", "node"))  # of `kv_transfer_params`: only this app sets them
+_DRAINING: set[asyncio.Task[None]] = set()  # of this replica: the loop alone would not keep them alive
+
 DIRECT_STREAMING: bool = RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING
 
 
@@ -99,7 +103,7 @@ class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
         handoff = secrets.token_hex(16)
         self._handoffs.put(id(request), (request, handoff))
         prefill = request.model_copy(deep=True)
-        prefill.kv_transfer_params = {"kvservice": {"version": VERSION, "role": "prefill", "handoff": handoff}}
+        prefill.kv_transfer_params = _params(request, {"role": "prefill", "handoff": handoff})
         clamp_request_to_single_token(prefill)
         for key, value in (("min_tokens", 0), ("n", 1), ("best_of", None), ("use_beam_search", False)):
             if hasattr(prefill, key):
@@ -112,11 +116,24 @@ class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
         _, handoff = self._handoffs.pop(id(request)) or (None, "")
         node = (peer or {}).get("node")
         decode = request.model_copy(deep=True)
-        decode.kv_transfer_params = None
-        if handoff and node:
-            ours = {"version": VERSION, "role": "decode", "handoff": handoff, "node": node}
-            decode.kv_transfer_params = {"kvservice": ours}
+        ours = {"role": "decode", "handoff": handoff, "node": node} if handoff and node else {}
+        decode.kv_transfer_params = _params(request, ours)
         return decode
+
+
+def _asked(request: Any) -> dict[str, Any]:
+    """What the client asks of the cache: hints and switches. A hand-off is not the client's to choose."""
+    params = getattr(request, "kv_transfer_params", None)
+    asked = params.get(NAME) if isinstance(params, Mapping) else None
+    if not isinstance(asked, Mapping):
+        return {}
+    return {name: value for name, value in asked.items() if name not in OF_HANDOFFS}
+
+
+def _params(request: Any, ours: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the client asks, with our part of a hand-off. None if there is neither."""
+    asked = _asked(request)
+    return {NAME: {"version": VERSION, **asked, **ours}} if asked or ours else None
 
 
 class DecodeServer(PDDecodeServer):  # type: ignore[misc]
@@ -128,16 +145,22 @@ class DecodeServer(PDDecodeServer):  # type: ignore[misc]
         backend = self._get_connector_backend()
         call = getattr(self._prefill_for(raw_request_info), method)
         async with contextlib.AsyncExitStack() as stack:
-            selection = await _choose(stack, call, request)
+            is_kept_out = _asked(request).get(STORE) is False  # a hand-off goes through the pool
+            selection = None if is_kept_out else await _choose(stack, call, request)
             peer = {} if selection is None else selection.replica_metadata or {}
             if peer.get("node"):
                 prefill = backend.prepare_prefill_request(request=request, peer=peer)
                 answer = call.dispatch(selection, prefill, raw_request_info)
-                drained = asyncio.get_running_loop().create_task(_drain(answer))
-                stack.push_async_callback(asyncio.shield, drained)  # Serve counts a request until its answer was read
+                self._keep(_drain(answer, stack.pop_all()))
             decode = backend.prepare_decode_request(request=request, peer=peer, prefill_response=None)
             async for chunk in await getattr(super(PDOrchestratorMixin, self), method)(decode, raw_request_info):
                 yield chunk
+
+    def _keep(self, draining: Coroutine[Any, Any, None]) -> None:
+        """Let it go on by itself: the client does not wait for a prefill that its answer did not need."""
+        task = asyncio.get_running_loop().create_task(draining)
+        _DRAINING.add(task)
+        task.add_done_callback(_DRAINING.discard)
 
     def _prefill_for(self, raw_request_info: Any) -> Any:
         """The prefill handle, with the adapter and the session of this request."""
@@ -159,11 +182,13 @@ async def _choose(stack: contextlib.AsyncExitStack, call: Any, request: Any) -> 
         return None
 
 
-async def _drain(answer: Any) -> None:
+async def _drain(answer: Any, reserved: contextlib.AsyncExitStack) -> None:
+    """Read a prefill's answer to its end, then give its replica back: Serve counts a request until then."""
     try:
-        async for chunk in answer:
-            if isinstance(chunk, ErrorResponse):
-                log.warning("a prefill failed, so its decode replica computes the prompt: %s", chunk.error.message)
+        async with reserved:
+            async for chunk in answer:
+                if isinstance(chunk, ErrorResponse):
+                    log.warning("a prefill failed, so its decode replica computes the prompt: %s", chunk.error.message)
     except Exception as error:  # noqa: BLE001  task boundary: a prefill replica that died is no matter for the decode
         log.warning("a prefill was lost, so its decode replica computes the prompt: %s", type(error).__name__)
 

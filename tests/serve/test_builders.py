@@ -5,7 +5,10 @@ Marked as the other tests with Ray: importing ray.serve.llm takes seconds.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,13 @@ import yaml
 
 pytest.importorskip("ray.serve.llm")
 
+from ray.llm._internal.serve.core.server.llm_server import LLMServer
 from ray.serve.llm import LLMConfig
 from ray.serve.schema import ServeDeploySchema
 
 from kvservice.errors import ConfigError
 from kvservice.serve import app
-from kvservice.serve.ray_llm import CONNECTOR, KVServiceBackend, RetryingIngress, is_replica_loss
+from kvservice.serve.ray_llm import CONNECTOR, DecodeServer, KVServiceBackend, RetryingIngress, is_replica_loss
 
 pytestmark = pytest.mark.ray
 
@@ -144,6 +148,90 @@ def test_both_halves_of_a_handoff_are_told_its_id_and_node() -> None:
 def test_decode_without_a_prefill_replica_is_ordinary() -> None:
     backend = KVServiceBackend(LLMConfig(**model("a")))
     assert backend.prepare_decode_request(request=Request(), peer={}, prefill_response=None).kv_transfer_params is None
+
+
+def test_what_a_client_asks_of_the_cache_is_kept_in_both_halves() -> None:
+    backend = KVServiceBackend(LLMConfig(**model("a")))
+    request = Request()
+    asked = {"hints": {"version": 1, "turn": "last"}, "load": False, "public_tokens": 3}
+    request.kv_transfer_params = {"kvservice": {**asked, "role": "prefill", "handoff": "00" * 16}}
+    prefill = backend.prepare_prefill_request(request=request, peer={"node": "n1"})
+    decode = backend.prepare_decode_request(request=request, peer={"node": "n1"}, prefill_response=None)
+    alone = backend.prepare_decode_request(request=request, peer={}, prefill_response=None)
+    ours, theirs, ordinary = (half.kv_transfer_params["kvservice"] for half in (prefill, decode, alone))
+    assert ordinary == {"version": 1, **asked}, "without a peer only the hand-off is left out"
+    assert ours == {**ordinary, "role": "prefill", "handoff": theirs["handoff"]} and ours["handoff"] != "00" * 16
+    assert theirs == {**ordinary, "role": "decode", "handoff": ours["handoff"], "node": "n1"}
+
+
+class Chosen:
+    """A prefill's handle and its replica, whose answer never ends."""
+
+    replica_metadata: Mapping[str, Any] = {"node": "n1"}
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.completions = self
+
+    @contextlib.asynccontextmanager
+    async def choose_replica(self, request: Any) -> AsyncIterator[Any]:
+        yield self
+
+    async def dispatch(self, selection: Any, prefill: Any, raw: Any) -> AsyncIterator[Any]:
+        self.asked.append(prefill)
+        await asyncio.Event().wait()
+        yield None
+
+
+class Decode(DecodeServer):  # type: ignore[misc]
+    """Without an engine."""
+
+    def __init__(self, prefill: Chosen) -> None:
+        self._backend, self._prefill = KVServiceBackend(LLMConfig(**model("a"))), prefill
+
+    def __del__(self) -> None:
+        """Ray's is a coroutine, which nobody awaits."""
+
+    def _get_connector_backend(self) -> KVServiceBackend:
+        return self._backend
+
+    def _prefill_for(self, raw_request_info: Any) -> Chosen:
+        return self._prefill
+
+
+@pytest.fixture
+def two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines answer in two pieces."""
+
+    async def answered(self: Any, request: Any, raw: Any = None) -> AsyncIterator[Any]:
+        async def pieces() -> AsyncIterator[Any]:
+            for _ in range(2):
+                await asyncio.sleep(0)
+                yield request
+
+        return pieces()
+
+    monkeypatch.setattr(LLMServer, "completions", answered)
+
+
+async def all_of(answers: AsyncIterator[Any]) -> list[Any]:
+    return [piece async for piece in answers]
+
+
+@pytest.mark.usefixtures("two_pieces")
+async def test_an_answer_does_not_wait_for_its_prefill() -> None:
+    prefill = Chosen()
+    pieces = await asyncio.wait_for(all_of(Decode(prefill)._pd_handle_request(Request())), 5.0)
+    assert len(pieces) == 2 and pieces[0].kv_transfer_params["kvservice"]["role"] == "decode"
+    assert len(prefill.asked) == 1
+
+
+@pytest.mark.usefixtures("two_pieces")
+async def test_a_prompt_that_must_not_be_stored_is_handed_to_nobody() -> None:
+    prefill, request = Chosen(), Request()
+    request.kv_transfer_params = {"kvservice": {"version": 1, "store": False}}
+    (piece, _) = await all_of(Decode(prefill)._pd_handle_request(request))
+    assert piece.kv_transfer_params == {"kvservice": {"version": 1, "store": False}} and not prefill.asked
 
 
 def test_only_the_loss_of_a_replica_is_asked_again() -> None:
