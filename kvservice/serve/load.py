@@ -112,9 +112,12 @@ class LoadBook:
             self._share_at = now
         return self._share
 
-    def in_flight(self, replica: str) -> int:
+    def in_flight(self, replica: str, now: float) -> int:
         queue = self._queues.get(replica)
-        return 0 if queue is None else len(queue.requests)
+        if queue is None:
+            return 0
+        self._expire(queue, now)
+        return len(queue.requests)
 
     def _add(self, request: str, replica: str, seconds: float, now: float, *, confirmed: bool) -> None:
         queue = self._queues.setdefault(replica, _Queue())

@@ -184,7 +184,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         if not replicas:
             return None
         now = time.monotonic()
-        candidates = [self._by_load(r) if by_load else self._by_cost(plan, r, now) for r in replicas]
+        candidates = [self._by_load(r, now) if by_load else self._by_cost(plan, r, now) for r in replicas]
         decision = decide(plan.prompt, candidates, [self._random.random() for _ in candidates])
         self._book.decided(pending.metadata.internal_request_id, decision.best.replica, decision.best.work_seconds, now)
         by_name = {name_of(replica): replica for replica in replicas}
@@ -210,9 +210,9 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
             ids = self.apply_locality_routing(pending_request=pending)
         return [self._replicas[replica_id] for replica_id in ids if replica_id in self._replicas]
 
-    def _by_load(self, replica: RunningReplica) -> Candidate:
+    def _by_load(self, replica: RunningReplica, now: float) -> Candidate:
         name = name_of(replica)
-        requests = max(self._reported(replica) or 0, self._book.in_flight(name))
+        requests = max(self._reported(replica) or 0, self._book.in_flight(name, now))
         return Candidate(name, float(requests), NO_WORK, full=requests >= replica.max_ongoing_requests)
 
     def _by_cost(self, plan: _Plan, replica: RunningReplica, now: float) -> Candidate:
@@ -227,7 +227,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
             node=place.node,
             engine_blocks=self._sent.leading(name, plan.hashes_for(place), now),
             runs=plan.runs.get(place.digest, ()),
-            full=max(reported or 0, self._book.in_flight(name)) >= replica.max_ongoing_requests,
+            full=max(reported or 0, self._book.in_flight(name, now)) >= replica.max_ongoing_requests,
         )
 
     def _reported(self, replica: RunningReplica) -> int | None:

@@ -69,7 +69,7 @@ def test_a_request_counts_only_where_it_went() -> None:
     book = LoadBook()
     book.decided("q1", "a", 1.5, now=0.0)
     book.routed("q1", "b", now=0.0)
-    assert (book.in_flight("a"), book.in_flight("b")) == (0, 1)
+    assert (book.in_flight("a", 0.0), book.in_flight("b", 0.0)) == (0, 1)
     assert book.wait("b", None, 0.0).backlog_seconds == 1.5
 
 
@@ -77,7 +77,13 @@ def test_a_decision_without_a_request_is_forgotten() -> None:
     book = LoadBook()
     book.decided("q1", "a", 60.0, now=0.0)
     assert waits(book, "a", None, UNCONFIRMED_SECONDS + 1) == QueueWait()
-    assert book.in_flight("a") == 0
+    assert book.in_flight("a", UNCONFIRMED_SECONDS + 1) == 0
+
+
+def test_a_decision_without_a_request_does_not_count_where_nobody_asks_for_the_wait() -> None:
+    book = LoadBook()
+    book.decided("q1", "a", 1.0, now=0.0)
+    assert [book.in_flight("a", at) for at in (0.0, UNCONFIRMED_SECONDS + 1)] == [1, 0]
 
 
 def test_a_replica_that_left_leaves_nothing() -> None:
