@@ -45,11 +45,10 @@ from kvservice.memory.segment import Segment, segment_path
 from kvservice.observe.condition import Condition
 from kvservice.observe.timings import Timings
 from kvservice.pool.eviction import find_policy
-from kvservice.pool.mark_files import marks_beside
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_factory import open_coders
-from kvservice.pool.tier_specs import disk_bytes, disk_folder, find_tiers
+from kvservice.pool.tier_specs import disk_bytes, disk_folder, find_tiers, marks_beside
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.engine_socket import EngineSocket
 from kvservice.shard.missed_marks import marks_of_others
@@ -210,6 +209,16 @@ class ShardServer:
             self._told_end.set()
         return progress
 
+    async def stay(self) -> DrainProgress:
+        """Undo a drain, unless the directory has been told already. Returns the progress at once."""
+        progress = self.pool.drain(undo=True)
+        leaver = self._leaver
+        if progress.phase is DrainPhase.SERVING and leaver is not None:
+            self._leaver, self._exits = None, False
+            await end_tasks([leaver])
+            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        return progress
+
     async def drain(self, timeout_seconds: float, handover: bool = True) -> DrainProgress:
         """Leave, and wait until that is done, for `timeout_seconds` and a moment at most."""
         progress = self.leave(timeout_seconds, handover, exit=False)
@@ -229,12 +238,15 @@ class ShardServer:
         return progress
 
     async def _await_drained(self) -> None:
-        for name in sorted(self._health_names):  # but not "live": the process must not be restarted for leaving
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.pool.drained.wait()
         if self._exits:
             await is_set_within(TELL_SECONDS, self._told_end)
             self.left.set()
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in sorted(self._health_names):  # but not "live": the process must not be restarted for leaving
+            await self._health.set(name, status)
 
     async def stop(self, leaving: bool = True, keep_segment: bool = False, forget_disk: bool = False) -> bool:
         """Stop in order: unregister, let calls finish for a moment, close. Idempotent.
@@ -413,7 +425,15 @@ class ShardServer:
             ("PeerService", PeerServicer(self.pool, self.holder)),
             (
                 "AdminService",
-                AdminServicer(self.pool, self.holder, self.leave, self._authenticator, self.stats, self._engines.pids),
+                AdminServicer(
+                    self.pool,
+                    self.holder,
+                    self.leave,
+                    self.stay,
+                    self._authenticator,
+                    self.stats,
+                    self._engines.pids,
+                ),
             ),
             ("OperatorService", OperatorServicer(self.pool, self._authenticator)),
         ]

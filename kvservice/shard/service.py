@@ -6,8 +6,9 @@ Runs on the shard's event loop.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from typing import Any
 
 from kvservice.auth.authenticator import Authenticator, is_private
 from kvservice.auth.identity import caller_of, proof_in
@@ -116,18 +117,20 @@ class AdminServicer:
         pool: PoolRuntime,
         holder: Callable[[], Holder],
         leave: Callable[[float, bool, bool], DrainProgress],
+        stay: Callable[[], Coroutine[Any, Any, DrainProgress]],
         authenticator: Authenticator,
         stats: Callable[[], PoolStats],
         pids: Callable[[], Mapping[AttachmentId, int]],
     ) -> None:
-        """`leave(timeout_seconds, handover, exit)` begins a drain or continues it. `stats` covers pool and server.
-        `pids` are the processes of the engines."""
+        """`leave(timeout_seconds, handover, exit)` begins a drain or continues it, and `stay` undoes it. `stats` covers
+        pool and server. `pids` are the processes of the engines."""
         self._pids = pids
         self._pool = pool
         self._stats = stats
         self._authenticator = authenticator
         self._holder = holder
         self._leave = leave
+        self._stay = stay
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Context) -> shard_pb2.StatsReply:
         caller = self._authenticator.caller_if_any(context)
@@ -190,8 +193,10 @@ class AdminServicer:
     async def drain(self, request: shard_pb2.DrainRequest, context: Context) -> shard_pb2.DrainReply:
         if not 0 <= request.timeout_seconds <= DRAIN_SECONDS_MAX:
             raise InvalidRequest(f"a drain takes 0 to {DRAIN_SECONDS_MAX:.0f} s, not {request.timeout_seconds}")
-        if request.undo or not request.timeout_seconds:
-            return encode_progress(self._pool.drain(request.undo))
+        if request.undo:
+            return encode_progress(await self._stay())
+        if not request.timeout_seconds:
+            return encode_progress(self._pool.drain())
         return encode_progress(self._leave(request.timeout_seconds, request.handover, request.exit))
 
     async def explain(self, request: shard_pb2.ExplainRequest, context: Context) -> shard_pb2.ExplainReply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -11,9 +12,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from grpc_health.v1 import health_pb2
 
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
+from kvservice.core.drain.sender import DrainPhase
 from kvservice.core.messages import AcquireRequest
 from kvservice.errors import Unavailable
 from kvservice.observe import logs
@@ -21,7 +24,9 @@ from kvservice.observe.condition import Condition
 from kvservice.shard.server import ShardServer
 from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.builders import make_chain, make_spec
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import MiB, NodeId
+from tests.integration.engine import attached, chain
 
 
 @pytest.fixture
@@ -43,6 +48,33 @@ async def test_ready_goes_away_with_a_drain_and_comes_back(server: ShardServer) 
     assert server.condition() == Condition(unready="draining")
     server.pool.drain(undo=True)
     assert server.condition() == Condition()
+
+
+async def test_a_shard_that_stays_after_all_is_as_before(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is healthy, makes its segment again when something removes it, and a later drain does not end the process."""
+    name = next(iter(server._health_names))
+
+    async def health() -> int:
+        return (await server._health.Check(health_pb2.HealthCheckRequest(service=name), None)).status
+
+    async def for_ever(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    (socket,) = Path(server._config.settings.runtime_dir).glob("*/*/shard.sock")
+    engine = await attached(str(socket))
+    await engine.store(chain(1, 2))
+    monkeypatch.setattr(server.pool._remote, "_find_takers", for_ever)
+    server.leave(60.0, handover=True, exit=True)
+    while await health() == health_pb2.HealthCheckResponse.SERVING:
+        await asyncio.sleep(0)
+    assert (await server.stay()).phase is DrainPhase.SERVING
+    assert await health() == health_pb2.HealthCheckResponse.SERVING
+    server.pool.unlink()
+    await eventually_async(lambda: server.pool.is_linked(), "the segment is there again")
+    engine.let_go()
+    await engine.pool.close()
+    await server.drain(0.5)
+    assert server.pool.drained.is_set() and not server.left.is_set()
 
 
 async def test_a_fenced_pool_needs_a_restart(server: ShardServer) -> None:
