@@ -1,30 +1,26 @@
 """Keeps the marks of a pool in small files: beside its memory, and beside its disk, because each may outlive the other.
 
-The format is in core.block.marks. All methods block for a moment.
+The format is in core.block.marks. `load` and `keep` block, and for ever where a network mount is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from kvservice.aio import DaemonThreads, in_thread, within
 from kvservice.core.block.marks import Mark, MarkKind, pack_marks, unpack_marks
 from kvservice.errors import ConfigError, Unavailable
-from kvservice.pool.tier_specs import DISK, TierSpec
 from kvservice.private_files import write_private
 
 log = logging.getLogger("kvservice.pool")
 
-BESIDE_SUFFIX = ".marks"  # of the file beside a disk's folder
 FILE_BYTES_MAX = 4 << 20  # far more than all marks and their keys take; a longer file is no file of marks
-
-
-def marks_beside(tiers: Sequence[TierSpec]) -> tuple[Path, ...]:
-    """Where the marks lie that outlive the memory: beside the folders of disks."""
-    return tuple(Path(tier.place + BESIDE_SUFFIX) for tier in tiers if tier.name == DISK)
+KEEP_SECONDS = 10.0  # for all files to be written
 
 
 class MarkFiles:
@@ -35,19 +31,33 @@ class MarkFiles:
         self._wall_clock = wall_clock
 
     def load(self) -> tuple[Mark, ...]:
-        """The marks of all files. One that is damaged counts as a clear of everything now: in doubt a miss."""
+        """The marks of all files. One that is damaged, or cannot be read, counts as a clear of everything now: in doubt
+        a miss."""
         found: list[Mark] = []
         for path in self._paths:
-            data = None
-            with contextlib.suppress(FileNotFoundError):
+            marks, reason = None, "damaged"
+            try:
                 with path.open("rb") as file:
-                    data = file.read(FILE_BYTES_MAX)
-                marks = unpack_marks(data)
-                if marks is None:
-                    log.error("marks_damaged", extra={"path": str(path)})
-                    marks = (Mark(MarkKind.EVERYTHING, self._wall_clock()),)
-                found += marks
+                    marks = unpack_marks(file.read(FILE_BYTES_MAX))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                reason = str(error)
+            if marks is None:
+                log.error("marks_damaged", extra={"path": str(path), "reason": reason})
+                marks = (Mark(MarkKind.EVERYTHING, self._wall_clock()),)
+            found += marks
         return tuple(found)
+
+    async def keep_in_time(self, marks: Sequence[Mark]) -> None:
+        """`keep`, on a thread. Raises Unavailable also when it takes longer than KEEP_SECONDS."""
+        try:
+            await within(KEEP_SECONDS, in_thread(partial(self.keep, marks), DaemonThreads("kvservice-keep-marks")))
+        except asyncio.TimeoutError:
+            where = ", ".join(map(str, self._paths))
+            raise Unavailable(
+                f"the marks of what was cleared are not kept after {KEEP_SECONDS:.0f} s: {where}"
+            ) from None
 
     def keep(self, marks: Sequence[Mark]) -> None:
         """Write all files anew. Raises Unavailable when one cannot be written: a restart might forget the marks."""

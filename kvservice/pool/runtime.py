@@ -337,7 +337,7 @@ class PoolRuntime(PoolAnswers):
         self._look_at_the_clock()
         result: ClearResult = await self.ask(lambda op: ev.Clear(op, tuple(marks)), None)
         async with self._keeping_marks:
-            await in_thread(partial(self._mark_files.keep, self._state.freshness.marks.all()))
+            await self._mark_files.keep_in_time(self._state.freshness.marks.all())
         return result
 
     async def take_marks(self, marks: Sequence[Mark]) -> tuple[Mark, ...]:

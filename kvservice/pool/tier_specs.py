@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ log = logging.getLogger("kvservice.pool")
 
 DISK, OBJECTS = "disk", "objects"  # what people and metrics call our tiers
 FREE_SECONDS = 10.0  # for a disk to say how much is free: a network mount that is gone says it never
+MARKS_SUFFIX = ".marks"  # of the file beside a disk's folder: pool.mark_files
 FREE_SHARE = 0.9  # of what is free: the index and the other users of the file system need room too
 
 
@@ -70,14 +71,28 @@ def disk_bytes(tiers: Iterable[TierSpec]) -> int:
 
 
 async def find_tiers(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]:
-    """`tier_specs`, without the disk when that does not say in time how much is free: a pool starts without it."""
+    """`tier_specs`, without the disk when that does not answer in time: a pool starts without it."""
     threads = DaemonThreads("kvservice-find-tiers")
     try:
-        return await within(FREE_SECONDS, in_thread(partial(tier_specs, settings, owner), threads))
+        return await within(FREE_SECONDS, in_thread(partial(_reached, settings, owner), threads))
     except (asyncio.TimeoutError, OSError) as error:
         reason = str(error) or f"it did not answer within {FREE_SECONDS:.0f} s"
         log.error("disk_unusable", extra={"path": settings.disk_path, "reason": reason})
         return tuple(spec for spec in tier_specs(settings, owner, lambda place: 0) if spec.name != DISK)
+
+
+def _reached(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]:
+    """`tier_specs`, once the disk has shown what was cleared: a start reads that before all else. Raises OSError."""
+    found = tier_specs(settings, owner)
+    for path in marks_beside(found):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.read(1)
+    return found
+
+
+def marks_beside(tiers: Sequence[TierSpec]) -> tuple[Path, ...]:
+    """Where the marks lie that outlive the memory: beside the folders of disks."""
+    return tuple(Path(tier.place + MARKS_SUFFIX) for tier in tiers if tier.name == DISK)
 
 
 def tier_specs(settings: TierSettings, owner: str, free: Callable[[Path], int] | None = None) -> tuple[TierSpec, ...]:

@@ -15,12 +15,11 @@ from kvservice.core.segment.geometry import Geometry, plan_geometry
 from kvservice.discovery import choose_shard, find_shards
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.pool.eviction import find_policy
-from kvservice.pool.mark_files import marks_beside
 from kvservice.pool.port import PoolPort
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_factory import open_coders
-from kvservice.pool.tier_specs import find_tiers
+from kvservice.pool.tier_specs import find_tiers, marks_beside
 from kvservice.private_files import is_listening
 from kvservice.session.embedded_metrics import watched
 from kvservice.session.options import Mode, PoolOptions

@@ -37,3 +37,11 @@ async def test_a_disk_that_cannot_be_asked_is_left_out(monkeypatch: pytest.Monke
 async def test_a_disk_with_a_size_is_not_asked(tmp_path: Path) -> None:
     (spec,) = await find_tiers(ServiceConfig(disk_path=str(tmp_path / "none"), disk_bytes=1 << 30), "s/n")
     assert (spec.budget_bytes, spec.place) == (1 << 30, str(tmp_path / "none" / "s/n"))
+
+
+async def test_a_disk_whose_marks_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    """Also when the settings say how much to use. A start reads what was cleared before it opens any tier."""
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "n.marks").mkdir()  # reading it fails, as on a disk that is gone
+    settings = ServiceConfig(disk_path=str(tmp_path), disk_bytes=1 << 30)
+    assert await find_tiers(settings, "s/n") == ()
