@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ T = TypeVar("T")
 # Loaded blocks per digest check under Verify.SAMPLED, where a digest does not come with the copy but is another pass.
 # The checks then cost little, and memory that goes bad shows within seconds of load.
 SAMPLE_ONE_IN = 16
+MAP_AGAIN_SECONDS = 5.0  # after a failure to map the pool, which may be one for a moment: no free descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,8 @@ class WorkerHalf:
         self._deferred: list[StorePlan] = []  # of the step before
         self._lent = WorkerLoans(self._copier)
         self._pool: PoolInfo | None = None
-        self._tried: PoolInfo | None = None  # mapped, or found impossible to map
+        self._tried: PoolInfo | None = None  # mapped, or not to be mapped before `_map_again_at`
+        self._map_again_at = math.inf
         self._segment: Segment | None = None
         self._lock: LivenessLock | None = None
         self._loads: list[Copying] = []  # under way
@@ -226,10 +230,10 @@ class WorkerHalf:
         if segment is not None and pool is not None and segment.current_epoch() != pool.epoch:
             self._pool = None
             self._unmap()
-        if plan.pool is None or plan.pool == self._tried:
+        if plan.pool is None or (plan.pool == self._tried and time.monotonic() < self._map_again_at):
             return
         self._unmap()
-        self._pool, self._tried = None, plan.pool
+        self._pool, self._tried, self._map_again_at = None, plan.pool, math.inf
         try:
             self._segment = Segment.attach(Path(plan.pool.segment_path), plan.pool.geometry)
             self._lock = hold(self._segment, plan.pool.engine_id, plan.pool.epoch)
@@ -243,6 +247,7 @@ class WorkerHalf:
         except (KVServiceError, OSError) as error:
             log.error("cannot map the pool's memory: %s", error)
             self._count("map_failed")
+            self._map_again_at = time.monotonic() + MAP_AGAIN_SECONDS
             self._unmap()
             return
         self._pool = plan.pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,13 +13,13 @@ import torch
 
 from kvservice.connector.options import DeferStores, Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StorePlan
-from kvservice.connector.worker import copier
+from kvservice.connector.worker import copier, half
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import NO_DIGESTS, InlineCopier
-from kvservice.connector.worker.half import WorkerHalf
+from kvservice.connector.worker.half import MAP_AGAIN_SECONDS, WorkerHalf
 from kvservice.copying.message import Direction
 from kvservice.core.segment.digest import digest_payload
-from kvservice.core.segment.geometry import plan_geometry, slot_index
+from kvservice.core.segment.geometry import Geometry, plan_geometry, slot_index
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import HeadShare, SlotLayout
 from kvservice.core.segment.refs import BlockRef
@@ -571,3 +572,25 @@ def test_copies_that_leave_the_engines_thread_are_not_deferred() -> None:
     copiers = BlockCopier(engine_tensors(ORDERS["LBHNC"]), range(HEADS))
     worker = WorkerHalf(copiers, Verify.OFF, Elsewhere(copiers), defer_stores=DeferStores.AUTO)
     assert not worker._defers
+
+
+def test_a_pool_that_could_not_be_mapped_is_tried_again(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No free descriptor, for example, is a matter of a moment."""
+    tensors, real, tries = engine_tensors(ORDERS["LBHNC"]), Segment.attach, list[Path]()
+    worker = WorkerHalf(BlockCopier(tensors, range(HEADS)), Verify.FULL)
+
+    def attach(path: Path, geometry: Geometry) -> Segment:
+        tries.append(path)
+        if len(tries) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, geometry)
+
+    monkeypatch.setattr(Segment, "attach", attach)
+    now = 100.0
+    monkeypatch.setattr(half.time, "monotonic", lambda: now)
+    ref = write_header(segment, slot_index(0, 0), 2)
+    assert [load(segment, worker, ref, 0) for _ in range(2)] == [False, False] and len(tries) == 1
+    now += MAP_AGAIN_SECONDS
+    assert [load(segment, worker, ref, 0) for _ in range(2)] == [True, True]
+    assert len(tries) == 2
+    worker.close()
