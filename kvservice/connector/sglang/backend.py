@@ -45,7 +45,6 @@ class HiCacheKVService(HiCacheStorage):
         logs.speak_through("sglang")
         options = SGLangOptions.parse(storage_config.extra_config or {})
         self._storage: PageStorage | None = None
-        self._events: Any = None  # a Prometheus counter
         try:
             identity.check_supported()
             shares = options.share is Share.ENGINES
@@ -123,13 +122,8 @@ class HiCacheKVService(HiCacheStorage):
     def get_stats(self) -> None:
         """SGLang calls it now and then if it runs with --enable-metrics. The counters go into its /metrics by
         themselves; its own numbers of pages and tokens it takes elsewhere."""
-        counts = {} if self._storage is None else self._storage.take_counts()
-        if counts and self._events is None:
-            from prometheus_client import Counter  # not before SGLang has said where its processes gather them
-
-            self._events = Counter("sglang:kvservice_pages", "what became of pages at the pool", ["event"])
-        for name, count in counts.items():
-            self._events.labels(name).inc(count)
+        for name, count in ({} if self._storage is None else self._storage.take_counts()).items():
+            _events().labels(name).inc(count)
 
     # -- life ----
 
@@ -159,6 +153,14 @@ class HiCacheKVService(HiCacheStorage):
 
     def exists(self, key: str) -> bool:
         raise NotImplementedError(INTERFACE)
+
+
+@functools.cache
+def _events() -> Any:
+    """The Prometheus counter of this process: a name can be registered once, and a storage may be attached again."""
+    from prometheus_client import Counter  # not before SGLang has said where its processes gather them
+
+    return Counter("sglang:kvservice_pages", "what became of pages at the pool", ["event"])
 
 
 @functools.cache

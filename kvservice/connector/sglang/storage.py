@@ -132,7 +132,8 @@ class PageStorage:
 
     def register(self, name: str, pool: HostPool, sample: Indices) -> None:
         """Attach one kind of pages. `sample` are the places of the tokens of a page. Blocks until the first attempt to
-        attach has ended. Raises ConfigError if the options do not fit the pages."""
+        attach has ended. Raises ConfigError if the options do not fit the pages. Pages that no pool can keep are
+        computed each time."""
         if name in self._pools:
             return
         try:
@@ -149,8 +150,14 @@ class PageStorage:
         namespace = "/".join(part for part in (options.namespace, "" if name == KV else name) if part)
         if self._gate is None:
             fields = {**identity.fields, **fields}
-        attaching = self._thread.attach_program(model, layout, fields, namespace)
-        program = self._thread.loop.wait(attaching)
+        try:
+            program = self._thread.loop.wait(self._thread.attach_program(model, layout, fields, namespace))
+        except ConfigError:
+            raise
+        except KVServiceError as error:  # a pool in this process that finds no room, for example
+            self.counters[f"unsupported_{name}"] += 1
+            log.error("serving without the cache of %s: %s", name, error.message)
+            return
         self._host_pools[name] = pool
         self._pools[name] = PagePool(
             self._thread.loop,

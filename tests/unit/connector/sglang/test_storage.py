@@ -19,7 +19,7 @@ from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
 from kvservice.connector.sglang.storage import TRAILING_PAGES, PageStorage
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment
-from kvservice.errors import ConfigError
+from kvservice.errors import ConfigError, SegmentError
 from kvservice.testing.eventually import eventually
 from tests.unit.connector.sglang.host_memory import (
     OPTIONS,
@@ -448,6 +448,19 @@ def test_a_pool_of_an_unknown_kind_is_left_out(thread: PoolThread, caplog: pytes
     assert made.counters["unsupported_draft"] == 1
     made.register("empty", LatentMemory(), [])
     assert made.counters["unsupported_empty"] == 1
+
+
+def test_a_pool_without_room_leaves_the_engine_without_the_cache(
+    thread: PoolThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def no_room(*_: object) -> None:
+        raise SegmentError("/dev/shm is too small")
+
+    monkeypatch.setattr(thread, "attach_program", no_room)
+    made = storage(HostMemory(), thread=thread)
+    assert made.counters["unsupported_kv"] == 1 and "/dev/shm is too small" in caplog.text
+    pages = page_hashes(PROMPT)
+    assert made.store([], wanted(pages, [0])) == [False] * len(pages) and made.find([], pages) == 0
 
 
 @pytest.mark.parametrize(
