@@ -168,6 +168,7 @@ def _lock(folder: int, path: Path, *, make: bool) -> int:
             f"another process ({owner if owner.isdigit() else 'unknown'}) uses the blocks in {path}: stop it, or give "
             "each node a disk_path of its own",
             path=path,
+            transient=True,  # it may be the process before this one, which still ends
         ) from error
     except OSError:
         os.close(descriptor)

@@ -173,8 +173,9 @@ def test_a_link_is_never_followed(tmp_path: Path) -> None:
 
 def test_one_process_owns_a_folder(tmp_path: Path) -> None:
     tier = StartedTier(DiskTier(tmp_path))
-    with pytest.raises(TierError, match=rf"another process \({os.getpid()}\).*disk_path of its own"):
+    with pytest.raises(TierError, match=rf"another process \({os.getpid()}\).*disk_path of its own") as refused:
         DiskTier(tmp_path).start()
+    assert refused.value.attributes["transient"], "the other one may be about to end"
     with pytest.raises(TierError, match="another process"):
         remove_blocks(tmp_path)
     tier.close()
