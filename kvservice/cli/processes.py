@@ -61,8 +61,8 @@ def run_shard(
 
 
 def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None:
-    """Run one lookup partition of `config.lookup_partitions`, on a Unix socket if it needs no port. Blocks until a
-    signal."""
+    """Run one lookup partition of `config.lookup_partitions`. Without `port`, or `config.lookup_port`, it listens on a
+    Unix socket if it needs no port. Blocks until a signal."""
     from kvservice.core.directory.membership import patience
     from kvservice.discovery import lookup_address
     from kvservice.lookup.process import serve
@@ -70,6 +70,8 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
 
     count = config.lookup_partitions
     root = config.runtime_root
+    if port is None and config.lookup_port:
+        port = config.lookup_port + partition
     address = lookup_address(
         config.service,
         partition,

@@ -143,7 +143,8 @@ def lookup(
             min=0,
             max=65535,
             metavar="PORT",
-            help="Port. 0: any free one, printed at start. Default: 7400; on loopback without TLS a Unix socket.",
+            help="Port. 0: any free one, printed at start. Default: that of --lookup-port; else 7400, and on loopback "
+                "without TLS a Unix socket.",
         ),
     ] = None,
     config: Config = None,

@@ -325,3 +325,24 @@ def test_a_shard_with_a_wrong_setting_says_which(runtime: Path) -> None:
     for name in ("a/b", "--", "n c", ".."):
         assert f"{name!r} cannot be a node's name" in command(runtime, "shard", "--node", name).stderr
     assert "service is '--'" in command(runtime, "status", "--service", "--").stderr
+
+
+@pytest.mark.parametrize(("given", "is_there"), [((), True), (("--port", "0"), False)])
+def test_a_lookup_partition_listens_at_the_port_of_the_setting(
+    runtime: Path, given: tuple[str, ...], is_there: bool
+) -> None:
+    """Unless it is given a port of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    words = ["lookup", "--partition", "1", "--lookup-partitions", "2", f"--lookup-port={port - 1}", *given]
+    variables = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime), "KVSERVICE_ALLOW_PLAINTEXT": "true"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvservice", *words], env=variables, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            assert (f"127.0.0.1:{port}" in said) is is_there, said
+        finally:
+            process.terminate()
+            process.wait(20)

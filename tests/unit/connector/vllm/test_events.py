@@ -94,8 +94,8 @@ def test_an_index_that_hashes_tokens_finds_the_pools_blocks() -> None:
     assert index.overlap(range(100), "host") == 32
 
 
-def test_an_event_has_the_fields_of_a_positional_reader() -> None:
-    """llm-d reads older engines by position: tag, hashes, parent, tokens, size, id and name of the adapter, medium."""
+def test_an_event_has_what_llm_d_reads() -> None:
+    """The type, hashes, parent, tokens, size and medium, by name."""
     first, second, third = wire(stored(request(range(50))))
     assert [event["parent_block_hash"] for event in (second, third)] == [
         event["block_hashes"][0] for event in (first, second)
