@@ -144,7 +144,7 @@ def lookup(
             max=65535,
             metavar="PORT",
             help="Port. 0: any free one, printed at start. Default: that of --lookup-port; else 7400, and on loopback "
-                "without TLS a Unix socket.",
+            "without TLS a Unix socket.",
         ),
     ] = None,
     config: Config = None,

@@ -80,7 +80,8 @@ def test_a_decision_without_a_request_is_forgotten() -> None:
     assert book.in_flight("a", UNCONFIRMED_SECONDS + 1) == 0
 
 
-def test_a_decision_without_a_request_does_not_count_where_nobody_asks_for_the_wait() -> None:
+def test_a_decision_without_a_request_counts_for_a_moment() -> None:
+    """Also under a policy that never asks for the wait."""
     book = LoadBook()
     book.decided("q1", "a", 1.0, now=0.0)
     assert [book.in_flight("a", at) for at in (0.0, UNCONFIRMED_SECONDS + 1)] == [1, 0]
