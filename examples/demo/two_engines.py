@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvservice.engine.loop import ReferenceEngine
 
 # float32: an engine that goes on from another one's K and V rounds differently, and in bfloat16 that alone can change a
-# token. docs/howto/share-engines.md has the figures of both.
+# token. docs/howto/share-engines.md has figures.
 DTYPE = "float32"
 PROMPT_CHARS = 1000  # of the document: some 250 tokens, which a CPU computes in a second
 ANSWER_TOKENS = 12
