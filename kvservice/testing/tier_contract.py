@@ -232,8 +232,8 @@ class TierContract:
         for block in blocks:
             started.tier.write(TierWrite(1000, ((block, payload),)), lambda *_: note("write"))
         read = TierRead(2000, ((wanted[0], target),), time.monotonic() + WAIT_SECONDS)
-        written = len(ended)  # before the read was there
         started.tier.read(read, lambda *_: note("read"))
+        written = len(ended)  # at least as many as before the read was there
         assert all(done.acquire(timeout=WAIT_SECONDS) for _ in range(65))
         assert ended.index("read") - written <= 32, "it waits for the writes under way at most"
 

@@ -139,7 +139,10 @@ class DiskTier:
         with self._removed:  # or the new file would be removed instead of the old one
             self._to_erase.discard(block.key)
             self._removed.wait_for(lambda: block.key not in self._removing)
+            erased = self._counters["erased"]
         result, header = self._files().write(block, payload)
+        if result is WriteResult.FULL and self._made_room(erased):
+            result, header = self._files().write(block, payload)
         with self._books:
             if header is None:
                 self._counters[f"writes_{result.value}"] += 1
@@ -149,6 +152,12 @@ class DiskTier:
         if header is not None:
             self._note([pack_row(header.block)], 1)
         answer(result)
+
+    def _made_room(self, erased: int) -> bool:
+        """Whether blocks were erased since that many were. Waits for those that are being erased."""
+        with self._removed:
+            self._removed.wait_for(lambda: not self._removing)
+            return self._counters["erased"] > erased
 
     def _read_one(
         self, block: TierBlock, target: memoryview, deadline: float, answer: Callable[[BroughtBlock], None]

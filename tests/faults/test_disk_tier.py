@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from functools import partial
@@ -27,10 +28,10 @@ from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.eventually import eventually_async
 from kvservice.testing.tier_contract import OK, StartedTier, some
 from kvservice.tier.base import WriteResult
-from kvservice.tier.block_files import name_of
+from kvservice.tier.block_files import TierFolder, name_of
 from kvservice.tier.disk import DiskTier
 from kvservice.tier.folder_check import check_folder
-from kvservice.units import MiB, NodeId
+from kvservice.units import BlockKey, MiB, NodeId
 from tests.faults.disk_writer import BLOCKS, payload_of
 
 KILLS = 3
@@ -117,6 +118,26 @@ def test_a_full_file_system_is_full_and_loses_nothing(small_disk: Path) -> None:
     full = StartedTier(DiskTier(small_disk))
     full.close()
     assert len(full.found) >= 8, "a disk that is full at the start gives up a few blocks, not all of them"
+
+
+def test_a_write_waits_for_room_that_is_being_made(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread finds the disk full while another one still erases."""
+    tier = StartedTier(DiskTier(small_disk))
+    items = [some(number, 1 * MiB) for number in range(24)]
+    results = [tier.write(item)[0] for item in items]
+    erasing, may_go_on, real = threading.Event(), threading.Event(), TierFolder.remove
+
+    def slow(folder: TierFolder, key: BlockKey) -> bool:
+        erasing.set()
+        assert may_go_on.wait(10)
+        return real(folder, key)
+
+    monkeypatch.setattr(TierFolder, "remove", slow)
+    tier.tier.erase([items[0][0].key])
+    assert results[0] is WriteResult.OK and erasing.wait(10)
+    threading.Timer(0.3, may_go_on.set).start()  # by then the write has found no room
+    assert tier.write(some(50, 1 * MiB)) == (WriteResult.OK,)
+    tier.close()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(small_disk: Path) -> None:
