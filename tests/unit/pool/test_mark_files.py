@@ -11,6 +11,7 @@ from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.errors import Unavailable
 from kvservice.pool import mark_files
 from kvservice.pool.mark_files import MarkFiles
+from kvservice.testing.eventually import eventually_async
 
 MARKS = (Mark(MarkKind.TENANT, 1.0, "acme"), Mark(MarkKind.MODEL, 2.0, "llama"))
 
@@ -41,8 +42,19 @@ def test_a_file_that_cannot_be_read_is_a_clear_of_everything(tmp_path: Path) -> 
 
 async def test_a_disk_that_hangs_does_not_hold_a_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mark_files, "KEEP_SECONDS", 0.05)
-    ends = threading.Event()
-    monkeypatch.setattr(mark_files, "write_private", lambda path, data: ends.wait())
-    with pytest.raises(Unavailable, match="not kept after"):
-        await MarkFiles([tmp_path / "marks"]).keep_in_time(MARKS)
-    ends.set()
+    may_go_on, real = threading.Event(), mark_files.write_private
+
+    def slow(path: Path, data: bytes) -> None:
+        may_go_on.wait()
+        real(path, data)
+
+    monkeypatch.setattr(mark_files, "write_private", slow)
+    files = MarkFiles([tmp_path / "marks"])
+    for marks in (MARKS[:1], MARKS):
+        with pytest.raises(Unavailable, match="not kept after"):
+            await files.keep_in_time(marks)
+    may_go_on.set()
+    await eventually_async(lambda: files.load() == MARKS, "both have gone on, and the newest marks are kept")
+    monkeypatch.setattr(mark_files, "KEEP_SECONDS", 5.0)
+    await files.keep_in_time(MARKS)
+    assert files.load() == MARKS
