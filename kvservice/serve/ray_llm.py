@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 from kvservice.actors import names
 from kvservice.aio import within
 from kvservice.config import REQUEST_TRIES
-from kvservice.connector.scheduler.handoff import NAME, VERSION
+from kvservice.connector.scheduler.handoff import NAME, OF_HANDOFFS, VERSION
 from kvservice.connector.scheduler.switches import STORE
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.errors import ConfigError
@@ -61,7 +61,6 @@ HANDOFFS_MAX = 4096
 PREFILL_CHOICE_SECONDS = 2.0  # If no prefill replica is free by then, the decode replica computes the prompt itself.
 TRY_AGAIN_SECONDS = 0.2  # Between two tries of a request, so that Serve can notice that the replica is dead.
 
-OF_HANDOFFS = frozenset(("role", "handoff", "node"))  # of `kv_transfer_params`: only this app sets them
 _DRAINING: set[asyncio.Task[None]] = set()  # of this replica: the loop alone would not keep them alive
 
 DIRECT_STREAMING: bool = RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING
@@ -122,7 +121,7 @@ class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
 
 
 def _asked(request: Any) -> dict[str, Any]:
-    """What the client asks of the cache: hints and switches. A hand-off is not the client's to choose."""
+    """What the client asks of the cache: hints and switches. Only this app chooses a hand-off."""
     params = getattr(request, "kv_transfer_params", None)
     asked = params.get(NAME) if isinstance(params, Mapping) else None
     if not isinstance(asked, Mapping):

@@ -29,6 +29,7 @@ from kvservice.units import AttachmentId, HandoffId, NodeId
 
 NAME = "kvservice"
 VERSION = 1  # of these parameters; another version is refused by name
+OF_HANDOFFS = frozenset(("role", "handoff", "node"))  # the keys of a hand-off; hints and switches have others
 NODE_CHARS_MAX = 512  # A longer name of a node is refused. It is more than any real name has.
 PUBLIC_TOKENS_MAX = 1 << 24  # 16 million tokens, more than any context; a larger number is refused
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -57,7 +58,7 @@ def parse_transfer_params(params: object) -> Prefill | Handoff | None:
         raise InvalidRequest(
             f"kv_transfer_params.{NAME}.version is {ours.get('version')!r:.40}, and this engine knows {VERSION} only"
         )
-    if ours.keys() & {"public_tokens", "store", "load", "hints"} and not ours.keys() & {"role", "handoff", "node"}:
+    if ours.keys() & {"public_tokens", "store", "load", "hints"} and not ours.keys() & OF_HANDOFFS:
         return None
     given = ours.get("handoff")
     if not isinstance(given, str) or not _ID.fullmatch(given):

@@ -137,29 +137,28 @@ class PageStorage:
         if name in self._pools:
             return
         try:
-            form, fields = self._form_of(name, pool, sample)
+            made = self._page_pool(name, pool, sample)
         except ConfigError:
             raise
         except (KVServiceError, NotImplementedError, ValueError, TypeError) as error:
             self.counters[f"unsupported_{name}"] += 1
             log.error("pages of the pool %s are not cached: %s", name, error)
             return
+        self._host_pools[name] = pool
+        self._pools[name] = made
+
+    def _page_pool(self, name: str, pool: HostPool, sample: Indices) -> PagePool:
+        """Where pages of this kind are kept. Raises SegmentError, for one, where a pool in this process has no room."""
+        form, fields = self._form_of(name, pool, sample)
         options, identity = self._options, self._identity
         model = identity.model if self._gate is None else shared_name(identity.model)
         layout = Layout(pool.page_size, (form.block_bytes,), "uint8")
         namespace = "/".join(part for part in (options.namespace, "" if name == KV else name) if part)
         if self._gate is None:
             fields = {**identity.fields, **fields}
-        try:
-            program = self._thread.loop.wait(self._thread.attach_program(model, layout, fields, namespace))
-        except ConfigError:
-            raise
-        except KVServiceError as error:  # a pool in this process that finds no room, for example
-            self.counters[f"unsupported_{name}"] += 1
-            log.error("serving without the cache of %s: %s", name, error.message)
-            return
-        self._host_pools[name] = pool
-        self._pools[name] = PagePool(
+        attaching = self._thread.attach_program(model, layout, fields, namespace)
+        program = self._thread.loop.wait(attaching)
+        return PagePool(
             self._thread.loop,
             program,
             form,
