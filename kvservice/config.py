@@ -183,7 +183,8 @@ CodecKeyFile = Annotated[
     Field(
         pattern=r"^(/.*)?$",
         description="File of at least 32 random bytes. The codec aesgcm encrypts with it the blocks that belong to no "
-        "tenant; those of a tenant are encrypted with the tenant's secret. The same file on all nodes.",
+        "tenant; those of a tenant are encrypted with the tenant's secret. The same file on all nodes. Empty: aesgcm "
+        "writes no block that belongs to no tenant.",
     ),
     Shown(allowed="an absolute path"),
 ]
@@ -385,7 +386,8 @@ class ServiceConfig(Settings):
 
     lookup: Annotated[Listed, Shown(allowed=ADDRESSES)] = ()
     """Where lookup partitions run that were started with `kvservice lookup`, in the order of their partitions. A shard
-    joins them, and commands ask them from any machine. `kvservice up` starts lookup partitions itself."""
+    joins them, and commands ask them from any machine. Without them a shard finds blocks of no other node. `kvservice
+    up` starts lookup partitions itself."""
 
     lease_seconds: Annotated[
         Seconds, Field(ge=LEASE_SECONDS_MIN, le=600), Shown(unit="seconds", chart="cache.leaseSeconds")

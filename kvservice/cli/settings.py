@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,8 @@ class Effective:
 
 
 _LISTS = ("lookup",)  # an empty list on the command line is an option that was not given
+_SENTENCE = re.compile(r"(?<=\.) ")
+_WITHOUT = re.compile(r"0\b|Empty:|Without (?:it|them)\b")  # how a sentence begins that says what 0 or no value does
 
 
 def options() -> list[Any]:
@@ -52,17 +55,25 @@ def options() -> list[Any]:
 def _option(name: str, field: Any) -> Any:
     from kvservice.config import allowed, default_of
 
-    words = " ".join((field.description or "").split())
-    first = words.partition(". ")[0].rstrip(".")
+    words = summary(field)
     default = default_of(field)
     flag = f"--{name.replace('_', '-')}"
     if field.annotation is bool:
-        words = f"{first}. Default: {'yes' if field.default else 'no'}."
+        words = f"{words} Default: {'yes' if field.default else 'no'}."
         return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=words)]
-    text = f"{first}. Values: {allowed(field)}." + (f" Default: {default}." if default else "")
+    text = f"{words} Values: {allowed(field)}." + (f" Default: {default}." if default else "")
     if _is_list(field.annotation):
         return Annotated[list[str] | None, typer.Option(flag, help=f"{text} Repeat for more.", metavar="ADDRESS")]
     return Annotated[str | None, typer.Option(flag, help=text, metavar=metavar(name, field))]
+
+
+def summary(field: Any) -> str:
+    """The first sentence of the meaning, and those that say what 0 or no value does, where the default does not."""
+    from kvservice.config import shown
+
+    first, *others = _SENTENCE.split(" ".join((field.description or "").split()))
+    said = [] if shown(field).default else [each for each in others if _WITHOUT.match(each)]
+    return " ".join([first, *said])
 
 
 def metavar(name: str, field: Any) -> str:

@@ -5,6 +5,7 @@ Only this module knows Typer's classes. Its help is plain text, because Rich wou
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -91,12 +92,18 @@ class Leaf(TyperCommand):
 
 
 class LeafWithSettings(Leaf):
-    """A command that takes every setting of a service as an option of the setting's name.
+    """A command that takes every setting of a service as an option of the setting's name, so that all parts of a
+    service can be started with the same options. Its help explains those that it reads, and names the others.
 
     The options are made when this command needs them, because the definitions of the settings take longer to load than
     all other help. The function finds the values with `given_settings`."""
 
     _made: tuple[Any, ...] = ()
+
+    @classmethod
+    def reads(cls, name: str) -> bool:
+        """Whether the command uses the setting of this name."""
+        return True
 
     def get_params(self, ctx: Any) -> list[Any]:
         own = super().get_params(ctx)
@@ -108,6 +115,8 @@ class LeafWithSettings(Leaf):
 
             taken = {param.name for param in self.params}
             self._made = tuple(each for each in options() if each.name not in taken)
+            for each in self._made:
+                each.hidden = not self.reads(each.name)  # completion does not offer it
         return self._made
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -122,6 +131,10 @@ class LeafWithSettings(Leaf):
             if found:
                 with formatter.section(name):
                     formatter.write_dl(found)
+        others = ", ".join(each.opts[0] for each in made if each.hidden)
+        if others:
+            with formatter.section("Other settings"):
+                write_unbroken(f"These are understood too, and change nothing here: {others}.", formatter)
 
     def invoke(self, ctx: Any) -> Any:
         ctx.meta[SETTINGS] = {each.name: ctx.params.pop(each.name, None) for each in self.settings()}
@@ -166,7 +179,7 @@ def new_tree(text: str) -> typer.Typer:
 
 
 def command(
-    tree: typer.Typer, group: str | None, *examples: str, name: str | None = None, takes_settings: bool = False
+    tree: typer.Typer, group: str | None, *examples: str, name: str | None = None, kind: type[Leaf] = Leaf
 ) -> Callable[[F], F]:
     """Add a function to a tree under a heading of its help. It may raise KVServiceError. The examples are whole command
     lines; a test parses them."""
@@ -174,7 +187,7 @@ def command(
     def add(function: F) -> F:
         tree.command(
             name,
-            cls=LeafWithSettings if takes_settings else Leaf,
+            cls=kind,
             epilog="\n".join(examples),
             rich_help_panel=group,
             context_settings=HELP,
@@ -200,6 +213,15 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def write_unbroken(text: str, formatter: Any) -> None:
+    """Write a text that has options in it: a line may end between two of them, and not at the hyphen of one."""
+    margin = " " * formatter.current_indent
+    lines = textwrap.wrap(
+        text, formatter.width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
+    )
+    formatter.write("".join(f"{line}\n" for line in lines))
 
 
 def write_examples(epilog: str | None, formatter: Any) -> None:

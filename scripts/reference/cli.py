@@ -110,9 +110,25 @@ def section(command: Any, name: str, level: str) -> str:
     if also:
         text += f"Also {', '.join(also)} ([common options](../cli.md#options-that-many-commands-have)).\n\n"
     if isinstance(command, LeafWithSettings):
-        text += "Also every [setting](../settings.md), as an option of its name.\n\n"
+        text += f"{settings_of(command)}\n\n"
     examples = "\n".join(f"$ {line}" for line in command.epilog.splitlines())
     return f"{text}```console\n{examples}\n```\n"
+
+
+def settings_of(command: LeafWithSettings) -> str:
+    """Which settings the command reads, in one sentence or two; the shorter of the two lists is told."""
+    every = "Also every [setting](../settings.md), as an option of its name"
+    used, unused = ([each.opts[0] for each in command.settings() if each.hidden is hidden] for hidden in (False, True))
+    if not unused:
+        return f"{every}."
+    if len(unused) < len(used):
+        return f"{every}; {listed(unused)} {'changes' if len(unused) == 1 else 'change'} nothing here."
+    return f"{every}. It reads {listed(used)}; the others change nothing here."
+
+
+def listed(options: list[str]) -> str:
+    *first, last = [f"`{each}`" for each in options]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def option_rows(records: Iterable[tuple[str, str] | None]) -> str:

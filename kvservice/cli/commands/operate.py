@@ -11,6 +11,7 @@ from kvservice.cli.exits import ExitCode
 from kvservice.cli.output import Format
 from kvservice.cli.tree import (
     Config,
+    LeafWithSettings,
     Lookup,
     Output,
     Service,
@@ -48,7 +49,7 @@ def add(tree: typer.Typer) -> None:
         "kvservice config show pool_bytes transport -o json",
         "kvservice config show --config kvservice.toml -o wide",
         name="show",
-        takes_settings=True,
+        kind=LeafWithSettings,
     )(show_config)
     tree.add_typer(config, name="config", rich_help_panel=GROUP)
     tree.add_typer(tier.app, name="tier", rich_help_panel=GROUP)
@@ -115,7 +116,8 @@ def check(
 def doctor(output: Output = Format.TABLE) -> None:
     """Check this machine, and say what to do.
 
-    Versions, shared memory, NIXL, hashing, reachability, clocks. Exits with 1 if there is a problem."""
+    Versions, shared memory, NIXL, hashing, reachability, clocks. It reads settings from variables KVSERVICE_* and from
+    no file. Exits with 1 if there is a problem."""
     from kvservice.cli import doctor as run
 
     if not run.healthy(run.run(output)):

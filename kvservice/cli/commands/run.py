@@ -8,11 +8,43 @@ from typing import Annotated
 import typer
 
 from kvservice.cli.exits import ExitCode
-from kvservice.cli.tree import Address, Config, JsonLogs, Service, command, given_settings
+from kvservice.cli.tree import Address, Config, JsonLogs, LeafWithSettings, Service, command, given_settings
 
 GROUP = "Run"
 LOOPBACK = "127.0.0.1"
 DEV_SHM = Path("/dev/shm")
+
+
+class UpLeaf(LeafWithSettings):
+    """It starts lookup partitions itself, and asks no others."""
+
+    @classmethod
+    def reads(cls, name: str) -> bool:
+        return name != "lookup"
+
+
+class ShardLeaf(LeafWithSettings):
+    """It is told of the lookup partitions, and nothing of Ray is there."""
+
+    @classmethod
+    def reads(cls, name: str) -> bool:
+        return name not in {"lookup_partitions", "lookup_port", "copy_workers", "head_shard"}
+
+
+class LookupLeaf(LeafWithSettings):
+    @classmethod
+    def reads(cls, name: str) -> bool:
+        return name in {
+            "service",
+            "lookup_partitions",
+            "lookup_port",
+            "heartbeat_seconds",
+            "runtime_dir",
+            "metrics_port",
+            "traces",
+            "tls_dir",
+            "allow_plaintext",
+        }
 
 
 def add(tree: typer.Typer) -> None:
@@ -24,7 +56,7 @@ def add(tree: typer.Typer) -> None:
         "kvservice up --pool-bytes 64GiB",
         "kvservice up --no-ray --pool-bytes 4GiB --metrics-port 9400",
         "kvservice up --address 10.0.0.5:6379 --config kvservice.toml",
-        takes_settings=True,
+        kind=UpLeaf,
     )(up)
     command(tree, GROUP, "kvservice down", "kvservice down --service prod", "kvservice down --keep-blocks")(down)
     command(
@@ -32,14 +64,14 @@ def add(tree: typer.Typer) -> None:
         GROUP,
         "kvservice shard --node n0 --pool-bytes 64GiB",
         "kvservice shard --node n0 --host 10.0.0.7 --port 7401 --lookup 10.0.0.5:7400 --tls-dir /etc/kvservice/tls",
-        takes_settings=True,
+        kind=ShardLeaf,
     )(shard)
     command(
         tree,
         GROUP,
         "kvservice lookup --lookup-partitions 1",
         "kvservice lookup --partition 1 --host 10.0.0.6 --tls-dir /etc/kvservice/tls",
-        takes_settings=True,
+        kind=LookupLeaf,
     )(lookup)
     command(tree, GROUP, "kvservice copy-worker --node n0 --device 0", name="copy-worker")(copy_worker)
     command(
@@ -67,7 +99,7 @@ def up(
     """Start the service on a Ray cluster, or without Ray.
 
     It starts a cache shard on every node of the Ray cluster, or a Ray cluster of this machine if there is none. With
-    --no-ray it runs one node in this process, until Ctrl-C."""
+    --no-ray it runs one node in this process, with one lookup partition and without copy workers, until Ctrl-C."""
     from kvservice.cli import lifecycle
     from kvservice.cli.settings import load
 
