@@ -47,6 +47,7 @@ class MissCause(Enum):
     SLOWER_THAN_RECOMPUTE = "slower_than_recompute"
     LOOKUP_FAILED = "lookup_failed"
     CORRUPT = "corrupt"
+    WINDOW = "window"
     LOAD_FAILED = "load_failed"
     NO_ROOM = "no_room"
     QUOTA = "quota"
@@ -63,6 +64,7 @@ _OF_MISS = {
     MissReason.PEER_FAILED: MissCause.OWNER_GONE,
     MissReason.STALE: MissCause.EVICTED,
     MissReason.CORRUPT: MissCause.CORRUPT,
+    MissReason.WINDOW: MissCause.WINDOW,
     MissReason.NO_ROOM: MissCause.NO_ROOM,
     MissReason.QUOTA: MissCause.QUOTA,
     MissReason.DRAINING: MissCause.DRAINING,
@@ -75,6 +77,7 @@ _TEXT = {
     MissCause.ENGINE_DID_NOT_WAIT: "the answer came after the engine's own deadline",
     MissCause.SLOWER_THAN_RECOMPUTE: "fetching it was measured to be slower than recomputing",
     MissCause.LOOKUP_FAILED: "the lookup service did not answer",
+    MissCause.WINDOW: "was there, but not the blocks of a sliding window, or the state, that go with it",
     MissCause.NO_ROOM: "no slot could be freed for it here",
     MissCause.QUOTA: "its tenant had all the slots that it may hold, or fill at once",
     MissCause.DRAINING: "the node's own shard was leaving",

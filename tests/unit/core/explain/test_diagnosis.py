@@ -183,6 +183,7 @@ def test_another_fingerprint_or_cache_salt_is_named_last() -> None:
         (MissReason.PEER_FAILED, MissCause.OWNER_GONE),
         (MissReason.STALE, MissCause.EVICTED),
         (MissReason.CORRUPT, MissCause.CORRUPT),
+        (MissReason.WINDOW, MissCause.WINDOW),
         (MissReason.NO_ROOM, MissCause.NO_ROOM),
         (MissReason.DRAINING, MissCause.DRAINING),
         (MissReason.DETACHED, MissCause.NO_POOL),
@@ -195,6 +196,11 @@ def test_what_the_shard_knew_when_it_answered_counts(miss: MissReason, miss_caus
         asked, Evidence({2: [BlockHistory("n1", "held", 90.0)], 3: [BlockHistory("n1", "held", 90.0)]}, {})
     )
     assert (diagnoses[-1].start, diagnoses[-1].count) == (2, 2)  # the next would have come with it
+
+
+@pytest.mark.parametrize("miss", MissReason)
+def test_every_reason_of_a_shard_has_a_cause(miss: MissReason) -> None:
+    assert cause_of(replace(REQUEST, miss=miss, miss_node="n1"))[0] in MissCause
 
 
 def test_blocks_behind_the_first_gap_are_told_apart_from_it() -> None:
