@@ -4,7 +4,7 @@ first.
     python -m benchmarks.growth [--keys 400000] [--out PATH]
 
 Unit costs are measured in this run with the production code: bytes and microseconds a key in the directory at each
-number of nodes, processor time of a lookup process for a sign of life and a lookup over gRPC, of a shard for what it
+number of nodes, processor time of a lookup process for a heartbeat and a lookup over gRPC, of a shard for what it
 announces. Fan-out is counted with the client's own split of chains. Loads at each scale are then these costs times
 rates (the options), so figures beyond one machine are extrapolated, each from its own unit cost. Queues, networks and
 what years of churn do to an allocator are not modelled.
@@ -233,7 +233,7 @@ def load_of_partition(
     changes = 2 * load.new_blocks_per_second / lookups
     asked = load.prompts_per_second * load.prompt_blocks / lookups
     return {
-        "signs of life": nodes * max(beats - spans, 0.0) * costs.heartbeat_call,
+        "heartbeats": nodes * max(beats - spans, 0.0) * costs.heartbeat_call,
         "updates": nodes * (spans * costs.heartbeat_call + changes * costs.add_per_key[nodes]),
         "lookups": nodes
         * (
@@ -261,7 +261,7 @@ def judge(nodes: int, blocks: int, load: Load, costs: Costs, fan_out: dict[int, 
     changes = 2 * load.new_blocks_per_second * nodes * KEY_BYTES
     per_node = blocks / nodes
     if nodes > SUBSCRIBERS_MAX:
-        broken.append(f"a mirror on every node: {SUBSCRIBERS_MAX} subscribers")
+        broken.append(f"a mirror on every node: {SUBSCRIBERS_MAX} watchers")
     if nodes * changes / lookups > NETWORK_BYTES_PER_SECOND:
         broken.append("a mirror on every node: the network of a lookup partition")
     return {
@@ -276,8 +276,8 @@ def judge(nodes: int, blocks: int, load: Load, costs: Costs, fan_out: dict[int, 
         ),
         "fan_out": round(fan_out[lookups], 2),
         "announced_bytes_per_second_of_a_lookup_partition": round(changes / lookups),
-        "signs_of_life_per_second_of_a_lookup_partition": round(nodes / load.heartbeat_seconds),
-        "signs_of_life_per_second_of_a_node": round(lookups / load.heartbeat_seconds, 2),
+        "heartbeats_per_second_of_a_lookup_partition": round(nodes / load.heartbeat_seconds),
+        "heartbeats_per_second_of_a_node": round(lookups / load.heartbeat_seconds, 2),
         "rebuild_seconds_of_a_lookup_partition": round(blocks / lookups * costs.rebuild_per_key[nodes], 2),
         "rebuild_bytes_of_a_lookup_partition": round(blocks / lookups * KEY_BYTES),
         "full_announcement_seconds_of_a_node": round(per_node * lookups * costs.snapshot_per_key, 3),
@@ -299,8 +299,8 @@ def draw(rows: list[dict[str, object]], costs: Costs, load: Load, fan_out: dict[
     for lookups in (2, 8, 64):
         parts = [load_of_partition(nodes, lookups, load, costs, fan_out) for nodes in NODES]
         left.plot(NODES, [sum(part.values()) for part in parts], marker="o", label=f"{lookups} lookup partitions")
-    beats = [load_of_partition(nodes, 64, load, costs, fan_out)["signs of life"] for nodes in NODES]
-    left.plot(NODES, beats, linestyle="--", label="of it signs of life, 64 lookup partitions")
+    beats = [load_of_partition(nodes, 64, load, costs, fan_out)["heartbeats"] for nodes in NODES]
+    left.plot(NODES, beats, linestyle="--", label="of it heartbeats, 64 lookup partitions")
     left.axhline(BUSY_SHARE, color="grey", linewidth=0.8)
     left.set(xscale="log", yscale="log", xlabel="nodes", ylabel="cores of one lookup partition")
     left.set_title("Load of the directory")
@@ -342,7 +342,7 @@ def main() -> None:
     for row, other in zip(rows, eased, strict=True):
         print(row["nodes"], "nodes:", row["cores_of_a_lookup_partition"], row["gives_way"] or "nothing gives way")
         print(
-            "  with a tenth of the signs of life:",
+            "  with a tenth of the heartbeats:",
             other["lookup_partitions"],
             other["gives_way"] or "nothing gives way",
         )
@@ -358,7 +358,7 @@ def main() -> None:
         "unit_costs_in_seconds_of_a_core_and_bytes": units,
         "fan_out_by_lookup_partitions": fan_out,
         "scales": rows,
-        "scales_with_a_tenth_of_the_signs_of_life": eased,
+        "scales_with_a_tenth_of_the_heartbeats": eased,
     }
     print(write_report("growth", figures, given.out))
 
