@@ -42,7 +42,10 @@ InFlight = Annotated[
     ),
 ]
 PublicRight = Annotated[str | None, typer.Option(metavar="RIGHT", help="Right to public blocks: no, read, or publish.")]
-Admin = Annotated[bool | None, typer.Option("--admin/--no-admin", help="May see the requests of other tenants.")]
+Admin = Annotated[
+    bool | None,
+    typer.Option("--admin/--no-admin", help="May see requests, blocks and pins of all tenants, and clear blocks."),
+]
 TokenTo = Annotated[
     Path | None, typer.Option("--token-to", metavar="FILE", help="Write the token to this file, not to the terminal.")
 ]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvservice.engine.lossy import LossFigures
     from kvservice.tier.folder_check import FolderCheck
 
-app = new_tree("Look at what a tier keeps on this machine.")
+app = new_tree("Check a tier (blocks below the memory), and measure int8.")
 NAMES_SHOWN = 3  # of each kind of finding, for people; -o json has all of them
 MEANINGS = {  # attribute of FolderCheck -> what it is, and what becomes of it
     "missing": "named by the index, without a file; the next start forgets them",
@@ -86,10 +86,14 @@ def _draw(found: FolderCheck, wide: bool) -> RenderableType:
 def drift(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, or its name at Hugging Face.")],
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text as the model's users write it.")],
-    tokens: Annotated[int, typer.Option(min=32, help="Of the text, at most so many.")] = 1024,
-    limit: Annotated[float, typer.Option(min=0.0, help="Exit with 1 if a block drifts further.")] = 0.05,
-    device: Annotated[str, typer.Option(help="Where the model computes, as torch names it.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Type of its numbers; auto: as its weights are stored.")] = "auto",
+    tokens: Annotated[int, typer.Option(min=32, metavar="N", help="Most tokens of the text to use.")] = 1024,
+    limit: Annotated[
+        float, typer.Option(min=0.0, metavar="DRIFT", help="Exit with 1 if a block drifts further.")
+    ] = 0.05,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the model computes, as torch names it.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="Type of its numbers; auto: as its weights are stored.")
+    ] = "auto",
     output: Output = Format.TABLE,
 ) -> None:
     """Measure what int8 does to a model, without a service.

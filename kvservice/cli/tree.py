@@ -54,7 +54,11 @@ Watch = Annotated[
 Config = Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file with any of the settings.")]
 Address = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Address of the Ray cluster to join. Default: the one of this machine."),
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Address of the Ray cluster to join. auto: RAY_ADDRESS, else the cluster of this machine. Default: the "
+        "same, but `up` starts a cluster if there is none.",
+    ),
 ]
 JsonLogs = Annotated[bool, typer.Option("--json-logs", help="Write logs as one JSON object a line.")]
 

@@ -44,7 +44,11 @@ def replay(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="default, lru, plain-lru, s3-fifo or belady. Repeat for more."),
+        typer.Option(
+            metavar="NAME",
+            help="default, lru, plain-lru, s3-fifo or belady (the optimum). Repeat for more. Default: the first two "
+            "and belady.",
+        ),
     ] = None,
     disk: Annotated[
         list[int] | None,
@@ -73,7 +77,7 @@ def replay(
     ] = 0.0,
     processes: Annotated[int, typer.Option(min=1, max=256, metavar="N", help="Worker processes.")] = 1,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw a plot into this .png, .svg or .pdf file.")
+        Path | None, typer.Option(metavar="FILE", help="Also draw a .png, .svg or .pdf file; needs matplotlib.")
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:

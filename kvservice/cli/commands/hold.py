@@ -19,6 +19,13 @@ File = Annotated[
         help='Prompts, one JSON value a line: a list of token ids, {"prompt": ...} or {"messages": [...]}.',
     ),
 ]
+OnePrompt = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help='One prompt, as a JSON value in one line: a list of token ids, {"prompt": ...} or {"messages": [...]}.',
+    ),
+]
 Model = Annotated[
     str, typer.Option(metavar="MODEL", help="Name of the engines' model, as `kvservice status` shows it.")
 ]
@@ -69,7 +76,7 @@ def warm(
     tokenizer: Tokenizer = "",
     node: Nodes = None,
     hold: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, max=600, help="Seconds that the blocks are not evicted.")
+        float, typer.Option(metavar="SECONDS", min=0.1, max=600, help="Seconds for which the blocks are not evicted.")
     ] = 60.0,
     timeout: Timeout = 60.0,
     service: Service = None,
@@ -78,8 +85,8 @@ def warm(
 ) -> None:
     """Bring prompts to nodes before they are asked for.
 
-    Each node fetches what other nodes have of them and holds it for a while. Nothing is computed. Requests of engines
-    pass it. Exits with 1 if a node failed."""
+    Each node that has an engine of the model fetches the blocks that other nodes have, and holds them for --hold
+    seconds. Nothing is computed. Requests of engines go first. Exits with 1 if a node failed."""
     from kvservice.cli import hold as run
 
     wanted = run.Wanted(file, model, namespace, tokenizer, tuple(node or ()), hold, timeout)
@@ -89,7 +96,7 @@ def warm(
 
 def pin(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What you call the prompt; you unpin it by this name.")],
-    file: File,
+    file: OnePrompt,
     model: Model,
     namespace: Namespace = None,
     tokenizer: Tokenizer = "",
@@ -101,9 +108,9 @@ def pin(
 ) -> None:
     """Hold a prompt by name, so that it is never evicted.
 
-    Like `warm`, until `unpin` or the end of the shard. Pins may take a quarter of the pool and of a tenant's quota; one
-    that does not fit is refused. It stays when engines end. Needs a certificate for a node. Exits with 1 if a node
-    failed."""
+    Each node fetches it as for `warm`, and holds it until `unpin` or the end of the shard, also when engines end. All
+    pins together may take a quarter of the pool, and of a tenant's quota; one that does not fit is refused. Needs a
+    certificate for a node. Exits with 1 if a node failed."""
     from kvservice.cli import hold as run
 
     wanted = run.Wanted(file, model, namespace, tokenizer, tuple(node or ()), 0.0, timeout, name)
@@ -130,8 +137,8 @@ def unpin(
 def pins(service: Service = None, lookup: Lookup = None, output: Output = Format.TABLE) -> None:
     """List the prompts that are pinned.
 
-    In a service with tenants you see those of the tenant whose token you have. Exits with 1 if a node does not
-    answer."""
+    In a service with tenants you see those of the tenant whose token you have, and all with an administrator's. Exits
+    with 1 if a node does not answer."""
     from kvservice.cli import hold as run
 
     if not run.pins(service, lookup, output):
@@ -152,7 +159,11 @@ def clear(
     tokenizer: Tokenizer = "",
     wait: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, help="Seconds to wait for nodes that do not answer, and for readers."),
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="Seconds to go on while nodes do not answer, or requests still read cleared blocks. 0: one try.",
+        ),
     ] = 0.0,
     service: Service = None,
     lookup: Lookup = None,
@@ -160,9 +171,10 @@ def clear(
 ) -> None:
     """Forget blocks, in every tier on every node.
 
-    Name one of --everything, --namespace, --tenant, --model and --prompt. Blocks of which it is not known whose they
-    are go as well. Engines keep what is in their own GPU cache. Needs a certificate for a node, and an administrator's
-    token if there are tenants. Exits with 1 if a node was not reached, or still reads cleared blocks."""
+    Name one of --everything, --namespace, --tenant, --model and --prompt. Blocks of an unknown tenant, model or
+    namespace are cleared too. Engines keep what is in their own GPU cache. Needs a certificate for a node, and an
+    administrator's token if there are tenants. Exits with 1 if a node was not reached, or still reads cleared
+    blocks."""
     from kvservice.cli import clear as run
 
     wanted = run.Scope(everything, namespace, tenant, model, prompt, tokenizer)

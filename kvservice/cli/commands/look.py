@@ -78,7 +78,7 @@ def status(service: Service = None, lookup: Lookup = None, output: Output = Form
 
 def top(
     plain: Annotated[
-        bool, typer.Option("--plain", help="Lines instead of a full screen. Also when the output is no terminal.")
+        bool, typer.Option("--plain", help="Print lines, as it also does if the output is no terminal.")
     ] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, help="Time between two readings.")] = 2.0,
     count: Annotated[
@@ -90,7 +90,7 @@ def top(
     """Watch the service work: hit rates, bytes and memory, live.
 
     Enter opens a node, model, engine, tenant or request, and Escape goes back. Tab shows the next table, s sorts by the
-    next column. q or Ctrl-C ends it. The full screen needs the extra `top`."""
+    next column, r reverses the order, p pauses. q or Ctrl-C ends it. The full screen needs the extra `top`."""
     from kvservice.cli.top import run
 
     run.run(service, lookup, interval, plain=plain or count is not None, count=count)
@@ -127,8 +127,8 @@ def blocks(
     """List blocks: key, model, tenant, place, age and uses.
 
     It never shows tokens or the bytes of blocks. Shards answer in small pages, so a long list does not slow them. In a
-    service with tenants you see the blocks of the tenant whose token you have. Exits with 1 if a node does not
-    answer."""
+    service with tenants you see the blocks of the tenant whose token you have, and all with an administrator's. Exits
+    with 1 if a node does not answer."""
     from kvservice.cli import blocks as run
 
     selected = run.Selection(node, tuple(state or ()), model, tenant, key, sort and sort.value, limit)

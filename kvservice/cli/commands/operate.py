@@ -128,7 +128,7 @@ def show_config(
     context: typer.Context,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", autocompletion=offer_settings, help="Settings to show. Default: all."),
+        typer.Argument(metavar="NAME", autocompletion=offer_settings, help="Settings to show. Default: all."),
     ] = None,
     config: Config = None,
     output: Output = Format.TABLE,

@@ -98,8 +98,9 @@ def up(
 ) -> None:
     """Start the service on a Ray cluster, or without Ray.
 
-    It starts a cache shard on every node of the Ray cluster, or a Ray cluster of this machine if there is none. With
-    --no-ray it runs one node in this process, with one lookup partition and without copy workers, until Ctrl-C."""
+    It starts a cache shard on every node of the Ray cluster, and before that a Ray cluster of this machine if there is
+    none. With --no-ray it runs one node in this process, with one lookup partition and without copy workers, until
+    Ctrl-C."""
     from kvservice.cli import lifecycle
     from kvservice.cli.settings import load
 
@@ -195,14 +196,17 @@ def lookup(
 
 def copy_worker(
     node: Annotated[
-        str, typer.Option(envvar="KVSERVICE_NODE", metavar="NODE", help="Name of this machine: that of its shard.")
+        str,
+        typer.Option(
+            envvar="KVSERVICE_NODE", metavar="NODE", help="Name of this machine, which its shard was started with."
+        ),
     ],
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, or a GPU: its UUID, or its index here.")] = "cpu",
     service: Annotated[
         str, typer.Option(envvar="KVSERVICE_SERVICE", metavar="NAME", help="Name of the installation.")
     ] = "default",
     wedge_seconds: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="A copy that takes longer hangs.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Seconds after which a copy counts as hung.")
     ] = 10.0,
     json_logs: JsonLogs = False,
 ) -> None:
@@ -255,7 +259,7 @@ def proxy(
         ),
     ] = None,
     traces: Annotated[
-        str, typer.Option(envvar="KVSERVICE_TRACES", help="Where spans go: off, otlp, or file:/path.")
+        str, typer.Option(envvar="KVSERVICE_TRACES", metavar="PLACE", help="Where spans go: off, otlp, or file:/path.")
     ] = "off",
     json_logs: JsonLogs = False,
 ) -> None:
