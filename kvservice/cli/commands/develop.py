@@ -30,7 +30,7 @@ def add(tree: typer.Typer) -> None:
 
 def replay(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="JSON lines: timestamp, input_length, output_length, hash_ids.")
+        Path, typer.Argument(metavar="TRACE", help="JSON lines, as docs/howto/replay-your-traffic.md has them.")
     ],
     nodes: Annotated[
         int,
