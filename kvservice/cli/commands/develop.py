@@ -12,6 +12,14 @@ from kvservice.cli.output import Format
 from kvservice.cli.tree import Output, command
 
 GROUP = "Develop"
+Policy = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="default, lru, plain-lru, s3-fifo or belady (the optimum). Repeat for more. Default: the first two and "
+        "belady.",
+    ),
+]
 
 
 def add(tree: typer.Typer) -> None:
@@ -42,14 +50,7 @@ def replay(
             min=1, metavar="N", help="Capacity of all nodes, in blocks. Repeat for more. Default: six values."
         ),
     ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="default, lru, plain-lru, s3-fifo or belady (the optimum). Repeat for more. Default: the first two "
-            "and belady.",
-        ),
-    ] = None,
+    policy: Policy = None,
     disk: Annotated[
         list[int] | None,
         typer.Option(
