@@ -34,7 +34,7 @@ metadata, and becomes the same error on the other end. What to do about the reas
 """
 
 # Of the tree in the module's docstring: name and what stands behind it.
-_DRAWN = re.compile(r"^ {4}(?:│   )?[├└]── (\w+)(.*)$", re.MULTILINE)
+_DRAWN = re.compile(r"^ {4}(?:[│ ]   )?[├└]── (\w+)(.*)$", re.MULTILINE)
 _COLUMNS = re.compile(r"\s{2,}")
 
 

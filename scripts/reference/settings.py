@@ -14,7 +14,8 @@ HEAD = """# Settings
 <!-- Made from kvservice/config.py by `make docs-reference`. Do not edit. -->
 
 Settings of a service. Those of an engine are its [connector options](connector-options.md). A wrong value or an unknown
-name is an error that names the setting and what is allowed. Nothing is ignored.
+name is an error that names the setting and what is allowed. A part of the service takes settings that it does not read,
+so that all parts can be started with one file.
 
 A setting can be given in three places. A later one wins:
 
