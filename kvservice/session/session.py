@@ -15,7 +15,7 @@ import logging
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Refused, Unavailable
 from kvservice.observe import logs, tracing
 from kvservice.pool.port import PoolPort
+from kvservice.session.asks import Ask, Asks
 from kvservice.session.outbox import Outbox, Parcel, giving_back
 from kvservice.session.removals import RemovalInbox
 from kvservice.session.stock import STOCK_MIN, Stock
@@ -93,15 +94,12 @@ class Session:
         self._lock = threading.Lock()
         self._answers: deque[AcquireAnswer] = deque()
         self._answered = threading.Condition(self._lock)
-        self._pending: Counter[str] = Counter()  # acquires under way, by request
-        self._acquires: dict[str, asyncio.Future[AcquireResult]] = {}  # used on the loop only
+        self._asks = Asks()
         self._seals: set[asyncio.Task[Any]] = set()  # used on the loop only
         self._reports: deque[RequestReport] = deque(maxlen=REPORTS_MAX)
         self._leases: set[LeaseId] = set()  # delivered and not released; only these are renewed
         self._removals = RemovalInbox()
         self._ledger = Ledger()  # what each heartbeat states
-        # requests that ended while they asked; what they are promised is given back here
-        self._abandoned: set[str] = set()
         self._attachment: Attachment | None = None
         self._attempts = 0  # attempts to attach
         self._pool: PoolPort | None = None
@@ -133,28 +131,21 @@ class Session:
             return self._attachment
 
     def acquire(self, request_id: str, request: AcquireRequest) -> AttachmentId | None:
-        """Ask for a prefix. The result appears in `answers`. Returns None, and there is no answer, if there is no
-        pool."""
+        """Ask for a prefix. The result appears in `answers`. Returns None, without an answer, if there is no pool."""
         attachment = self.attachment
         if attachment is None:
             return None
-        with self._lock:
-            self._pending[request_id] += 1
-        if self._post(self._acquire(attachment, request_id, request)):
+        ask = self._asks.open(request_id)
+        if self._post(self._acquire(attachment, ask, request)):
             return attachment.attachment_id
-        self._is_abandoned(request_id)
+        self._asks.close(ask)
         return None
 
     def abandon(self, request_id: str) -> None:
         """The request ended and waits no more. An answer that still comes is given back."""
-        with self._lock:
-            pending = self._pending[request_id] > 0
-            if pending:
-                self._abandoned.add(request_id)
-            else:
-                del self._pending[request_id]
-        if pending:
-            self._call(self._cancel, request_id)
+        asks = self._asks.abandon(request_id)
+        if asks:
+            self._call(self._cancel, asks)
 
     def wait_for_answer(self, seconds: float) -> None:
         """Give the interpreter to this session's thread until an answer is there or the time is over. For an engine
@@ -368,40 +359,41 @@ class Session:
             self.counters["reserve_failed"] += 1
             log.debug("reserve failed: %s", error.message)
 
-    async def _acquire(self, attachment: Attachment, request_id: str, request: AcquireRequest) -> None:
+    async def _acquire(self, attachment: Attachment, ask: Ask, request: AcquireRequest) -> None:
         result: AcquireResult | None = None
         pool, trace = self._pool, ""
         try:
             if pool is not None:
                 asked = len(request.keys) - request.skip
                 with (
-                    logs.about(request_id),
-                    tracing.request_span("acquire", request.trace, request_id=request_id, asked_blocks=asked) as span,
+                    logs.about(ask.request_id),
+                    tracing.request_span(
+                        "acquire", request.trace, request_id=ask.request_id, asked_blocks=asked
+                    ) as span,
                 ):
                     trace = tracing.traceparent()
-                    call = asyncio.ensure_future(pool.acquire(attachment.attachment_id, request))
-                    self._acquires[request_id] = call
-                    result = await call
+                    ask.call = asyncio.ensure_future(pool.acquire(attachment.attachment_id, request))
+                    result = await ask.call
                     span.set(hit_blocks=len(result.blocks), fetched_blocks=result.fetched_count, miss=result.miss.value)
         except KVServiceError as error:
             self.counters["acquire_failed"] += 1
             log.debug("acquire failed: %s", error.message)
         finally:
-            self._acquires.pop(request_id, None)
-            if not self._is_abandoned(request_id):
+            if self._asks.close(ask):
                 with self._answered:
                     if result is not None and result.lease_id and self._attachment is attachment:
                         self._leases.add(result.lease_id)
-                    self._answers.append(AcquireAnswer(request_id, attachment.attachment_id, result, request, trace))
+                    answer = AcquireAnswer(ask.request_id, attachment.attachment_id, result, request, trace)
+                    self._answers.append(answer)
                     self._answered.notify_all()
             elif result is not None and result.lease_id:
                 self.counters["acquire_abandoned"] += 1
                 self.release(attachment.attachment_id, result.lease_id)
 
-    def _cancel(self, request_id: str) -> None:
-        call = self._acquires.get(request_id)
-        if call is not None and call.cancel():
-            self.counters["acquire_cancelled"] += 1
+    def _cancel(self, asks: Iterable[Ask]) -> None:
+        for ask in asks:
+            if ask.call is not None and ask.call.cancel():
+                self.counters["acquire_cancelled"] += 1
 
     async def _close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:
         if self._seals:
@@ -410,16 +402,6 @@ class Session:
             if self._is_current(attachment):
                 self._ledger.close_handoff(handoff)
         await self._with_pool(attachment, "close_handoff", lambda pool: pool.close_handoff(attachment, handoff))
-
-    def _is_abandoned(self, request_id: str) -> bool:
-        """Note that one acquire of this request is done. Returns whether nobody wants its result any more."""
-        with self._lock:
-            abandoned = request_id in self._abandoned
-            self._pending[request_id] -= 1
-            if self._pending[request_id] <= 0:
-                del self._pending[request_id]
-                self._abandoned.discard(request_id)
-            return abandoned
 
     async def _seal(self, attachment: AttachmentId, items: list[SealItem]) -> None:
         pool = self._pool
