@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import grpc
 
+from kvservice.aio import end_tasks
 from kvservice.auth.tls import TlsFiles
 from kvservice.breaker import OPEN_SECONDS_FIRST, Breaker
 from kvservice.client.channels import Channels
@@ -143,24 +144,15 @@ class LookupClient:
 
         Answers within `timeout` seconds. Never raises.
         """
-        deadline = self._clock() + timeout
-        for partition in self._partitions:
-            left = deadline - self._clock()
-            if left < TIMEOUT_SECONDS_MIN or not partition.breaker.allows(self._clock()):
-                continue
-            try:
-                request = lookup_pb2.FindNodeRequest(node_id=node_id)
-                reply = await self._stub(partition).FindNode(request, timeout=left)
-                found = decode_holder(reply.node) if reply.HasField("node") else None
-            except grpc.aio.AioRpcError as error:
-                self._failed(partition, f"lookup_failed_{error.code().name.lower()}")
-                continue
-            except InvalidRequest:
-                self._failed(partition, "lookup_failed_malformed")
-                continue
-            if found is not None:
-                return found
-        return None
+        asked = [asyncio.ensure_future(self._find(partition, node_id, timeout)) for partition in self._partitions]
+        try:
+            for answer in asyncio.as_completed(asked):
+                found = await answer
+                if found is not None:
+                    return found
+            return None
+        finally:
+            await end_tasks(asked)
 
     async def members(self, timeout: float) -> list[Holder]:
         """Every live node that at least one lookup partition knows. Never raises."""
@@ -235,6 +227,22 @@ class LookupClient:
             return None
         partition.breaker.succeeded()
         return runs
+
+    async def _find(self, partition: _Partition, node_id: NodeId, timeout: float) -> Holder | None:
+        if not partition.breaker.allows(self._clock()):
+            return None
+        try:
+            request = lookup_pb2.FindNodeRequest(node_id=node_id)
+            reply = await self._stub(partition).FindNode(request, timeout=timeout)
+            found = decode_holder(reply.node) if reply.HasField("node") else None
+        except grpc.aio.AioRpcError as error:
+            self._failed(partition, f"lookup_failed_{error.code().name.lower()}")
+            return None
+        except InvalidRequest:
+            self._failed(partition, "lookup_failed_malformed")
+            return None
+        partition.breaker.succeeded()
+        return found
 
     def _failed(self, partition: _Partition, counter: str) -> None:
         self._counters[counter] += 1

@@ -206,6 +206,18 @@ async def test_stopped_lookup_partition_costs_its_timeout_once(lookups: list[Loo
         await until(asking, chain, lambda answer: known(answer) == 2000 and answer.complete)
 
 
+async def test_stopped_partition_does_not_delay_finding_a_node(lookups: list[LookupProcess]) -> None:
+    chain = new_chain(8)
+    async with client(addresses_of(lookups)) as asking, node("a", chain, addresses_of(lookups)):
+        await until(asking, chain, lambda answer: known(answer) == 8)
+        for stopped in lookups:
+            stopped.signal(signal.SIGSTOP)
+            begun = time.monotonic()
+            found = await asking.find_node(NodeId("a"), 5.0)
+            assert found is not None and time.monotonic() - begun < 2.0
+            stopped.signal(signal.SIGCONT)
+
+
 async def test_dead_node_is_hidden_in_three_seconds_without_a_word(lookups: list[LookupProcess]) -> None:
     chain = new_chain(200)
     async with client(addresses_of(lookups)) as asking:
