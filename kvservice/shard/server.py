@@ -93,6 +93,7 @@ class ShardServer:
         self._servers: list[grpc.aio.Server] = []
         self._engines: EngineSocket | None = None
         self._record: Path | None = None
+        self._is_replacing = False  # the segment was removed, and there is no new one yet
         self._health = ReadinessServicer(lambda: self.condition() == Condition())
         self._peer_address = ""
         self._socket_path = ""
@@ -221,6 +222,8 @@ class ShardServer:
 
     async def drain(self, timeout_seconds: float, handover: bool = True) -> DrainProgress:
         """Leave, and wait until that is done, for `timeout_seconds` and a moment at most."""
+        if self._pool is None:
+            return DrainProgress(DrainPhase.GONE, note="there is no pool: its memory is being replaced")
         progress = self.leave(timeout_seconds, handover, exit=False)
         await is_set_within(timeout_seconds + STOP_GRACE_SECONDS, self.pool.drained)
         progress = self.pool.drain_progress()
@@ -256,7 +259,7 @@ class ShardServer:
         Always returns. False means that a part did not end within its `*_END_SECONDS`. The log names it, and only the
         end of the process ends it. The files are removed in any case, also when this is cancelled.
         """
-        served = self._record is not None  # otherwise the files at our paths are another shard's
+        served = self._record is not None or self._is_replacing  # otherwise the files are another shard's
         record, self._record = self._record, None
         pool, directory = self._pool, self._directory
         all_ended = True
@@ -294,7 +297,8 @@ class ShardServer:
                 directory.unlink()
             if pool is not None and leaving and not keep_segment:
                 pool.unlink()
-            self._remove_files(leaving and served)
+            if leaving and served and not (self._is_replacing and self._is_taken()):
+                self._remove(self._own_files())
         return all_ended
 
     async def _remove_blocks(self) -> None:
@@ -303,9 +307,13 @@ class ShardServer:
             count = await in_thread(partial(remove_blocks, folder), DaemonThreads("kvservice-remove-blocks"))
             log.info("disk_blocks_removed", extra={"path": str(folder), "blocks": count})
 
-    def _remove_files(self, leaving: bool) -> None:
-        if leaving:
-            self._remove(self._own_files())
+    def _is_taken(self) -> bool:
+        """Whether another shard serves this node. It can begin to while our memory is replaced, when we do not listen.
+        Blocks for a second at most."""
+        try:
+            return is_listening(self._socket_path)
+        except ConfigError:  # another user's
+            return True
 
     def _own_files(self) -> list[Path]:
         """Our files in the node's directory, beside the record."""
@@ -505,6 +513,7 @@ class ShardServer:
         log.critical("segment_removed", extra={"node": self._config.node_id})
         self._counters["segments_replaced"] += 1
         self.pool.retire()
+        self._is_replacing = True
         pause = self._config.settings.heartbeat_seconds
         while True:
             await self.stop(leaving=False)
@@ -514,6 +523,7 @@ class ShardServer:
                 unexpected = not isinstance(error, KVServiceError)
                 log.error("segment_not_replaced", extra={"reason": str(error)}, exc_info=unexpected)
             else:
+                self._is_replacing = False
                 break
             await asyncio.sleep(pause)
             pause = min(2 * pause, REPLACE_SECONDS_MAX)

@@ -25,11 +25,13 @@ import pytest
 
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
+from kvservice.core.drain.sender import DrainPhase
 from kvservice.discovery import ShardRecord, keep_epoch, keep_secret, node_directory, write_record
 from kvservice.errors import ConfigError, SegmentError, TransferError, Unavailable
 from kvservice.lookup.server import LookupServer
 from kvservice.memory.segment import Segment
-from kvservice.private_files import make_directory
+from kvservice.pool.runtime import PoolRuntime
+from kvservice.private_files import is_listening, make_directory
 from kvservice.session.session import Session
 from kvservice.shard import server as module
 from kvservice.shard.server import ShardServer
@@ -323,6 +325,46 @@ async def test_a_removed_segment_is_made_again_and_engines_return(config: ShardS
         assert len((await engine.read_all(keys)).blocks) == 3
         engine.let_go()
         await asyncio.to_thread(session.close)
+    assert everything(config) == set()
+
+
+async def has_no_room(*_: object, **__: object) -> PoolRuntime:
+    raise SegmentError("no room")
+
+
+async def waits_for_room(*_: object, **__: object) -> PoolRuntime:
+    await asyncio.Event().wait()
+    raise AssertionError("never set")
+
+
+async def lose_segment(server: ShardServer, config: ShardServerConfig) -> None:
+    (DEV_SHM / f"kvservice-{config.settings.service}-n").unlink()
+    await eventually_async(lambda: epoch_of(server) == 0, "the old pool to end")
+
+
+async def test_a_shard_ends_while_its_segment_is_replaced(
+    config: ShardServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(config) as server:
+        monkeypatch.setattr(PoolRuntime, "open", has_no_room)
+        await lose_segment(server, config)
+        assert (await server.drain(30.0)).phase is DrainPhase.GONE
+        assert await server.stop()
+        assert everything(config) == set()
+
+
+async def test_a_shard_without_pool_leaves_the_files_of_another(
+    config: ShardServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(config) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(PoolRuntime, "open", waits_for_room)
+            await lose_segment(server, config)
+            await eventually_async(lambda: not is_listening(str(files_of(config) / "shard.sock")), "its listener's end")
+        async with serving(config):
+            there = everything(config)
+            assert await server.stop()
+            assert everything(config) == there
     assert everything(config) == set()
 
 
