@@ -34,8 +34,8 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Refused, Unavailable
 from kvservice.observe import logs, tracing
 from kvservice.pool.port import PoolPort
-from kvservice.session.asks import Ask, Asks
 from kvservice.session.outbox import Outbox, Parcel, giving_back
+from kvservice.session.pending import PendingAcquire, PendingAcquires
 from kvservice.session.removals import RemovalInbox
 from kvservice.session.stock import STOCK_MIN, Stock
 from kvservice.units import AttachmentId, BlockKey, HandoffId, LeaseId, format_bytes
@@ -94,7 +94,7 @@ class Session:
         self._lock = threading.Lock()
         self._answers: deque[AcquireAnswer] = deque()
         self._answered = threading.Condition(self._lock)
-        self._asks = Asks()
+        self._pending = PendingAcquires()
         self._seals: set[asyncio.Task[Any]] = set()  # used on the loop only
         self._reports: deque[RequestReport] = deque(maxlen=REPORTS_MAX)
         self._leases: set[LeaseId] = set()  # delivered and not released; only these are renewed
@@ -135,17 +135,17 @@ class Session:
         attachment = self.attachment
         if attachment is None:
             return None
-        ask = self._asks.open(request_id)
-        if self._post(self._acquire(attachment, ask, request)):
+        pending = self._pending.open(request_id)
+        if self._post(self._acquire(attachment, pending, request)):
             return attachment.attachment_id
-        self._asks.close(ask)
+        self._pending.close(pending)
         return None
 
     def abandon(self, request_id: str) -> None:
         """The request ended and waits no more. An answer that still comes is given back."""
-        asks = self._asks.abandon(request_id)
-        if asks:
-            self._call(self._cancel, asks)
+        abandoned = self._pending.abandon(request_id)
+        if abandoned:
+            self._call(self._cancel, abandoned)
 
     def wait_for_answer(self, seconds: float) -> None:
         """Give the interpreter to this session's thread until an answer is there or the time is over. For an engine
@@ -359,40 +359,40 @@ class Session:
             self.counters["reserve_failed"] += 1
             log.debug("reserve failed: %s", error.message)
 
-    async def _acquire(self, attachment: Attachment, ask: Ask, request: AcquireRequest) -> None:
+    async def _acquire(self, attachment: Attachment, pending: PendingAcquire, request: AcquireRequest) -> None:
         result: AcquireResult | None = None
         pool, trace = self._pool, ""
         try:
             if pool is not None:
                 asked = len(request.keys) - request.skip
                 with (
-                    logs.about(ask.request_id),
+                    logs.about(pending.request_id),
                     tracing.request_span(
-                        "acquire", request.trace, request_id=ask.request_id, asked_blocks=asked
+                        "acquire", request.trace, request_id=pending.request_id, asked_blocks=asked
                     ) as span,
                 ):
                     trace = tracing.traceparent()
-                    ask.call = asyncio.ensure_future(pool.acquire(attachment.attachment_id, request))
-                    result = await ask.call
+                    pending.call = asyncio.ensure_future(pool.acquire(attachment.attachment_id, request))
+                    result = await pending.call
                     span.set(hit_blocks=len(result.blocks), fetched_blocks=result.fetched_count, miss=result.miss.value)
         except KVServiceError as error:
             self.counters["acquire_failed"] += 1
             log.debug("acquire failed: %s", error.message)
         finally:
-            if self._asks.close(ask):
+            if self._pending.close(pending):
                 with self._answered:
                     if result is not None and result.lease_id and self._attachment is attachment:
                         self._leases.add(result.lease_id)
-                    answer = AcquireAnswer(ask.request_id, attachment.attachment_id, result, request, trace)
+                    answer = AcquireAnswer(pending.request_id, attachment.attachment_id, result, request, trace)
                     self._answers.append(answer)
                     self._answered.notify_all()
             elif result is not None and result.lease_id:
                 self.counters["acquire_abandoned"] += 1
                 self.release(attachment.attachment_id, result.lease_id)
 
-    def _cancel(self, asks: Iterable[Ask]) -> None:
-        for ask in asks:
-            if ask.call is not None and ask.call.cancel():
+    def _cancel(self, abandoned: Iterable[PendingAcquire]) -> None:
+        for pending in abandoned:
+            if pending.call is not None and pending.call.cancel():
                 self.counters["acquire_cancelled"] += 1
 
     async def _close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:

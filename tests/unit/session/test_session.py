@@ -244,7 +244,7 @@ def test_nothing_is_kept_of_a_question_that_was_answered(bench: Bench) -> None:
     for number in range(3):
         bench.session.acquire(f"r{number}", AcquireRequest(KEYS, 0, 1.0))
         _answers(bench)
-    assert not bench.session._asks
+    assert not bench.session._pending
 
 
 def test_handoff_is_closed_after_everything_is_sealed(bench: Bench) -> None:

@@ -13,41 +13,41 @@ from kvservice.core.messages import AcquireResult
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
-    """One acquire."""
+class PendingAcquire:
+    """One acquire. Two are never equal."""
 
     request_id: str
     call: asyncio.Future[AcquireResult] | None = None  # used on the session's loop only
 
 
-class Asks:
+class PendingAcquires:
     """May be called from any thread. Nothing here blocks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waited_for: dict[str, list[Ask]] = {}
+        self._by_request: dict[str, list[PendingAcquire]] = {}
 
     def __len__(self) -> int:
-        return len(self._waited_for)
+        return len(self._by_request)
 
-    def open(self, request_id: str) -> Ask:
-        ask = Ask(request_id)
+    def open(self, request_id: str) -> PendingAcquire:
+        pending = PendingAcquire(request_id)
         with self._lock:
-            self._waited_for.setdefault(request_id, []).append(ask)
-        return ask
+            self._by_request.setdefault(request_id, []).append(pending)
+        return pending
 
-    def abandon(self, request_id: str) -> list[Ask]:
+    def abandon(self, request_id: str) -> list[PendingAcquire]:
         """The request waits no more. Returns what it asked."""
         with self._lock:
-            return self._waited_for.pop(request_id, [])
+            return self._by_request.pop(request_id, [])
 
-    def close(self, ask: Ask) -> bool:
+    def close(self, pending: PendingAcquire) -> bool:
         """The acquire is done. Returns whether its request still waits for the result."""
         with self._lock:
-            asks = self._waited_for.get(ask.request_id, [])
-            if ask not in asks:
+            waiting = self._by_request.get(pending.request_id, [])
+            if pending not in waiting:
                 return False
-            asks.remove(ask)
-            if not asks:
-                del self._waited_for[ask.request_id]
+            waiting.remove(pending)
+            if not waiting:
+                del self._by_request[pending.request_id]
             return True
