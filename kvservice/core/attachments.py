@@ -118,10 +118,12 @@ class Attachments:
         self._shard.emit(Reply(event.op, AttachReply(attachment, self._shard.epoch, self._shard.lease_seconds, ended)))
 
     def _refuse_other_fingerprint(self, spec: EngineSpec, account: str, now: float) -> None:
-        """Only within a tenant: engines of other tenants share no blocks with it and stay unknown to it."""
+        """Only within a tenant: engines of other tenants share no blocks with it and stay unknown to it. And only among
+        engines of one kind: nobody expects a vLLM and an SGLang to find each other's exact blocks."""
+        sharing = (spec.model, spec.namespace, spec.fingerprint.engine)
         for attached in self.of(account):
             other = attached.spec
-            same_place = (other.model, other.namespace) == (spec.model, spec.namespace)
+            same_place = (other.model, other.namespace, other.fingerprint.engine) == sharing
             if same_place and other.engine_id != spec.engine_id and other.fingerprint != spec.fingerprint:
                 self._shard.counters["attach_fingerprint_refused"] += 1
                 refusal = FingerprintMismatch(

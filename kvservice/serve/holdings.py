@@ -55,10 +55,11 @@ class KnownNodes:
         return here[0] if len(here) == 1 else None
 
     def engines_at(self, node: NodeId | None, model: str, namespace: str) -> EngineKind | None:
-        """The engines of this model on this node. None if there are none, or several kinds."""
+        """The engines of this model on this node. None if there are none, or several fingerprints. Engines other than
+        vLLM name their blocks in other ways, so they are left out."""
         if node is None or node not in self.nodes:
             return None
-        kinds = self.nodes[node].stats.engines
+        kinds = tuple(kind for kind in self.nodes[node].stats.engines if kind.fingerprint.engine in ("", "vllm"))
         if namespace:
             kinds = tuple(kind for kind in kinds if kind.namespace == namespace)
         if model:

@@ -62,12 +62,19 @@ def make_layout(payload_bytes: int = SMALL) -> SlotLayout:
 
 
 def make_spec(
-    name: str = "engine", model: str = "model", *, payload_bytes: int = SMALL, namespace: str = "", dtype: str = "bf16"
+    name: str = "engine",
+    model: str = "model",
+    *,
+    payload_bytes: int = SMALL,
+    namespace: str = "",
+    dtype: str = "bf16",
+    engine: str = "",
 ) -> EngineSpec:
+    kind = {"engine": engine} if engine else {}
     return EngineSpec(
         engine_id=hashlib.sha256(name.encode()).digest()[:16],
         model=model,
-        fingerprint=Fingerprint.of({"model": model, "dtype": dtype}),
+        fingerprint=Fingerprint.of({"model": model, "dtype": dtype, **kind}),
         layout=make_layout(payload_bytes),
         namespace=namespace,
     )

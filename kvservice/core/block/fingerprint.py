@@ -63,6 +63,11 @@ class Fingerprint:
         return self.digest[:16]
 
     @property
+    def engine(self) -> str:
+        """The kind of engine, such as vllm or sglang, without its version. Empty if the fields do not name it."""
+        return dict(self.fields).get("engine", "").partition(" ")[0]
+
+    @property
     def short(self) -> str:
         """The digest for people: enough digits to tell the fingerprints of one service apart."""
         return self.digest.hex()[:SHORT_DIGITS]

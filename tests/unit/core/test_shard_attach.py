@@ -67,6 +67,16 @@ def test_other_models_and_namespaces_live_side_by_side() -> None:
     assert [row[3] for row in harness.state.models()] == [1, 1, 1]
 
 
+def test_engines_of_other_kinds_live_side_by_side() -> None:
+    """None expects the other's exact blocks, so there is nothing to warn of."""
+    harness = CoreHarness()
+    harness.attach(make_spec("one", engine="vllm 0.32.0"))
+    harness.attach(make_spec("two", engine="sglang"))
+    assert [row[3] for row in harness.state.models()] == [1, 1]
+    with pytest.raises(FingerprintMismatch, match=r"engine: vllm 0\.33\.0 here, vllm 0\.32\.0 there"):
+        harness.attach(make_spec("three", engine="vllm 0.33.0"))
+
+
 def test_a_fingerprint_is_free_again_when_its_engine_left() -> None:
     harness = CoreHarness()
     harness.send(ev.Detach(harness.attach(make_spec("one", dtype="bf16"))))

@@ -54,6 +54,13 @@ def test_engines_are_told_apart_by_model_and_namespace() -> None:
     assert known.engines_at(NodeId("gone"), "org/one", "") is None
 
 
+def test_an_engine_of_another_kind_does_not_hide_the_replicas() -> None:
+    known = known_nodes(node("a", "h", kind("one", engine="sglang"), kind("one", engine="vllm 0.32.0")))
+    engines = known.engines_at(NodeId("a"), "org/one", "")
+    assert engines is not None
+    assert engines.fingerprint.engine == "vllm"
+
+
 def test_replicas_of_a_model_are_taken_to_be_alike() -> None:
     options = RouterOptions()
     fast, new = kind(seconds_per_block=0.016), kind()
