@@ -4,6 +4,9 @@
 
 With --before the same is measured in another checkout of the project, which has its C modules, in rounds that
 alternate. Each round is a process; a figure is the best of all rounds. Every acquire is of blocks that are all here.
+
+Each flood runs a second time at another shard of the machine. That one takes nothing from the polite engine's shard but
+the processor, so it says how much of a ratio is this machine's and how much is the shard's.
 """
 
 from __future__ import annotations
@@ -177,18 +180,19 @@ def running(tree: Path, *words: str) -> Iterator[str]:
         process.wait(STARTED_SECONDS)
 
 
-def one_round(tree: Path, socket: str, seconds: float) -> dict[str, float]:
+def one_round(tree: Path, socket: str, other: str, seconds: float) -> dict[str, float]:
+    """`socket` is that of the shard to measure, `other` that of a shard which nobody else asks."""
     found: dict[str, float] = json.loads(output(tree, "measure", socket, str(seconds)))
     alone = json.loads(output(tree, "polite", socket))
     found["polite_p50_ms"] = 1e3 * at(alone, 0.5)
     for name, blocks in FLOODS.items():
-        with running(tree, "flood", socket, str(blocks)):
-            time.sleep(SETTLE_SECONDS)
-            flooded = json.loads(output(tree, "polite", socket))
-        found[f"{name}_flood_p50_ms"], found[f"{name}_flood_p99_ms"] = [
-            1e3 * at(flooded, share) for share in (0.5, 0.99)
-        ]
-        found[f"{name}_flood_ratio"] = found[f"{name}_flood_p50_ms"] / found["polite_p50_ms"]
+        for where, flooded_socket in (("flood", socket), ("flood_elsewhere", other)):
+            with running(tree, "flood", flooded_socket, str(blocks)):
+                time.sleep(SETTLE_SECONDS)
+                took = json.loads(output(tree, "polite", socket))
+            found[f"{name}_{where}_p50_ms"] = 1e3 * at(took, 0.5)
+            found[f"{name}_{where}_p99_ms"] = 1e3 * at(took, 0.99)
+            found[f"{name}_{where}_ratio"] = found[f"{name}_{where}_p50_ms"] / found["polite_p50_ms"]
     return found
 
 
@@ -203,10 +207,11 @@ def compare(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         trees = {"now": ROOT} | ({} if options.before is None else {"before": options.before.resolve()})
         sockets = {name: stack.enter_context(running(tree, "serve")) for name, tree in trees.items()}
+        others = {name: stack.enter_context(running(tree, "serve")) for name, tree in trees.items()}
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
         for _ in range(options.rounds):
             for name, tree in trees.items():
-                rows[name].append(one_round(tree, sockets[name], options.seconds))
+                rows[name].append(one_round(tree, sockets[name], others[name], options.seconds))
     figures: dict[str, object] = {name: best(found) for name, found in rows.items()}
     columns = list(rows)
     table = [[name, *(f"{best(rows[column])[name]:.3g}" for column in columns)] for name in rows["now"][0]]
