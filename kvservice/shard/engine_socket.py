@@ -72,8 +72,9 @@ UNREAD_BYTES_MAX = 1 << 20  # of answers in our memory; with more the connection
 # Answers of a connection with more to do that go out in one write, which costs as much as a short call. Its engine
 # works on those of one write while the next ones are made.
 ANSWERS_TOGETHER = 8
-TURNS_KEPT_MAX = 4  # of answers that wait for others; with turns of 0.2 ms nobody waits for long
+KEEP_SECONDS = 0.0008  # that an answer waits for others
 TURN_SECONDS = 0.0002  # of frames served before the loop looks at its sockets again; most frames take less
+SHARED_TURN_SECONDS = 0.00005  # the same where another engine may ask meanwhile; the looking takes a tenth of the time
 BACKLOG = 256  # connections that wait to be accepted, as many as engines may attach
 assert 3 * HEARTBEAT_SECONDS < SILENCE_SECONDS, "an engine must miss several heartbeats before it gives up"
 
@@ -169,7 +170,7 @@ class EngineSocket:
 
     def _turn(self) -> None:
         now = time.perf_counter()
-        end = now + TURN_SECONDS
+        end = now + (SHARED_TURN_SECONDS if len(self._connections) > 1 else TURN_SECONDS)
         while now < end and (line := self.turns.next()) is not None:
             connection = line.who
             connection.serve_next()
@@ -178,6 +179,9 @@ class EngineSocket:
             self.turns.spent(line, now - before, more=more and connection.line is line)
             if more and connection.line is not line:  # it is another tenant's now
                 self.turns.wait(connection.line)
+            if not more and connection in self._unsent:  # it has asked nothing else: it shall not wait for others
+                del self._unsent[connection]
+                connection.flush()
         self._is_turning = bool(self.turns)
         if self._is_turning:
             self._loop.call_soon(self._turn)
@@ -187,8 +191,9 @@ class EngineSocket:
         """Write the answers that are there, but those that soon go out with others: at the end of a next turn."""
         self._is_flushing = False
         unsent, self._unsent = self._unsent, {}
+        now = time.perf_counter()
         for connection in unsent:
-            if self._is_turning and connection.keeps_answers():
+            if self._is_turning and connection.keeps_answers(now):
                 self._unsent[connection] = None
             else:
                 connection.flush()
@@ -210,7 +215,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None  # None: not connected any more
         self._frames = FrameReader(REQUEST_BYTES_MAX)
         self._out: list[bytes] = []  # frames that are not written yet
-        self._turns_kept = 0  # since it was written last
+        self._kept_since = 0.0  # since when an answer waits for others
         self._closing: asyncio.Transport | None = None  # what is left of it after `end`
         self.line: Queuer[_Connection] = socket.turns.join(self, "")
         self._is_served = False  # its turn is now
@@ -483,13 +488,13 @@ class _Connection(asyncio.BufferedProtocol):
             self._out.append(pack_frame(kind, call, body, status))
             self._socket.has_answers(self)
 
-    def keeps_answers(self) -> bool:
-        """Whether its answers may wait for those of what it has asked already, once more."""
-        self._turns_kept += 1
-        return self.may_go_on and len(self._out) < ANSWERS_TOGETHER and self._turns_kept <= TURNS_KEPT_MAX
+    def keeps_answers(self, now: float) -> bool:
+        """Whether its answers may wait for those of what it has asked already."""
+        self._kept_since = self._kept_since or now
+        return self.may_go_on and len(self._out) < ANSWERS_TOGETHER and now < self._kept_since + KEEP_SECONDS
 
     def flush(self) -> None:
-        self._turns_kept = 0
+        self._kept_since = 0.0
         if self._out and self._transport is not None:
             self._transport.write(b"".join(self._out))
         self._out.clear()

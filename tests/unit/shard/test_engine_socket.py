@@ -26,7 +26,6 @@ from kvservice.shard.engine_socket import (
     ANSWERS_TOGETHER,
     QUEUED_BYTES_MAX,
     QUEUED_FRAMES_MAX,
-    TURNS_KEPT_MAX,
     EngineSocket,
 )
 from kvservice.testing.builders import make_chain, make_spec
@@ -35,6 +34,7 @@ from kvservice.testing.pool_port_contract import PortEngine
 from kvservice.units import HandoffId, MiB, NodeId
 from kvservice.wire.codec import encode_acquire, encode_refs, encode_spec
 from kvservice.wire.frames import (
+    GOOD,
     HEAD,
     NO_CALL,
     REFUSED,
@@ -219,10 +219,12 @@ async def test_who_does_not_read_its_answers_is_not_served(
     raw.writer.close()
 
 
+@pytest.mark.parametrize("kept, together", [(60.0, ANSWERS_TOGETHER), (0.0, 1)])
 async def test_answers_of_a_flood_go_out_together_and_soon(
-    path: Path, socket: EngineSocket, monkeypatch: pytest.MonkeyPatch
+    path: Path, socket: EngineSocket, monkeypatch: pytest.MonkeyPatch, kept: float, together: int
 ) -> None:
     monkeypatch.setattr(engine_socket, "TURN_SECONDS", 1e-9)  # one frame
+    monkeypatch.setattr(engine_socket, "KEEP_SECONDS", kept)
     raw, written = await greeted(await Raw.connect(path)), list[int]()
     (connection,) = socket._connections
     write = connection.flush
@@ -236,9 +238,57 @@ async def test_answers_of_a_flood_go_out_together_and_soon(
     for call in range(2, 66):
         frame = await raw.next()
         assert frame is not None and frame.call == call
-    assert sum(written) == 64 and written.count(TURNS_KEPT_MAX + 1) >= 10
-    assert max(written) <= ANSWERS_TOGETHER
+    assert sum(written) == 64
+    assert written.count(together) >= 60 // together and max(written) == together
     raw.writer.close()
+
+
+async def test_an_answer_does_not_wait_for_the_frames_of_a_flood(
+    path: Path, socket: EngineSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written while the flood has more to be served, in the same turn."""
+    monkeypatch.setattr(engine_socket, "SHARED_TURN_SECONDS", 60.0)
+    rude, polite = [await greeted(await Raw.connect(path)) for _ in range(2)]
+    flood, asking = socket._connections
+    left, write = list[int](), asking.flush
+
+    def flush() -> None:
+        left.append(len(flood.queue))
+        write()
+
+    monkeypatch.setattr(asking, "flush", flush)
+    for call in range(2, 34):
+        flood._take(Frame(FrameKind.RELEASE, GOOD, call, b""))
+    asking._take(Frame(FrameKind.RELEASE, GOOD, 2, b""))
+    socket.turns.wait(flood.line)
+    socket.turns.wait(asking.line)
+    socket._turn()
+    assert not flood.queue
+    assert left and left[0] > 0
+    for raw in (rude, polite):
+        assert (frame := await raw.next()) is not None and frame.call == 2
+        raw.writer.close()
+
+
+async def test_turns_are_short_while_another_engine_may_ask(
+    path: Path, socket: EngineSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_socket, "TURN_SECONDS", 60.0)
+    monkeypatch.setattr(engine_socket, "SHARED_TURN_SECONDS", 1e-9)  # one frame
+    raws, left = [await greeted(await Raw.connect(path))], list[int]()
+    for _ in range(2):
+        first = next(iter(socket._connections))
+        for call in range(2, 10):
+            first._take(Frame(FrameKind.RELEASE, GOOD, call, b""))
+        socket.turns.wait(first.line)
+        socket._turn()
+        left.append(len(first.queue))
+        for call in range(2, 10):
+            assert (frame := await raws[0].next()) is not None and frame.call == call
+        raws.append(await greeted(await Raw.connect(path)))
+    assert left == [0, 7]
+    for raw in raws:
+        raw.writer.close()
 
 
 async def test_who_finds_nobody_waiting_has_its_turn_at_once(path: Path, socket: EngineSocket) -> None:
