@@ -67,17 +67,13 @@ class EngineProcess:
         return self._call({"ask": given, "tokens": tokens, "salt": salt})
 
     def counters(self) -> dict[str, int]:
-        """What its connector counted; only of `vllm_engine`."""
+        """What its connector counted. SGLang counts with `enable_metrics` only."""
         return self._call({"counters": True})
 
     def forget(self) -> None:
         """Empty its own memories of prompts, in the KV cache and on the host. Waits until it is idle: it stores pages
         behind its answers."""
-        deadline = time.monotonic() + IDLE_SECONDS
-        while not self._call({"forget": True})["forgotten"]:
-            if time.monotonic() > deadline:
-                raise Unavailable(f"the engine is not idle after {IDLE_SECONDS:.0f} s")
-            time.sleep(0.1)
+        self._call_idle({"forget": True}, "forgotten")
 
     def __enter__(self: E) -> E:
         return self
@@ -117,6 +113,14 @@ class EngineProcess:
             raise Unavailable(f"the engine has ended: {self.said[-2000:]}") from error
         return self._next(ANSWER_SECONDS)
 
+    def _call_idle(self, call: Mapping[str, Any], done: str) -> None:
+        """Repeat a call that a busy engine refuses. Raises Unavailable if it is refused for too long."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not (found := self._call(call))[done]:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the engine is not idle after {IDLE_SECONDS:.0f} s: {found}")
+            time.sleep(0.1)
+
     def _next(self, seconds: float) -> dict[str, Any]:
         try:
             line = self._answers.get(timeout=seconds)
@@ -139,6 +143,10 @@ class SGLangProcess(EngineProcess):
     ) -> None:
         """`settings` as `sglang_engine.settings` reads them. `before` stands before the command."""
         super().__init__("examples.demo.sglang_engine", settings, before, {**environment(), **(variables or {})})
+
+    def attach(self, *, attached: bool) -> None:
+        """Attach its storage or detach it, as soon as it is idle. Raises Unavailable."""
+        self._call_idle({"attach": attached}, "done")
 
 
 def processes_of_session(session: int) -> list[int]:
