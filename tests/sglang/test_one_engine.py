@@ -61,9 +61,12 @@ class Slots:
     def sizes(self) -> dict[int, int]:
         return {slot: payload_bytes for slot, payload_bytes, _ in self._segment.scan()}
 
-    def damage(self, slot: int, payload_bytes: int) -> None:
-        middle = payload_bytes // 2
-        self._segment.payload(slot, payload_bytes)[middle] ^= 1
+    def flip_a_bit(self, slot: int, payload_bytes: int) -> None:
+        self._segment.payload(slot, payload_bytes)[payload_bytes // 2] ^= 1
+
+    def flip_all_bits(self, slot: int, payload_bytes: int) -> None:
+        payload = self._segment.payload(slot, payload_bytes)
+        payload[:] = bytes(byte ^ 0xFF for byte in payload)
 
 
 def grown(engine: SGLangProcess, before: dict[str, int], event: str) -> int:
@@ -83,14 +86,13 @@ def test_a_damaged_page_costs_time_and_no_token(cluster: LocalCluster, engine: S
         eventually(lambda: grown(engine, before, "loaded_pages") == pages, "the loaded pages in the metrics")
         mine = [(slot, size) for slot, size in slots.sizes().items() if slot not in others]
 
-        slots.damage(*mine[len(mine) // 2])
+        slots.flip_a_bit(*mine[len(mine) // 2])
         before = asked_again(engine, first, pages)
         loaded, failed = grown(engine, before, "loaded_pages"), grown(engine, before, "load_failed")
         assert failed > 0 and loaded + failed == pages
 
         for slot, size in mine:
-            slots.damage(slot, size)
-        slots.damage(*mine[len(mine) // 2])  # a bit that is flipped twice is right
+            slots.flip_all_bits(slot, size)
         before = asked_again(engine, first, pages)
         assert (grown(engine, before, "loaded_pages"), grown(engine, before, "load_failed")) == (0, pages)
     answer = engine.ask(prompt("Ida"), ANSWER_TOKENS)
