@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import queue
-import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,8 @@ E = TypeVar("E", bound="EngineProcess")
 START_SECONDS = 900.0  # a CPU takes half a minute when nothing else runs, and many when much does
 ANSWER_SECONDS = 600.0
 IDLE_SECONDS = 30.0
-LEFT_BEHIND = re.compile(r"(/dev/shm/(?:sglang_loads_|sgl_shm_mq_|sem\.mp-)\S+)$", re.MULTILINE)
+SHARED_MEMORY = Path("/dev/shm")
+LEFT_BEHIND = ("sglang_loads_*", "sgl_shm_mq_*", "sem.mp-*")
 END_SECONDS = 30.0
 
 
@@ -164,8 +164,13 @@ def processes_of_session(session: int) -> list[int]:
 def shared_memory_of_session(session: int) -> set[Path]:
     """Files in /dev/shm that processes of this session map and nobody removes: SGLang leaves those of its load figures,
     and a process that is killed its queues between ranks and its semaphores."""
-    found: set[Path] = set()
+    mapped: set[int] = set()  # by inode: who makes a semaphore maps it under a name that is gone
     for number in processes_of_session(session):
         with contextlib.suppress(OSError):  # it has ended
-            found |= {Path(path) for path in LEFT_BEHIND.findall(Path(f"/proc/{number}/maps").read_text())}
+            lines = Path(f"/proc/{number}/maps").read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    found: set[Path] = set()
+    for path in (path for pattern in LEFT_BEHIND for path in SHARED_MEMORY.glob(pattern)):
+        with contextlib.suppress(OSError):  # its owner removes it
+            found |= {path} if path.stat().st_ino in mapped else set()
     return found
