@@ -14,7 +14,16 @@ from typing import Any
 from rich.console import Console
 
 from examples.demo.network import Crossing, why_not
-from examples.demo.remote_hit_report import CACHE_OFF, Row, are_equal, save, show_gain, show_table, show_transfers
+from examples.demo.remote_hit_report import (
+    CACHE_OFF,
+    Row,
+    save,
+    shortfalls,
+    show_answers,
+    show_gain,
+    show_table,
+    show_transfers,
+)
 from examples.demo.stage import (
     SERVICE,
     Steps,
@@ -37,7 +46,8 @@ PLAIN_WIDTH = 120
 
 
 def run(model: str | None, out: Path, question_count: int) -> None:
-    """Run the demo. Raises KVServiceError if a step fails; everything is cleaned up by then."""
+    """Run the demo. Raises KVServiceError if a step fails or something was not shown; everything is cleaned up by
+    then."""
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     started = time.perf_counter()
     with performance(console) as (stack, stops):
@@ -45,13 +55,12 @@ def run(model: str | None, out: Path, question_count: int) -> None:
     show_table(rows, crossing.sentence, console)
     show_gain(rows, console)
     show_transfers(nodes, console)
-    equal = are_equal(rows, console)
+    show_answers(rows, console)
     for path in save(rows, nodes, crossing, out):
         console.print(f"saved {path}")
     console.print(f"took {time.perf_counter() - started:.0f} s")
-    remote = [row for row in rows if row.kind == "remote"]
-    if not equal or not remote:
-        raise KVServiceError("the demo did not show what it should: see the table")
+    if missing := shortfalls(rows):
+        raise KVServiceError(f"the demo did not show what it should: {'; '.join(missing)}")
 
 
 def _measure(

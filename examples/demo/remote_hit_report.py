@@ -105,18 +105,38 @@ def show_transfers(nodes: list[tuple[str, dict[str, Any]]], console: Console) ->
         )
 
 
-def are_equal(rows: list[Row], console: Console) -> bool:
-    """Whether every answer of B equals its answer without the cache. Says which does not."""
+def different_answers(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Answers of B that differ from its answer without the cache, each with that one."""
     wanted = {row.question: row for row in rows if row.replica == CACHE_OFF}
-    answers = [row for row in rows if row.replica.startswith("B") and row.replica != CACHE_OFF]
-    different = [row for row in answers if row.token_ids != wanted[row.question].token_ids]
-    for row in different:
-        console.print(
-            f"[red]different[/]: Q{row.question} {row.replica}: {row.text!r}, without: {wanted[row.question].text!r}"
-        )
+    return [(row, wanted[row.question]) for row in _answers(rows) if row.token_ids != wanted[row.question].token_ids]
+
+
+def _answers(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.replica.startswith("B") and row.replica != CACHE_OFF]
+
+
+def show_answers(rows: list[Row], console: Console) -> None:
+    """Say which answers of B differ from its answers without the cache, or that none does."""
+    different = different_answers(rows)
+    for row, plain in different:
+        console.print(f"[red]different[/]: Q{row.question} {row.replica}: {row.text!r}, without: {plain.text!r}")
     if not different:
-        console.print(f"all {len(answers)} answers of B equal, token for token, what B says with the cache off")
-    return not different
+        console.print(f"all {len(_answers(rows))} answers of B equal, token for token, what B says with the cache off")
+
+
+def shortfalls(rows: list[Row]) -> list[str]:
+    """What the demo was to show and did not."""
+    missing = [
+        f"{row.replica} says other tokens to question {row.question} than with the cache off"
+        for row, _ in different_answers(rows)
+    ]
+    if not any(row.kind == "remote" for row in rows):
+        missing.append("no prompt was hit remotely")
+    if not any(row.kind == "pool" for row in rows):
+        missing.append("no prompt was hit in the pool of its own node")
+    if any(row.kind != "recompute" for row in rows if row.replica == CACHE_OFF):
+        missing.append("with the cache off something was hit")
+    return missing
 
 
 def save(

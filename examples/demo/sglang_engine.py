@@ -3,8 +3,9 @@
     python -m examples.demo.sglang_engine '{"model_path": "MODEL", "storage": {"mode": "service"}}'
 
 Each line in is a call, each line out its answer, in order; the first line out says that the engine is ready. Both are
-objects. The process ends with its input. Calls: `{"ask": "text or token ids", "tokens": 8, "salt": ""}` and
-`{"forget": true}`, which empties the engine's own memories of prompts.
+objects. The process ends with its input. Calls: `{"ask": "text or token ids", "tokens": 8, "salt": ""}`,
+`{"forget": true}`, which empties the engine's own memories of prompts, `{"attach": true}` or `false`, which attaches or
+detaches the storage, and `{"counters": true}` for what SGLang's metrics have of the connector (with `enable_metrics`).
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ STORAGE: dict[str, object] = {
     "hicache_storage_pass_prefix_keys": True,
     "prefetch_threshold": PAGE_TOKENS,
 }
+EVENTS = "sglang:kvservice_pages_total"  # the connector's counter in SGLang's metrics
 
 
 def environment() -> dict[str, str]:
@@ -80,9 +82,19 @@ def settings(given: Mapping[str, Any]) -> dict[str, object]:
     return {**SETTINGS, **HICACHE, "hicache_storage_backend_extra_config": storage, **own}
 
 
-def answer(engine: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+def answer(engine: Any, storage: object, call: Mapping[str, Any]) -> dict[str, Any]:
+    """`storage`: the settings of the storage, as the engine takes them."""
     if call.get("forget"):
         return {"forgotten": bool(engine.flush_cache().success)}
+    if call.get("counters"):
+        return counters()
+    if "attach" in call:
+        manager = engine.tokenizer_manager
+        doing = (
+            manager.attach_hicache_storage("dynamic", storage) if call["attach"] else manager.detach_hicache_storage()
+        )
+        done = engine.loop.run_until_complete(doing)
+        return {"done": bool(done.success), "said": done.message}
     prompt = call["ask"]
     given = {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
     started, first = time.perf_counter(), 0.0
@@ -107,6 +119,17 @@ def answer(engine: Any, call: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def counters() -> dict[str, Any]:
+    """By event, of all processes of this engine."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # reads the folder that SGLang made for them
+    samples = (sample for metric in registry.collect() for sample in metric.samples)
+    return {one.labels["event"]: int(one.value) for one in samples if one.name == EVENTS}
+
+
 def serve(respond: Callable[[Mapping[str, Any]], dict[str, Any]], calls: IO[str], answers: IO[str]) -> None:
     def say(found: dict[str, Any]) -> None:
         answers.write(json.dumps(found) + "\n")
@@ -122,9 +145,10 @@ def main() -> None:
     os.dup2(2, 1)  # what SGLang and its processes print is not an answer
     import sglang
 
-    engine = sglang.Engine(**settings(json.loads(sys.argv[1])))
+    given = settings(json.loads(sys.argv[1]))
+    engine, storage = sglang.Engine(**given), given.get("hicache_storage_backend_extra_config")
     try:
-        serve(lambda call: answer(engine, call), sys.stdin, answers)
+        serve(lambda call: answer(engine, storage, call), sys.stdin, answers)
     finally:
         engine.shutdown()
 

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import queue
-import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,8 @@ E = TypeVar("E", bound="EngineProcess")
 START_SECONDS = 900.0  # a CPU takes half a minute when nothing else runs, and many when much does
 ANSWER_SECONDS = 600.0
 IDLE_SECONDS = 30.0
-LEFT_BEHIND = re.compile(r"(/dev/shm/(?:sglang_loads_|sgl_shm_mq_|sem\.mp-)\S+)$", re.MULTILINE)
+SHARED_MEMORY = Path("/dev/shm")
+LEFT_BEHIND = ("sglang_loads_*", "sgl_shm_mq_*", "sem.mp-*")
 END_SECONDS = 30.0
 
 
@@ -67,17 +67,13 @@ class EngineProcess:
         return self._call({"ask": given, "tokens": tokens, "salt": salt})
 
     def counters(self) -> dict[str, int]:
-        """What its connector counted; only of `vllm_engine`."""
+        """What its connector counted. SGLang counts with `enable_metrics` only."""
         return self._call({"counters": True})
 
     def forget(self) -> None:
         """Empty its own memories of prompts, in the KV cache and on the host. Waits until it is idle: it stores pages
         behind its answers."""
-        deadline = time.monotonic() + IDLE_SECONDS
-        while not self._call({"forget": True})["forgotten"]:
-            if time.monotonic() > deadline:
-                raise Unavailable(f"the engine is not idle after {IDLE_SECONDS:.0f} s")
-            time.sleep(0.1)
+        self._call_idle({"forget": True}, "forgotten")
 
     def __enter__(self: E) -> E:
         return self
@@ -117,6 +113,14 @@ class EngineProcess:
             raise Unavailable(f"the engine has ended: {self.said[-2000:]}") from error
         return self._next(ANSWER_SECONDS)
 
+    def _call_idle(self, call: Mapping[str, Any], done: str) -> None:
+        """Repeat a call that a busy engine refuses. Raises Unavailable if it is refused for too long."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not (found := self._call(call))[done]:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the engine is not idle after {IDLE_SECONDS:.0f} s: {found}")
+            time.sleep(0.1)
+
     def _next(self, seconds: float) -> dict[str, Any]:
         try:
             line = self._answers.get(timeout=seconds)
@@ -140,6 +144,10 @@ class SGLangProcess(EngineProcess):
         """`settings` as `sglang_engine.settings` reads them. `before` stands before the command."""
         super().__init__("examples.demo.sglang_engine", settings, before, {**environment(), **(variables or {})})
 
+    def attach(self, *, attached: bool) -> None:
+        """Attach its storage or detach it, as soon as it is idle. Raises Unavailable."""
+        self._call_idle({"attach": attached}, "done")
+
 
 def processes_of_session(session: int) -> list[int]:
     """The processes of this session that live now."""
@@ -156,8 +164,13 @@ def processes_of_session(session: int) -> list[int]:
 def shared_memory_of_session(session: int) -> set[Path]:
     """Files in /dev/shm that processes of this session map and nobody removes: SGLang leaves those of its load figures,
     and a process that is killed its queues between ranks and its semaphores."""
-    found: set[Path] = set()
+    mapped: set[int] = set()  # by inode: who makes a semaphore maps it under a name that is gone
     for number in processes_of_session(session):
         with contextlib.suppress(OSError):  # it has ended
-            found |= {Path(path) for path in LEFT_BEHIND.findall(Path(f"/proc/{number}/maps").read_text())}
+            lines = Path(f"/proc/{number}/maps").read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    found: set[Path] = set()
+    for path in (path for pattern in LEFT_BEHIND for path in SHARED_MEMORY.glob(pattern)):
+        with contextlib.suppress(OSError):  # its owner removes it
+            found |= {path} if path.stat().st_ino in mapped else set()
     return found

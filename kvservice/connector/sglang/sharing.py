@@ -29,6 +29,10 @@ log = logging.getLogger("kvservice.connector")
 
 LAYOUT = "page_first_direct"
 KNOWN_PAGES = tuple(page.hex() for page in page_hashes(KNOWN_PROMPT))
+WAITS_FOR_PROMPT = (
+    "this engine shares no pages yet: send it KNOWN_PROMPT of kvservice.core.block.pages once after each start; "
+    "docs/howto/share-engines.md has the command"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class KnownPrompt:
         self._model = model
         self._form = form
         self._counters = counters
+        self._is_reminded = False
         self.state = GateState.WAITING
 
     @property
@@ -112,6 +117,15 @@ class KnownPrompt:
         self._counters[DIFFERS if refusal else AGREES] += 1
         if refusal:
             log.error("this engine shares no pages: %s", refusal)
+        else:
+            log.info("this engine shares pages: K %.1e, V %.1e, KL %.1e", found.keys, found.values, found.kl)
+
+    def remind(self, pages: Sequence[str]) -> None:
+        """Pages were left out. Unless they are of the known prompt, say once what this engine waits for."""
+        is_known = bool(pages) and pages[0] == KNOWN_PAGES[0]
+        if self.state is GateState.WAITING and not is_known and not self._is_reminded:
+            self._is_reminded = True
+            log.warning(WAITS_FOR_PROMPT)
 
     def _first_layers(self, addresses: Sequence[int], layer_count: int) -> torch.Tensor:
         """`(layer, K|V, token, kv head, element)` of one page."""

@@ -219,6 +219,7 @@ class PageStorage:
         pool = self._pools.get(KV)
         if self._gate is not None and not self._gate.is_open:
             self.counters[f"share_left_out_gate_{self._gate.state.value}"] += 1
+            self._gate.remind(pages)
             return 0
         return 0 if pool is None or not pages else pool.find(before or (), pages)
 
@@ -287,6 +288,7 @@ class PageStorage:
             if not before:
                 self._gate.look(wanted.pages, addresses)
             if not self._gate.is_open:
+                self._gate.remind(wanted.pages)
                 return [False] * len(wanted.pages)
         if wanted.policy == TRAILING_PAGES:
             return pool.store_alone(wanted.pages, addresses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from kvservice.api.layout import Array
 from kvservice.api.pool_thread import PoolThread
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.pages import Ranks, SharedPageForm
-from kvservice.connector.sglang.sharing import KNOWN_PAGES, ModelSource, form_of, shared_of
+from kvservice.connector.sglang.sharing import KNOWN_PAGES, WAITS_FOR_PROMPT, ModelSource, form_of, shared_of
 from kvservice.connector.sglang.storage import KV, Identity, PageStorage, PageTransfer
 from kvservice.core.block.pages import KNOWN_PROMPT, PAGE_TOKENS, page_hashes
 from kvservice.errors import ConfigError, UnsupportedLayout
@@ -99,6 +100,32 @@ def test_nothing_is_shared_before_the_known_prompt(folder: Path, model: Any, thr
     assert made.find([], pages) == 3
     assert made.load([], wanted(pages, 9)) == [True] * 3
     np.testing.assert_array_equal(memory.kv[:, 9:12], before)
+
+
+def test_who_forgets_the_known_prompt_is_told_once(
+    folder: Path, model: Any, thread: PoolThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, tokens = HostMemory(), prompt(48, seed=4)
+    made, pages = storage(folder, memory, thread), [page.hex() for page in page_hashes(tokens)]
+    with caplog.at_level(logging.WARNING, "kvservice.connector"):
+        assert made.find([], KNOWN_PAGES) == 0
+        assert not caplog.messages, "it is on its way"
+        for _ in range(2):
+            assert made.find([], pages) == 0
+            assert made.store([], wanted(pages, 0)) == [False] * 3
+    assert caplog.messages == [WAITS_FOR_PROMPT]
+
+
+def test_who_sends_the_known_prompt_is_told_the_distance(
+    folder: Path, model: Any, thread: PoolThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = HostMemory()
+    made = storage(folder, memory, thread)
+    memory.fill(model, KNOWN_PROMPT, 0)
+    with caplog.at_level(logging.INFO, "kvservice.connector"):
+        assert made.store([], wanted(KNOWN_PAGES, 0)) == [True] * 4
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert caplog.text.count("this engine shares pages: K ") == 1
 
 
 def test_pages_that_are_not_the_models_are_never_shared(folder: Path, model: Any, thread: PoolThread) -> None:

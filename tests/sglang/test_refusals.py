@@ -1,0 +1,107 @@
+"""What the back end does not support is refused by name, with SGLang's own arguments and configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.demo.sglang_engine import HICACHE, SETTINGS, SITE
+from tests.sglang.test_interface import said
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),  # SGLang is imported in ten seconds, and in many on a busy machine
+    pytest.mark.skipif(not (SITE / "sglang").is_dir(), reason="no SGLang: make .venv-sglang/.installed"),
+]
+
+ATTACH = """
+import json, logging, sys
+from sglang.srt import runtime_context
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.server_args import ServerArgs
+from kvservice.connector.sglang import HiCacheKVService
+from kvservice.errors import ConfigError
+lines = []
+class Lines(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+logging.getLogger("kvservice.connector").addHandler(Lines())
+found = []
+for settings, storage in json.loads(sys.argv[1]):
+    args = ServerArgs(**settings)
+    runtime_context.publish(args, role="scheduler")
+    config = HiCacheStorageConfig(
+        tp_rank=0, tp_size=args.tp_size, pp_rank=0, pp_size=args.pp_size, attn_cp_rank=0,
+        attn_cp_size=args.attn_cp_size, is_mla_model=False, enable_storage_metrics=False,
+        is_page_first_layout=True, model_name="a model", extra_config=storage,
+    )
+    lines.clear()
+    try:
+        backend = HiCacheKVService(config)
+    except ConfigError as error:
+        found.append({"raised": error.message})
+        continue
+    keys = ["00" * 32]
+    found.append({"logged": list(lines), "served": backend._storage is not None, "pages": backend.batch_exists(keys),
+                  "loaded": backend.batch_get_v1(keys, None), "stored": backend.batch_set_v1(keys, None)})
+    backend.close()
+print(json.dumps(found))
+"""
+# 'weights_version' spares reading the weights.
+EXACT = {"interface_v1": 1, "mode": "embedded", "memory": "16MiB", "weights_version": "1"}
+SHARED = {**EXACT, "share": "engines"}
+STAGES: dict[str, Any] = {"pp_size": 2}
+NGRAM = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+    "speculative_ngram_max_bfs_breadth": 1,
+}
+EAGLE = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_eagle_topk": 1,
+    "speculative_num_steps": 1,
+    "speculative_num_draft_tokens": 2,
+}
+
+
+def attached(model_path: Path, *cases: tuple[dict[str, Any], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the back end says to each pair of SGLang's settings and its own options."""
+    base = {**SETTINGS, "model_path": str(model_path)}
+    found = said(ATTACH, json.dumps([[{**base, **settings}, options] for settings, options in cases]))
+    assert isinstance(found, list)
+    return found
+
+
+def test_context_parallelism_stops_the_start_by_name(model_path: Path) -> None:
+    """SGLang itself refuses `dcp-size` with HiCache for all models but those with latent attention."""
+    cases = [({name: 2, "tp_size": 2}, options) for name in ("attn_cp_size", "dcp_size") for options in (EXACT, SHARED)]
+    raised = [found.get("raised", "") for found in attached(model_path, *cases)]
+    context = "attn-cp-size: context parallelism is not supported: each rank holds parts of tokens"
+    decode = "dcp-size: decode context parallelism is not supported: each rank holds parts of tokens"
+    assert raised == [context, context, decode, decode]
+
+
+def test_what_is_not_shared_between_engines_is_named(model_path: Path) -> None:
+    eagle = {**HICACHE, **EAGLE, "speculative_draft_model_path": str(model_path)}
+    asked = {
+        "--pp-size 2": {**HICACHE, **STAGES},
+        "--speculative-algorithm 'NGRAM'": {**HICACHE, **NGRAM},
+        "--speculative-algorithm 'EAGLE'": eagle,
+        "--quantization 'fp8'": {**HICACHE, "quantization": "fp8"},
+        "--lora-paths ['a=/nowhere']": {**HICACHE, "lora_paths": ["a=/nowhere"]},
+    }
+    for words, found in zip(asked, attached(model_path, *((each, SHARED) for each in asked.values())), strict=True):
+        reason = f"share 'engines' is not supported with {words}"
+        assert found["logged"] == [f"serving without the cache: {reason}"], words
+        assert (found["served"], found["pages"], found["loaded"], found["stored"]) == (False, 0, [False], [False])
+
+
+def test_stages_and_speculation_are_served_among_their_own(model_path: Path) -> None:
+    """Without `share` they are part of the names, or pools of their own."""
+    for found in attached(model_path, *(({**HICACHE, **each}, EXACT) for each in (STAGES, NGRAM))):
+        assert found["served"] and "without the cache" not in " ".join(found["logged"])
