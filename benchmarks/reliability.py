@@ -419,10 +419,7 @@ def main() -> int:
         if not options.only or section.__name__ in options.only:
             print(f"== {section.__name__}: {section.__doc__}", flush=True)
             rows += asyncio.run(section(options))
-    table = [
-        (r.what, r.figure, r.unit, f"{'>' if r.at_least else '<'}= {r.goal}", "yes" if r.met else "NO") for r in rows
-    ]
-    print_table(("what", "figure", "unit", "goal", "met"), table)
+    print_table(("what", "figure", "unit", "goal", "met"), [row.cells() for row in rows])
     found = {r.what: {"figure": r.figure, "unit": r.unit, "goal": r.goal, "met": r.met} for r in rows}
     print(f"written to {write_report('reliability', found, options.out)}")
     return 0
