@@ -16,7 +16,7 @@ from benchmarks import effect_figures, scale_figures, summary, tier_figures
 from benchmarks.committed import Figures, Results, Unclean, origin, seen_on
 from benchmarks.goals import NO_FIGURE, judged, read
 from benchmarks.memory import markdown as memory_table
-from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows, verifies_all
+from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
 from benchmarks.report import RESULTS, ROOT
 from benchmarks.sharing_table import sharing_tables
 from kvservice.units import KiB
@@ -28,7 +28,6 @@ _NAMES = (
 _HOWTO = ("traces.md", "monitor.md", "share-engines.md", "size-the-pool.md", "memory-nodes.md")
 PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, *(f"howto/{name}" for name in _HOWTO)))
 SIZES = {65536: "64 KiB", 737280: "720 KiB", 2097152: "2 MiB"}
-MORE_IN_FLIGHT = "7745369e8af1"  # of this commit's peers.json: 96 MiB of a pull were in flight, 24 may be now
 _BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -37,14 +36,13 @@ def peers(results: Results) -> str:
     rates = {(what, who): rate for what, who, size, rate in bandwidth_rows(document["figures"]) if size == 2097152}
     times = {who: p50 for who, keys, p50, _ in lookup_rows(document["figures"]) if keys == 512}
     read, tcp = "read, same node", "read over TCP"
-    verified = "every byte verified" if verifies_all(document["figures"]) else "one block in sixteen verified"
     text = (
         f"Measured beside each other in one run (`make bench-peers`, commit {document['commit'][:7]}, "
         f"{seen_on(document)}; [all of it](performance.md)):\na lookup of 512 keys from another "
         f"process takes "
         f"{times['kvservice, mirror of the node']:.3f} ms, Mooncake's `batch_is_exist` "
         f"{times['Mooncake batch_is_exist']:.1f};\na block of 2 MiB is read on its node at "
-        f"{rates[read, 'kvservice']:.2f} GB/s with {verified}, where memcpy reaches "
+        f"{rates[read, 'kvservice']:.2f} GB/s with every byte verified, where memcpy reaches "
         f"{rates[read, 'memcpy']:.2f}, "
         f"Ray's object store {rates[read, 'Ray object store']:.2f}\nand Mooncake "
         f"{rates[read, 'Mooncake Store, own segment']:.2f}; over TCP, verified, at "
@@ -67,6 +65,8 @@ NAMES = {
     "kvservice": "kvservice",
     "kvservice, all verified": "kvservice, every block verified",
     "kvservice, until sealed": "kvservice, until sealed (digests, in the shard)",
+    "KVCR": "NVIDIA KVCR, in one process",
+    "LMCache server": "LMCache server",
     "Redis": "Redis",
     "Mooncake Store, own segment": "Mooncake Store, own segment",
     "Ray object store": "Ray object store",
@@ -74,7 +74,7 @@ NAMES = {
     "raw NIXL": "raw NIXL",
 }
 DEFAULTS = {
-    ("read, same node", "kvservice"): "kvservice, every block verified (the default)",
+    ("read, same node", "kvservice"): "kvservice, every block verified",
     ("write, same node", "kvservice"): "kvservice, what the engine waits for",
     ("write, same node", "memcpy"): "memcpy into fresh memory",
     ("read over TCP", "Mooncake Store"): "Mooncake Store, not verified",
@@ -83,34 +83,17 @@ DEFAULTS = {
 }
 
 
-ONE_IN_SIXTEEN = {("read, same node", "kvservice"): "kvservice, one block in sixteen verified (the default then)"}
-
-
 def bandwidth(results: Results) -> str:
-    figures = results.figures("peers")
-    names = {**DEFAULTS, **({} if verifies_all(figures) else ONE_IN_SIXTEEN)}
     by_row: dict[tuple[str, str], dict[int, float]] = {}
-    for what, who, size, rate in bandwidth_rows(figures):
+    for what, who, size, rate in bandwidth_rows(results.figures("peers")):
         by_row.setdefault((what, who), {})[size] = rate
     lines = ["| GB/s | " + " | ".join(SIZES.values()) + " |", "|---|" + "---|" * len(SIZES)]
     for section in ("read, same node", "write, same node", "read of a peer, same machine", "read over TCP"):
         for number, (what, who) in enumerate([key for key in by_row if key[0] == section]):
-            name = names.get((what, who), NAMES[who])
+            name = DEFAULTS.get((what, who), NAMES[who])
             head = f"**{section}**: {name}" if number == 0 else name
             lines.append(f"| {head} | " + " | ".join(f"{by_row[what, who][size]:.2f}" for size in SIZES) + " |")
     return "\n".join(lines)
-
-
-def in_flight(results: Results) -> str:
-    if results.document("peers")["commit"] != MORE_IN_FLIGHT:
-        return ""
-    alone = results.document("transfer_bandwidth")
-    tcp = alone["figures"]["by_ucx_transport"]["tcp"]
-    shares = ", ".join(f"{tcp[str(size)]['pull']['ratio']:.2f}" for size in SIZES)
-    return (
-        "The rows over TCP were measured with up to 96 MiB of a pull in flight. 24 are the limit now, with which a run "
-        f"by itself\nreached {shares} of the raw NIXL beside it. {origin('transfer_bandwidth', alone)}"
-    )
 
 
 def verification(results: Results) -> str:
@@ -366,7 +349,6 @@ def dated(name: str, make: Callable[[Results], str]) -> Callable[[Results], str]
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "peers": peers,
     "bandwidth": dated("peers", bandwidth),
-    "in-flight": in_flight,
     "verification": verification,
     "lookups": dated("peers", lookups),
     "handoff": dated("pd_handoff", handoff),

@@ -139,11 +139,6 @@ def ours(module: str, *arguments: str) -> Figures:
         return found
 
 
-def verifies_all(found: dict[str, Figures]) -> bool:
-    """Whether a load made every digest by default, as it does since copy and digest are one pass."""
-    return "one pass" in found["local"][f"{SIZES[0] // KiB} KiB"]
-
-
 def bandwidth_rows(found: dict[str, Figures]) -> list[tuple[str, str, int, float]]:
     """(what, who, block bytes, GB/s), by what and size."""
     rows: list[tuple[str, str, int, float]] = []
@@ -152,18 +147,16 @@ def bandwidth_rows(found: dict[str, Figures]) -> list[tuple[str, str, int, float
         rows += [
             ("read, same node", "memcpy", size, local["load, verify_load sampled"]["memcpy_gb_per_second"]),
             ("read, same node", "kvservice", size, local["load, verify_load sampled"]["gb_per_second"]),
-            (
-                "read, same node",
-                "kvservice, all verified",
-                size,
-                local["load, verify_load full"]["gb_per_second"],
-            ),
+            ("read, same node", "KVCR", size, found["kvcr"]["get_gb_per_second"][str(size)]),
+            ("read, same node", "LMCache server", size, found["lmcache"]["get_gb_per_second"][str(size)]),
             ("read, same node", "Mooncake Store, own segment", size, found["mooncake"]["own_gb_per_second"][str(size)]),
             ("read, same node", "Ray object store", size, found["ray"]["own_gb_per_second"][str(size)]),
             ("read, same node", "Redis", size, found["redis"]["get_gb_per_second"][str(size)]),
             ("write, same node", "memcpy", size, local["store"]["memcpy_gb_per_second"]),
             ("write, same node", "kvservice", size, local["store"]["gb_per_second"]),
             ("write, same node", "kvservice, until sealed", size, local["store, sealed"]["gb_per_second"]),
+            ("write, same node", "KVCR", size, found["kvcr"]["put_gb_per_second"][str(size)]),
+            ("write, same node", "LMCache server", size, found["lmcache"]["put_gb_per_second"][str(size)]),
             ("write, same node", "Mooncake Store", size, found["mooncake"]["put_gb_per_second"][str(size)]),
             ("write, same node", "Ray object store", size, found["ray"]["put_gb_per_second"][str(size)]),
             ("write, same node", "Redis", size, found["redis"]["put_gb_per_second"][str(size)]),
@@ -175,19 +168,13 @@ def bandwidth_rows(found: dict[str, Figures]) -> list[tuple[str, str, int, float
             ("read over TCP", "Mooncake Store", size, found["mooncake"]["remote_gb_per_second"][str(size)]),
         ]
         beside = next(iter(found["transfer"]["by_ucx_transport"].values()))[str(size)]
-        if "mapped" in beside:  # results of before have no such way
-            mapped = beside["mapped"]
-            rows += [
-                ("read of a peer, same machine", "memcpy", size, beside["memcpy"]["gb_per_second"]),
-                ("read of a peer, same machine", "raw NIXL", size, mapped["limit_gb_per_second"]),
-                ("read of a peer, same machine", "kvservice, all verified", size, mapped["gb_per_second"]),
-                (
-                    "read of a peer, same machine",
-                    "Mooncake Store",
-                    size,
-                    found["mooncake"]["remote_gb_per_second"][str(size)],
-                ),
-            ]
+        mapped, remote = beside["mapped"], found["mooncake"]["remote_gb_per_second"][str(size)]
+        rows += [
+            ("read of a peer, same machine", "memcpy", size, beside["memcpy"]["gb_per_second"]),
+            ("read of a peer, same machine", "raw NIXL", size, mapped["limit_gb_per_second"]),
+            ("read of a peer, same machine", "kvservice, all verified", size, mapped["gb_per_second"]),
+            ("read of a peer, same machine", "Mooncake Store", size, remote),
+        ]
     return sorted(rows, key=lambda row: (row[0], row[2]))
 
 
@@ -201,6 +188,8 @@ def lookup_rows(found: dict[str, Figures]) -> list[tuple[str, int, float, float]
         for who, figures in (
             ("kvservice, gRPC", own["resolve_by_keys"]),
             ("Mooncake batch_is_exist", found["mooncake"]["lookup"]),
+            ("LMCache server", found["lmcache"]["lookup"]),
+            ("KVCR query, in one process", found["kvcr"]["lookup"]),
             ("Redis EXISTS, pipelined", found["redis"]["lookup"]),
         ):
             rows.append((who, count, figures[str(count)]["p50_ms"], figures[str(count)]["p99_ms"]))
