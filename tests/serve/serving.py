@@ -45,7 +45,7 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[Serving]:
+def serving(nodes: int = len(NODES)) -> Iterator[Serving]:
     """Everything that runs within is gone afterwards, with its shared memory."""
     variables = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
     with (
@@ -53,7 +53,7 @@ def serving() -> Iterator[Serving]:
         environment(KVSERVICE_RUNTIME_DIR=folder, PYTHONPATH=str(Path(__file__).parents[2]), **variables),
         vllm_segments_removed(),
         offspring_ended(),
-        ray_nodes(*NODES) as cluster,
+        ray_nodes(*NODES[:nodes]) as cluster,
     ):
         try:
             port = free_port()
