@@ -52,7 +52,8 @@ SUPERVISOR = "import kvservice.actors.supervisor, time; time.sleep(600)"
 def memory(pid: int | str) -> dict[str, float]:
     """MiB of a process: all of it, and its heap."""
     rows = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
-    return {"rss_mib": int(rows["VmRSS"].split()[0]) / 1024, "heap_mib": int(rows["RssAnon"].split()[0]) / 1024}
+    heap, files = (int(rows[name].split()[0]) / 1024 for name in ("RssAnon", "RssFile"))
+    return {"own_mib": heap + files, "heap_mib": heap}
 
 
 def names(first: int, count: int) -> list[bytes]:
@@ -188,7 +189,7 @@ def markdown(figures: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, row in figures["parts"].items():
-        cells = [f"{row[what]:,.0f}" for what in ("rss_mib", "heap_mib", "full_heap_mib", "bytes_per_block")]
+        cells = [f"{row[what]:,.0f}" for what in ("own_mib", "heap_mib", "full_heap_mib", "bytes_per_block")]
         lines.append(f"| {name} | {' | '.join(cells)} | {row['bound']} |")
     lines += ["", f"{figures['blocks']:,} blocks; the pool itself and the mirror are shared memory and left out."]
     return "\n".join(lines)
@@ -209,7 +210,7 @@ def main() -> None:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         parts[name] = json.loads(done.stdout)
     figures = {"blocks": options.blocks, "parts": {name: {**row, "bound": BOUNDS[name]} for name, row in parts.items()}}
-    names_of = ("rss_mib", "heap_mib", "full_heap_mib", "bytes_per_block")
+    names_of = ("own_mib", "heap_mib", "full_heap_mib", "bytes_per_block")
     print_table(["part", *names_of], [[name, *(row[each] for each in names_of)] for name, row in parts.items()])
     print("written", write_report("memory", figures, options.out))
 
