@@ -191,7 +191,11 @@ def markdown(figures: dict[str, Any]) -> str:
     for name, row in figures["parts"].items():
         cells = [f"{row[what]:,.0f}" for what in ("own_mib", "heap_mib", "full_heap_mib", "bytes_per_block")]
         lines.append(f"| {name} | {' | '.join(cells)} | {row['bound']} |")
-    lines += ["", f"{figures['blocks']:,} blocks; the pool itself and the mirror are shared memory and left out."]
+    lines += [
+        "",
+        f"{figures['blocks']:,} blocks; the pool itself and the mirror are shared memory and left out. The shard has "
+        "`transport: shm`; NIXL\ntakes about 20 MiB more (`first_contact.json`).",
+    ]
     return "\n".join(lines)
 
 
