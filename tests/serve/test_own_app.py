@@ -63,8 +63,8 @@ def decisions() -> Counter[str]:
     found: Counter[str] = Counter()
     (address,) = (f"http://127.0.0.1:{node['MetricsExportPort']}/metrics" for node in ray.nodes())
     with urllib.request.urlopen(address, timeout=10) as answer:
-        for family in text_string_to_metric_families(answer.read().decode()):
-            for sample in family.samples:
+        for metric in text_string_to_metric_families(answer.read().decode()):
+            for sample in metric.samples:
                 if sample.name == "ray_kvservice_router_decisions_total":
                     found[sample.labels["reason"]] += int(sample.value)
     return found
