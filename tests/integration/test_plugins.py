@@ -165,7 +165,7 @@ def test_installed_tier_keeps_blocks_as_an_installed_codec_does(installed: Path,
     stored = place.take(block.key)
     assert stored is not None and stored[FILE_HEADER_BYTES:] == payload[::-1]
     assert tier.result_of(block) is PullResult.OK
-    place.put(block.key, stored[:-1] + b"x")
+    place.put(block.key, stored[:-1] + bytes([stored[-1] ^ 1]))
     assert tier.result_of(block) is not PullResult.OK
     tier.close()
 
