@@ -14,16 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from examples.demo.network import Crossing, why_not
-from examples.demo.remote_hit_report import (
-    CACHE_OFF,
-    Row,
-    save,
-    shortfalls,
-    show_answers,
-    show_gain,
-    show_table,
-    show_transfers,
-)
+from examples.demo.remote_hit_report import CACHE_OFF, Row, save, shortfalls, show
 from examples.demo.stage import (
     SERVICE,
     Steps,
@@ -52,10 +43,7 @@ def run(model: str | None, out: Path, question_count: int) -> None:
     started = time.perf_counter()
     with performance(console) as (stack, stops):
         rows, nodes, crossing = _measure(stack, stops, model, question_count, console)
-    show_table(rows, crossing.sentence, console)
-    show_gain(rows, console)
-    show_transfers(nodes, console)
-    show_answers(rows, console)
+    show(rows, nodes, crossing, console)
     for path in save(rows, nodes, crossing, out):
         console.print(f"saved {path}")
     console.print(f"took {time.perf_counter() - started:.0f} s")

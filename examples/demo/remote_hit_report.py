@@ -54,7 +54,15 @@ class Row:
         )
 
 
-def show_table(rows: list[Row], crossing: str, console: Console) -> None:
+def show(rows: list[Row], nodes: list[tuple[str, dict[str, Any]]], crossing: Crossing, console: Console) -> None:
+    """Print the table, what a remote hit gained, what crossed, and whether the answers are equal."""
+    _show_table(rows, crossing.sentence, console)
+    _show_gain(rows, console)
+    _show_transfers(nodes, console)
+    _show_answers(rows, console)
+
+
+def _show_table(rows: list[Row], crossing: str, console: Console) -> None:
     reference = {row.question: row.first_token_seconds for row in rows if row.kind == "recompute"}
     title = "time to first token, and where the prompt's tokens came from"
     table = Table(title=title, title_justify="left", caption=crossing, caption_justify="left")
@@ -78,7 +86,7 @@ def show_table(rows: list[Row], crossing: str, console: Console) -> None:
     console.print(table)
 
 
-def show_gain(rows: list[Row], console: Console) -> None:
+def _show_gain(rows: list[Row], console: Console) -> None:
     """The main figure of the demo: a prompt that this replica never saw, computed by another replica."""
     reference = {row.question: row.first_token_seconds for row in rows if row.kind == "recompute"}
     for row in rows:
@@ -91,7 +99,7 @@ def show_gain(rows: list[Row], console: Console) -> None:
             )
 
 
-def show_transfers(nodes: list[tuple[str, dict[str, Any]]], console: Console) -> None:
+def _show_transfers(nodes: list[tuple[str, dict[str, Any]]], console: Console) -> None:
     """The counters of the shards."""
     for name, node in nodes:
         counters = node["counters"]
@@ -115,7 +123,7 @@ def _answers(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.replica.startswith("B") and row.replica != CACHE_OFF]
 
 
-def show_answers(rows: list[Row], console: Console) -> None:
+def _show_answers(rows: list[Row], console: Console) -> None:
     """Say which answers of B differ from its answers without the cache, or that none does."""
     different = different_answers(rows)
     for row, plain in different:
