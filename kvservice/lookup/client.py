@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
 import grpc
 
@@ -38,6 +39,7 @@ OPEN_SECONDS_MAX = 1.0  # a lookup partition restarts fast, and until it is aske
 assert OPEN_SECONDS_FIRST <= OPEN_SECONDS_MAX
 _CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 1_000)]  # for the same reason
 
+T = TypeVar("T")
 ChainSegments = list[tuple[int, int]]  # (first index in the chain, number of keys), ascending
 
 
@@ -144,7 +146,14 @@ class LookupClient:
 
         Answers within `timeout` seconds. Never raises.
         """
-        asked = [asyncio.ensure_future(self._find(partition, node_id, timeout)) for partition in self._partitions]
+        if timeout < TIMEOUT_SECONDS_MIN:
+            return None
+        now = self._clock()
+        asked = [
+            asyncio.ensure_future(self._judged(partition, self._find(partition, node_id, timeout)))
+            for partition in self._partitions
+            if partition.breaker.allows(now)
+        ]
         try:
             for answer in asyncio.as_completed(asked):
                 found = await answer
@@ -213,28 +222,25 @@ class LookupClient:
         if timeout < TIMEOUT_SECONDS_MIN:
             self._counters["lookup_no_time"] += 1
             return None
-        packed = _pack(chain, segments)
         self._counters["lookup_rpcs"] += 1
-        try:
-            request = lookup_pb2.ResolveRequest(keys=packed)
-            reply = await self._stub(partition).Resolve(request, timeout=timeout, metadata=tracing.metadata())
-            runs = decode_runs(reply, segments)
-        except grpc.aio.AioRpcError as error:
-            self._failed(partition, f"lookup_failed_{error.code().name.lower()}")
-            return None
-        except InvalidRequest:
-            self._failed(partition, "lookup_failed_malformed")
-            return None
-        partition.breaker.succeeded()
-        return runs
+        return await self._judged(partition, self._resolve(partition, chain, segments, timeout))
+
+    async def _resolve(
+        self, partition: _Partition, chain: Sequence[BlockKey], segments: ChainSegments, timeout: float
+    ) -> list[HolderRun]:
+        request = lookup_pb2.ResolveRequest(keys=_pack(chain, segments))
+        reply = await self._stub(partition).Resolve(request, timeout=timeout, metadata=tracing.metadata())
+        return decode_runs(reply, segments)
 
     async def _find(self, partition: _Partition, node_id: NodeId, timeout: float) -> Holder | None:
-        if not partition.breaker.allows(self._clock()):
-            return None
+        request = lookup_pb2.FindNodeRequest(node_id=node_id)
+        reply = await self._stub(partition).FindNode(request, timeout=timeout)
+        return decode_holder(reply.node) if reply.HasField("node") else None
+
+    async def _judged(self, partition: _Partition, asking: Awaitable[T]) -> T | None:
+        """The answer of a partition, or None when it fails. Its breaker hears of both."""
         try:
-            request = lookup_pb2.FindNodeRequest(node_id=node_id)
-            reply = await self._stub(partition).FindNode(request, timeout=timeout)
-            found = decode_holder(reply.node) if reply.HasField("node") else None
+            found = await asking
         except grpc.aio.AioRpcError as error:
             self._failed(partition, f"lookup_failed_{error.code().name.lower()}")
             return None
