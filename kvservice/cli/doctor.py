@@ -331,7 +331,7 @@ def nixl() -> Iterator[Check]:
 
 
 def copies() -> Iterator[Check]:
-    from kvservice.core.segment.digest import native
+    from kvservice.core.segment.native import native
 
     if native is None:
         advice = "install with a C compiler, or run make native: every block is then verified as it is copied"

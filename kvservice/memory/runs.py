@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvservice.core.segment.copy_runs import Offsets
-from kvservice.core.segment.digest import SHORT_BYTES, Words, digest_pieces, native, seeds_of
+from kvservice.core.segment.digest import digest_pieces, seeds_of
+from kvservice.core.segment.native import SHORT_BYTES, Words, native
 from kvservice.units import BlockKey
 
 _native = native

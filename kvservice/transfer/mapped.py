@@ -23,8 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from kvservice.core.segment.copy_runs import Offsets, merge_runs
-from kvservice.core.segment.digest import Words, digest_payload
+from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import HEADER_BYTES
+from kvservice.core.segment.native import Words
 from kvservice.errors import TransferError
 from kvservice.memory.runs import copy_blocks, copy_runs, in_one_pass
 from kvservice.memory.segment import Segment, epoch_of

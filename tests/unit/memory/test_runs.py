@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvservice.core.segment.digest import digest_payload, native
+from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.native import native
 from kvservice.memory import runs
 from kvservice.units import BlockKey
 

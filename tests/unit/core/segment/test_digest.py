@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.core.segment import digest as module
-from kvservice.core.segment.digest import PIECE_BYTES, OnePass, agrees, copy_and_digest, digest_payload, native
+from kvservice.core.segment import native as native_module
+from kvservice.core.segment.digest import PIECE_BYTES, copy_and_digest, digest_payload
+from kvservice.core.segment.native import OnePass, agrees, native
 from kvservice.units import BlockKey
 
 KEY = BlockKey(bytes(range(16)))
@@ -77,7 +79,7 @@ def test_copies_of_another_build_are_not_used(monkeypatch: pytest.MonkeyPatch, f
     """Then the library's digest follows the copy."""
     monkeypatch.setitem(sys.modules, "kvservice.core.segment._one_pass", found)  # type: ignore[arg-type]
     monkeypatch.delattr("kvservice.core.segment._one_pass", raising=False)
-    assert module._native() is None
+    assert native_module._native() is None
 
 
 @pytest.mark.parametrize("bit", [0, 63])
