@@ -234,8 +234,8 @@ class HostCopier(RunCopier):
             address, template = region
             rest: Sequence[CopyEntry] = own
             if template.parts == 1 or direction is Direction.LOAD:
-                slots, rest = _whole_slots(own, template.parts)
-                self._copy_slots(direction, address, template, slots, digests)
+                whole, rest = _of_whole_slots(own, template.parts)
+                self._copy_slots(direction, address, template, whole, digests)
             if rest:
                 self._copy_parts(direction, address, template, rest)
             failpoint(f"engine.{direction.name.lower()}")
@@ -246,18 +246,17 @@ class HostCopier(RunCopier):
         direction: Direction,
         address: int,
         template: CopyTemplate,
-        slots: Sequence[Sequence[CopyEntry]],
+        entries: Sequence[CopyEntry],
         digests: dict[SlotIndex, int],
     ) -> None:
-        """Copy slots of which all parts are there. Adds the digests of those that were read."""
+        """Copy slots of which all parts are there, part after part. Adds the digests of those that were read."""
         assert self._pool is not None
-        if not slots:
+        if not entries:
             return
-        firsts = [parts[0] for parts in slots]
+        firsts = entries[:: template.parts]
         places = [entry.ref.slot for entry in firsts]
         payloads = self._pool.geometry.payload_offsets(places, template.payload_bytes)
-        whole = firsts if template.parts == 1 else [entry for parts in slots for entry in parts]
-        runs, ends = template.expand_by_slot([entry.block_id for entry in whole], payloads)
+        runs, ends = template.expand_by_slot([entry.block_id for entry in entries], payloads)
         if direction is Direction.STORE:
             copy_runs(self._memory, address, runs.segment, runs.engine, runs.lengths)
         elif not (template.fills_slots and in_one_pass()):
@@ -278,17 +277,17 @@ class HostCopier(RunCopier):
             copy_runs(self._memory, address, runs.segment, runs.engine, runs.lengths)
 
 
-def _whole_slots(entries: Sequence[CopyEntry], parts: int) -> tuple[Sequence[Sequence[CopyEntry]], Sequence[CopyEntry]]:
-    """(the parts of each slot that is there with all of them, in their order; the other entries)."""
+def _of_whole_slots(entries: Sequence[CopyEntry], parts: int) -> tuple[Sequence[CopyEntry], Sequence[CopyEntry]]:
+    """(the entries of slots that are there with all their parts, in the order of these; the other entries)."""
     if parts == 1:
-        return [(entry,) for entry in entries], ()
-    whole: list[Sequence[CopyEntry]] = []
+        return entries, ()
+    whole: list[CopyEntry] = []
     rest: list[CopyEntry] = []
     at = 0
     while at < len(entries):
         group = entries[at : at + parts]
         if [(entry.ref, entry.part) for entry in group] == [(group[0].ref, part) for part in range(parts)]:
-            whole.append(group)
+            whole += group
             at += parts
         else:
             rest.append(entries[at])

@@ -1,4 +1,5 @@
-/* Copies runs of bytes, with the digest of each block in the same pass. See kvservice.core.segment.digest.
+/* Copies runs of bytes, with the digest of each block in the same pass (kvservice.core.segment.digest), and checks the
+ * checksums of many headers (kvservice.core.segment.header_checks).
  *
  * The digest is XXH3, 64 bits, with a seed, for more than 240 bytes. It is written from the specification of the algorithm
  * (xxHash, doc/xxhash_spec.md, by Yann Collet), not taken from its library, whose header no package registry brings. The
@@ -364,6 +365,40 @@ static int copy_guarded(Work *work)
     return 0;
 }
 
+/* -- headers ---- */
+
+#define HEADER 64
+#define CRC_AT 60 /* of the bytes before it */
+
+static uint32_t crc_tables[4][256]; /* CRC-32 of zlib, four bytes at a time */
+
+static void make_crc_tables(void)
+{
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t crc = byte;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc & 1 ? crc >> 1 ^ 0xEDB88320U : crc >> 1;
+        crc_tables[0][byte] = crc;
+    }
+    for (int further = 1; further < 4; further++)
+        for (int byte = 0; byte < 256; byte++) {
+            uint32_t crc = crc_tables[further - 1][byte];
+            crc_tables[further][byte] = crc >> 8 ^ crc_tables[0][crc & 255];
+        }
+}
+
+static int has_its_crc(const uint8_t *header)
+{
+    uint32_t crc = UINT32_MAX, word;
+    for (int at = 0; at < CRC_AT; at += 4) {
+        memcpy(&word, header + at, sizeof word);
+        word ^= crc;
+        crc = crc_tables[3][word & 255] ^ crc_tables[2][word >> 8 & 255] ^ crc_tables[1][word >> 16 & 255] ^ crc_tables[0][word >> 24];
+    }
+    memcpy(&word, header + CRC_AT, sizeof word);
+    return word == ~crc;
+}
+
 /* -- for Python ---- */
 
 static const char *unsound(const Work *work, int has_digests)
@@ -481,6 +516,22 @@ static PyObject *one_pass_copy_one(PyObject *module, PyObject *args)
     return result;
 }
 
+static PyObject *one_pass_have_crcs(PyObject *module, PyObject *headers)
+{
+    (void)module;
+    Py_buffer found;
+    if (PyObject_GetBuffer(headers, &found, PyBUF_SIMPLE))
+        return NULL;
+    int are_whole = 1, is_rest = found.len % HEADER != 0;
+    for (Py_ssize_t at = 0; are_whole && !is_rest && at < found.len; at += HEADER)
+        are_whole = has_its_crc((const uint8_t *)found.buf + at);
+    PyBuffer_Release(&found);
+    if (!is_rest)
+        return PyBool_FromLong(are_whole);
+    PyErr_SetString(PyExc_ValueError, "headers of 64 bytes each");
+    return NULL;
+}
+
 static PyObject *one_pass_levels(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -514,6 +565,7 @@ static PyMethodDef methods[] = {
     {"copy_blocks", one_pass_copy_blocks, METH_VARARGS,
      "copy_blocks(target_base, source_base, targets, sources, lengths, ends, seeds, digests)"},
     {"copy_one", one_pass_copy_one, METH_VARARGS, "copy_one(target, source, seed)"},
+    {"have_crcs", one_pass_have_crcs, METH_O, "have_crcs(headers): whether each of these headers of 64 bytes has its checksum"},
     {"levels", one_pass_levels, METH_NOARGS, "levels(): what this processor can do, the fastest last"},
     {"use", one_pass_use, METH_O, "use(level): for all copies of this process from now on"},
     {NULL, NULL, 0, NULL},
@@ -526,6 +578,7 @@ PyMODINIT_FUNC PyInit__one_pass(void)
 #if defined(__x86_64__)
     __builtin_cpu_init();
 #endif
+    make_crc_tables();
     for (int number = 0; number < LEVEL_COUNT; number++)
         if (is_supported(number))
             level = &LEVELS[number];

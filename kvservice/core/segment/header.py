@@ -41,11 +41,9 @@ _TERM = struct.Struct("<QQ")  # epoch, generation
 _LENGTH, _LENGTH_AT = struct.Struct("<I"), 40
 _DIGEST, _DIGEST_AT = struct.Struct("<Q"), 48
 # Where the fields are in a header of eight 64-bit words, and what else is in their word.
-BEGIN_WORD, EPOCH_WORD, GENERATION_WORD, KEY_WORDS, LENGTH_WORD, DIGEST_WORD, CRC_WORD = 0, 1, 2, slice(3, 5), 5, 6, 7
+BEGIN_WORD, EPOCH_WORD, GENERATION_WORD, KEY_WORDS, LENGTH_WORD, DIGEST_WORD = 0, 1, 2, slice(3, 5), 5, 6
 BEGIN_MASK, BEGIN_VALUE = (1 << 48) - 1, int.from_bytes(_BEGIN, "little")  # of its word; flags are above
 LENGTH_MASK = (1 << 32) - 1  # of its word; the route is above
-CRC_SHIFT = 32  # in its word; the position is below
-CRC_BYTES_MAX = _BODY.size  # what the crc is of
 assert _BODY.size + _CRC.size == HEADER_BYTES
 assert TAG_MAX << _TAG_SHIFT < 1 << 16, "the flags have 16 bits"
 

@@ -5,7 +5,6 @@ All such comparisons are here. Pure. `data` is always the 64 bytes of a header.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -14,7 +13,8 @@ import numpy.typing as npt
 
 from kvservice.core.segment import header
 from kvservice.core.segment.geometry import HEADER_BYTES
-from kvservice.core.segment.header import has_digest, has_length, is_in_term, is_of
+from kvservice.core.segment.header import has_digest, has_length, is_in_term, is_of, is_whole
+from kvservice.core.segment.native import native
 from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.units import BlockKey, BootEpoch
 
@@ -71,11 +71,14 @@ def _are_of(
         & (rows[:, header.KEY_WORDS] == names).all(axis=1)
         & (rows[:, header.LENGTH_WORD] & np.uint64(header.LENGTH_MASK) == lengths)
     )
-    if not are.all():
-        return False
-    data, crcs = rows.tobytes(), (rows[:, header.CRC_WORD] >> np.uint64(header.CRC_SHIFT)).tolist()
-    ends = range(header.CRC_BYTES_MAX, len(data), HEADER_BYTES)
-    return all(zlib.crc32(data[end - header.CRC_BYTES_MAX : end]) == crc for end, crc in zip(ends, crcs, strict=True))
+    return bool(are.all()) and _have_crcs(rows.tobytes())
+
+
+def _have_crcs(data: bytes) -> bool:
+    """Whether each of these headers, one behind the other, has its checksum."""
+    if native is not None:
+        return native.have_crcs(data)
+    return all(is_whole(data[at : at + HEADER_BYTES]) for at in range(0, len(data), HEADER_BYTES))
 
 
 def is_reserved(data: bytes, epoch: BootEpoch, ref: BlockRef, payload_bytes: int) -> bool:

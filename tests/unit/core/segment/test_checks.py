@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvservice.core.segment import header_checks
 from kvservice.core.segment.header import SlotHeader, pack_header, unpack_header
 from kvservice.core.segment.header_checks import (
     are_as_located,
@@ -16,6 +18,7 @@ from kvservice.core.segment.header_checks import (
     is_as_promised,
     is_reserved,
 )
+from kvservice.core.segment.native import native
 from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
 
@@ -51,8 +54,11 @@ def test_checks_of_bytes_are_those_of_the_fields(
     assert is_reserved(bytes(data), EPOCH, ref, BYTES) == (fits and asked % 2 == 1)
     assert is_as_promised(bytes(data), EPOCH, ref, KEY, BYTES) == (is_block and asked % 2 == 0)
     rows = np.frombuffer(pack_header(RIGHT) + bytes(data), "<u8").reshape(2, 8)
-    together = are_as_promised(rows, EPOCH, [BlockRef(SLOT, RIGHT.generation), ref], [KEY, KEY], [BYTES, BYTES])
-    assert together == (is_block and asked % 2 == 0)
+    refs = [BlockRef(SLOT, RIGHT.generation), ref]
     handles = [BlockHandle(KEY, SLOT, each, BYTES, DIGEST, 2) for each in (RIGHT.generation, asked)]
-    assert are_as_located(rows, handles, EPOCH) == located
+    for compiled in (native, None):
+        with patch.object(header_checks, "native", compiled):
+            together = are_as_promised(rows, EPOCH, refs, [KEY, KEY], [BYTES, BYTES])
+            assert together == (is_block and asked % 2 == 0)
+            assert are_as_located(rows, handles, EPOCH) == located
     assert is_as_located(bytes(data), BlockHandle(KEY, SLOT, asked, BYTES, DIGEST, 2), EPOCH) == located

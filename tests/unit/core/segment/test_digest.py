@@ -104,6 +104,23 @@ def test_a_module_that_copies_wrongly_is_not_used(compiled: OnePass) -> None:
     assert not agrees(Wrong())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_module_that_judges_headers_wrongly_is_not_used(compiled: OnePass, answer: bool) -> None:
+    class Wrong:
+        copy_one = compiled.copy_one
+
+        def have_crcs(self, headers: bytes) -> bool:
+            return answer
+
+    assert not agrees(Wrong())  # type: ignore[arg-type]
+
+
+def test_a_part_of_a_header_is_refused(compiled: OnePass) -> None:
+    assert compiled.have_crcs(b"")
+    with pytest.raises(ValueError, match="64 bytes"):
+        compiled.have_crcs(bytes(65))
+
+
 def test_sizes_that_do_not_fit_are_refused(compiled: OnePass) -> None:
     for target, source in ((bytearray(300), bytes(299)), (bytearray(240), bytes(240))):
         with pytest.raises(ValueError):
