@@ -37,25 +37,25 @@ KINDS = HINTED + (len(Expected) - 1) * (SHARED - PRIVATE)  # five steps of turns
 def kind_of(
     uses: int,
     turn: int,
-    interval: int,
+    pause: int,
     last_turn: int,
-    last_interval: int,
+    last_pause: int,
     expected: Expected = Expected.NOTHING_SAID,
 ) -> int:
     """The kind of a block with so many uses, that was new in this turn of its conversation.
 
     Args:
-        interval: ticks between its last two uses; 0 when it was used once.
+        pause: the step of the time between its last two uses; 0 when it was used once.
         last_turn: the turn in which the last block of its chain was new.
-        last_interval: the interval of the last block of its chain that has one.
+        last_pause: the pause of the last block of its chain that has one.
     """
     is_shared = uses > last_turn - turn
     if expected and not is_shared:
         return HINTED + (expected - 1) * (SHARED - PRIVATE) + min(last_turn.bit_length(), SHARED - PRIVATE - 1)
     if is_shared or (turn == 0 and uses):
         sort = (SHARED if is_shared else HEADS) + min(uses.bit_length(), 5) - 1
-        return sort * PAUSES + pause_of(interval)
-    return (PRIVATE + min(last_turn.bit_length(), 4)) * PAUSES + (pause_of(last_interval) if last_turn else 0)
+        return sort * PAUSES + pause
+    return (PRIVATE + min(last_turn.bit_length(), 4)) * PAUSES + (last_pause if last_turn else 0)
 
 
 def expected_of(kind: int) -> Expected:

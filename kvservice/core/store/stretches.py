@@ -47,13 +47,13 @@ class Stretch:
         "group",  # the blocks it was last used with
         "held",  # its leading blocks that are resident
         "held_below",  # stretches below that hold a block: while there is one, this stretch gives none up
-        "interval",  # ticks between its last two uses; 0: it was used once
         "is_new",  # whether it is, or was last, in the small queue of the shadow of S3-FIFO
         "is_queued",  # whether it waits to be forgotten
         "is_tip",  # whether its group knows that it is the end of something
         "keys",
         "lost_at",  # tick at which it lost a block; -1: it never did
         "number",  # in the order in which stretches were made; breaks ties
+        "pause",  # step of the time between its last two uses (core.store.kinds); 0: it was used once
         "position",  # of its first block
         "precedence",  # of stretches that were used at the same time, the one with the smallest goes first
         "shadow_fifo",  # its leading blocks that the shadow of S3-FIFO holds
@@ -73,7 +73,7 @@ class Stretch:
         self.above: Stretch | None = None
         self.shelf: Shelf | None = None
         self.below = self.held = self.held_below = 0
-        self.interval = self.turn = self.uses = 0
+        self.pause = self.turn = self.uses = 0
         self.shadow_fifo = self.shadow_lru = self.shadow_worth = self.shadow_worth_below = 0
         self.fifo_entered = self.fifo_uses = 0
         self.fifo_gone_at = -1
@@ -82,7 +82,7 @@ class Stretch:
 
     def may_join(self, below: Stretch) -> bool:
         """Whether the stretch below it has the same history, and nothing else hangs here."""
-        is_like = self.group is below.group and self.uses == below.uses and self.interval == below.interval
+        is_like = self.group is below.group and self.uses == below.uses and self.pause == below.pause
         is_alike_here = self.shelf is below.shelf and self.lost_at == below.lost_at and self.turn == below.turn
         is_alike_there = self.is_new == below.is_new
         is_prefix = self.held == len(self.keys) or not below.held
@@ -273,7 +273,7 @@ class StretchTree:
         keys = stretch.keys[:offset]
         upper = Stretch(keys, stretch.position, self._made, stretch.group)
         self.of.update(dict.fromkeys(keys, upper))
-        for name in ("above", "fifo_gone_at", "fifo_uses", "interval", "is_new", "lost_at", "shelf", "turn", "uses"):
+        for name in ("above", "fifo_gone_at", "fifo_uses", "is_new", "lost_at", "pause", "shelf", "turn", "uses"):
             setattr(upper, name, getattr(stretch, name))
         for name in ("held", "shadow_fifo", "shadow_lru", "shadow_worth"):
             count = getattr(stretch, name)

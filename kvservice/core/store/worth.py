@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.store.guard import Rule, RuleGuard
-from kvservice.core.store.kinds import Expected, expected_of, kind_of
+from kvservice.core.store.kinds import Expected, expected_of, kind_of, pause_of
 from kvservice.core.store.orders import ByAge, ByFifo, ByWorth
 from kvservice.core.store.reasons import NOT_BY_WORTH, reason_of
 from kvservice.core.store.shadows import ShadowFifo, ShadowLru, ShadowWorth
@@ -27,6 +27,9 @@ from kvservice.core.store.worths import Worths
 from kvservice.units import BlockKey
 
 KINDS_A_PROMPT = 3  # whose worths are computed anew at most: so no prompt pays for all
+# Uses of a block that are counted: more than the turns of a conversation, with which they are compared. Where prompts
+# part at many places, blocks that all were used so often are one stretch again.
+USES_MAX = 255
 GONE_MIN = 32_768  # gone blocks that are remembered at least: small pools need a long memory most
 
 
@@ -148,8 +151,8 @@ class GuardedWorth:
         for stretch in found:
             if stretch.group is not fresh:
                 self._worths.use(stretch)
-                stretch.interval = self._tick - stretch.group.tick
-                stretch.uses += 1
+                stretch.pause = pause_of(self._tick - stretch.group.tick)
+                stretch.uses = min(stretch.uses + 1, USES_MAX)
             elif above is not None:
                 stretch.turn = above.turn + (above.group is not fresh)
             above = stretch
@@ -157,10 +160,10 @@ class GuardedWorth:
     def _regroup(self, found: Sequence[Stretch], now: float) -> None:
         """What a prompt used is of the same age from now on, and of the kinds that the prompt shows."""
         last_turn = found[-1].turn
-        last_interval = next((stretch.interval for stretch in reversed(found) if stretch.interval), 0)
+        last_pause = next((stretch.pause for stretch in reversed(found) if stretch.pause), 0)
         groups: dict[int, Group] = {}
         for stretch in found:
-            kind = kind_of(stretch.uses, stretch.turn, stretch.interval, last_turn, last_interval, self._expected)
+            kind = kind_of(stretch.uses, stretch.turn, stretch.pause, last_turn, last_pause, self._expected)
             group = groups.get(kind)
             if group is None:
                 group = groups[kind] = Group(kind, self._tick, now)

@@ -28,20 +28,20 @@ def test_where_worth_did_not_choose_nothing_is_said() -> None:
     ("kind", "words"),
     [
         (kind_of(0, 0, 0, 0, 0), "a block of a prompt that nobody has continued"),
-        (kind_of(1, 0, 8, 1, 8), "a block of the beginning of a prompt, used again once, the last two 4 to 15 prompts"),
-        (kind_of(0, 1, 0, 1, 8), "a block of a conversation of 2 turns, the last two 4 to 15 prompts apart"),
-        (kind_of(2, 3, 2, 5, 2), "a block of a conversation of 5 to 8 turns, the last two 1 to 3 prompts apart"),
-        (kind_of(0, 9, 0, 20, 10**9), "a block of a conversation of 9 or more turns, the last two 16,384 or more"),
+        (kind_of(1, 0, 2, 1, 2), "a block of the beginning of a prompt, used again once, the last two 4 to 15 prompts"),
+        (kind_of(0, 1, 0, 1, 2), "a block of a conversation of 2 turns, the last two 4 to 15 prompts apart"),
+        (kind_of(2, 3, 1, 5, 1), "a block of a conversation of 5 to 8 turns, the last two 1 to 3 prompts apart"),
+        (kind_of(0, 9, 0, 20, PAUSES - 1), "a block of a conversation of 9 or more turns, the last two 16,384 or more"),
         (
-            kind_of(0, 1, 0, 1, 8, Expected.LAST_TURN),
+            kind_of(0, 1, 0, 1, 2, Expected.LAST_TURN),
             "a block of a conversation of 2 turns, its last, as a client",
         ),
         (
             kind_of(0, 0, 0, 0, 0, Expected.SOON),
             "a block of a prompt that nobody has continued, needed soon",
         ),
-        (kind_of(7, 0, 20, 2, 0), "a shared block, used again 4 to 7 times, the last two 16 to 63 prompts apart"),
-        (kind_of(999, 0, 20, 2, 0), "a shared block, used again 16 or more times, the last two 16 to 63 prompts apart"),
+        (kind_of(7, 0, 3, 2, 0), "a shared block, used again 4 to 7 times, the last two 16 to 63 prompts apart"),
+        (kind_of(999, 0, 3, 2, 0), "a shared block, used again 16 or more times, the last two 16 to 63 prompts apart"),
     ],
 )
 def test_a_kind_is_said_in_words(kind: int, words: str) -> None:

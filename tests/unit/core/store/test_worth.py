@@ -17,7 +17,7 @@ from kvservice.core.store.guard import Rule
 from kvservice.core.store.kinds import Expected
 from kvservice.core.store.reasons import NOT_BY_WORTH, describe_reason
 from kvservice.core.store.shadows import ShadowFifo
-from kvservice.core.store.worth import GuardedWorth, RuleState
+from kvservice.core.store.worth import USES_MAX, GuardedWorth, RuleState
 from kvservice.units import BlockKey
 
 Prompt = tuple[int, ...]
@@ -283,6 +283,22 @@ def test_stretches_with_another_history_stay_apart() -> None:
     policy.touch([key(number) for number in range(4)], 3.0)
     policy.check_invariants()
     assert stretches(policy) == 2, "the end is gone, and was here when it was asked for"
+
+
+def test_a_prefix_that_is_used_often_enough_is_one_stretch() -> None:
+    """However many prompts end within it: else each use of it would cost as many steps as there are ends."""
+    policy, shared = GuardedWorth(), [key(number) for number in range(20)]
+    policy.touch(shared, 0.0)
+    for number in range(20):
+        add(policy, number, number - 1 if number else None, number)
+    found = []
+    for time in range(USES_MAX + 1):
+        policy.touch(shared[: 1 + time % 19], float(time))
+        policy.touch(shared, float(time))
+        found.append(stretches(policy))
+    policy.check_invariants()
+    assert found[18] == 20 and found[-1] == 1
+    assert policy.uses(key(0)) == policy.uses(key(19)) == USES_MAX
 
 
 def test_what_an_earlier_boot_left_goes_like_other_blocks() -> None:
