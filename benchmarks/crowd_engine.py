@@ -291,7 +291,7 @@ class CrowdEngine:
             return self._mapped
         self._ended()
         try:
-            self._mapped = MappedPool(attachment, self._engine_id, self._process.layout)
+            self._mapped = MappedPool(attachment, self._engine_id, self._process.layout, lambda refs: None)
         except KVServiceError:  # the shard was replaced meanwhile, or takes slots back
             return None
         return self._mapped

@@ -184,6 +184,7 @@ class AttachedModel:
         held = HeldBlocks(*opened, headers, release)
         sound = self._sound(held, wanted)
         if sound < len(headers):
+            mapped.suspect(result.blocks[sound : sound + 1])
             del headers[sound:]
             miss = MissReason.CORRUPT.value
         if not headers:

@@ -27,9 +27,13 @@ class MappedPool:
     """Any thread may call. The lock of this process on the memory ends when the mapping is closed and nobody copies, so
     that the shard gives no slot away that is being written."""
 
-    def __init__(self, attachment: Attachment, engine_id: bytes, layout: Layout) -> None:
-        """Blocks for a fifth of a second at most. Raises SegmentError, or Unavailable (try again)."""
+    def __init__(
+        self, attachment: Attachment, engine_id: bytes, layout: Layout, suspect: Callable[[Sequence[BlockRef]], None]
+    ) -> None:
+        """`suspect` is told of slots that do not hold what was promised; see Session.suspect. Blocks for a fifth of a
+        second at most. Raises SegmentError, or Unavailable (try again)."""
         self.attachment = attachment
+        self.suspect = suspect
         self._layout = layout
         self._segment = Segment.attach(Path(attachment.segment_path), attachment.geometry)
         try:
@@ -79,6 +83,7 @@ class MappedPool:
             for ref, key in zip(refs, keys, strict=True):
                 header = self._segment.header_bytes(ref.slot)
                 if not is_as_promised(header, self.attachment.epoch, ref, key, self._layout.block_bytes):
+                    self.suspect([ref])
                     break
                 headers.append(header)
         return headers
@@ -91,25 +96,31 @@ class MappedPool:
                 return False
             self._users += 1
         try:
-            size = self._layout.block_bytes
-            header = self._segment.header_bytes(ref.slot)
-            if not is_as_promised(header, self.attachment.epoch, ref, key, size):
-                return False
-            payload = self._segment.payload(ref.slot, size)
-            source = np.frombuffer(payload, self._layout.numpy_type).reshape(self._layout.shape)
-            digest: int | None = None
-            if callable(target):
-                target(source)
-            elif check_digest and _is_like(target, source):
-                digest = copy_and_digest(target.data.cast("B"), payload, key)
-            else:
-                np.copyto(target, source, casting="no")
-            if check_digest and digest is None:
-                digest = digest_payload(payload, key)
-            is_sound = digest is None or has_digest(header, digest)
-            return is_sound and self._segment.header_bytes(ref.slot) == header
+            is_sound = self._read(ref, key, target, check_digest)
         finally:
             self._used()
+        if not is_sound:
+            self.suspect([ref])
+        return is_sound
+
+    def _read(self, ref: BlockRef, key: BlockKey, target: Array | Copy, check_digest: bool) -> bool:
+        size = self._layout.block_bytes
+        header = self._segment.header_bytes(ref.slot)
+        if not is_as_promised(header, self.attachment.epoch, ref, key, size):
+            return False
+        payload = self._segment.payload(ref.slot, size)
+        source = np.frombuffer(payload, self._layout.numpy_type).reshape(self._layout.shape)
+        digest: int | None = None
+        if callable(target):
+            target(source)
+        elif check_digest and _is_like(target, source):
+            digest = copy_and_digest(target.data.cast("B"), payload, key)
+        else:
+            np.copyto(target, source, casting="no")
+        if check_digest and digest is None:
+            digest = digest_payload(payload, key)
+        is_sound = digest is None or has_digest(header, digest)
+        return is_sound and self._segment.header_bytes(ref.slot) == header
 
     def open_window(self, slots: Sequence[SlotIndex]) -> tuple[ReadWindow, HeaderWatch] | None:
         """The payloads of these slots, and their headers. None when the mapping is closed. Raises SegmentError."""

@@ -99,7 +99,9 @@ class AttachedProgram:
             if attachment is None or (mapped is not None and mapped.attachment is attachment):
                 return mapped if attachment is not None else None
             try:
-                made = await in_thread(lambda: MappedPool(attachment, self._engine_id, self.layout))
+                made = await in_thread(
+                    lambda: MappedPool(attachment, self._engine_id, self.layout, self.session.suspect)
+                )
             except KVServiceError:
                 return None  # the shard was replaced meanwhile, or takes slots back
             if self.session.attachment is not attachment:

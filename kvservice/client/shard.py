@@ -131,11 +131,13 @@ class ShardClient:
         lease_ids: Sequence[LeaseId],
         reports: Sequence[RequestReport] = (),
         statement: Statement | None = None,
+        suspects: Sequence[BlockRef] = (),
     ) -> Removed:
         question = shard_pb2.RenewRequest(
             lease_ids=lease_ids,
             reports=[encode_report(report) for report in reports],
             statement=None if statement is None else encode_statement(statement),
+            suspects=encode_refs(suspects),
         )
         message = parse(FrameKind.RENEW, await self._ask(attachment, FrameKind.RENEW, question, CALL_SECONDS), ANSWERS)
         assert isinstance(message, shard_pb2.RenewReply)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -105,6 +105,7 @@ class Renew(Call):
     lease_ids: tuple[LeaseId, ...]
     reports: tuple[RequestReport, ...] = ()
     statement: Statement | None = None  # what the engine holds; None = it does not say
+    suspects: Sequence[BlockRef] = ()  # slots that it did not find as promised (core.acquire.suspects)
 
 
 @dataclass(frozen=True, slots=True)

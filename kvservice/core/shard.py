@@ -19,6 +19,7 @@ from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.acquire.hinted import Hinted
 from kvservice.core.acquire.holds import Holds
 from kvservice.core.acquire.pulls import Pulls
+from kvservice.core.acquire.suspects import Suspects
 from kvservice.core.acquire.tails import Tails
 from kvservice.core.acquire.warming import Warming
 from kvservice.core.acquire.windowed import WindowedAcquisitions
@@ -127,6 +128,7 @@ class ShardState:
         self._takeovers = TakeOvers(shard, self._pulls, self._acquisitions.sealed)
         self._leaving = Leaving(shard)
         self._writes = Writes(shard, self._acquisitions, self._hinted)
+        self._suspects = Suspects(shard)
         self._attachments = Attachments(shard, self._writes, self._end_attachment)
         given = (self._handoffs, self._takeovers, self._leaving, self._tiers, self._acquisitions)
         timed = (self._leases, self._acquisitions, self._tails, self._warming, self._pulls, self._clearing, *given[:4])
@@ -151,7 +153,7 @@ class ShardState:
             ev.OpenHandoff: self._open_handoff,
             ev.CloseHandoff: self._close_handoff,
             **peers.handlers(),
-            ev.Digested: self._writes.digested,
+            ev.Digested: self._digested,
             ev.Resolved: self._resolved,
             ev.Located: lambda e, now: self._pulls.located(e.fetch, e.result, e.sent_at, now),
             ev.Followed: lambda e, now: self._acquisitions.followed(e, now),
@@ -416,7 +418,13 @@ class ShardState:
         if event.statement is not None:
             self._writes.reconcile(event.statement, attached.grants, attached.spec.engine_id)
             self._handoffs.reconcile(event.statement, event.attachment, now)
+        self._suspects.named(event.suspects)
         self._actions.append(Reply(event.op, self._store.removals.take(event.attachment)))
+
+    def _digested(self, event: ev.Digested, now: float) -> None:
+        self._writes.digested(event, now)
+        for found in event.found:
+            self._suspects.digested(found, now)
 
     # -- hand-offs ----
 
@@ -480,6 +488,7 @@ class ShardState:
             self._clearing,
             self._tails,
             self._writes,
+            self._suspects,
             self._tiers,
             self._handoffs,
             self._takeovers,
@@ -491,6 +500,7 @@ class ShardState:
             part.check_invariants()
         reserved = self.reserved_slots() - {slot.index for slot in self._writes.sealing_slots()}
         assert len(reserved) == self.slot_usage()[RESERVED][0], "reserved slots are miscounted"
-        pins = self._leases.slots() + self._acquisitions.pinned() + self._windowed.pinned() + self._tiers.pinned()
+        pinning = (self._leases.slots(), self._acquisitions.pinned(), self._windowed.pinned(), self._tiers.pinned())
+        pins = sum((*pinning, self._suspects.pinned()), Counter[SlotIndex]())
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"

@@ -87,13 +87,15 @@ class PoolPort(Protocol):
         lease_ids: Sequence[LeaseId],
         reports: Sequence[RequestReport] = (),
         statement: Statement | None = None,
+        suspects: Sequence[BlockRef] = (),
     ) -> Removed:
         """Heartbeat: extends these leases to `lease_seconds` from the moment when this was sent.
 
         If the reply that granted a lease is lost, the engine never names it here and it expires. `reports` are of
         requests that ended; the shard keeps them for a while. `statement` says what else the engine holds;
-        core.reconcile says what happens to the rest. Returns the blocks that left the pool since the last call, for an
-        engine whose spec asks for them.
+        core.reconcile says what happens to the rest. `suspects` are slots that it did not find as promised:
+        core.acquire.suspects looks at them. Returns the blocks that left the pool since the last call, for an engine
+        whose spec asks for them.
         """
         ...
 

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from kvservice.aio import end_tasks, in_thread
 from kvservice.client.peer import PeerPort
@@ -248,10 +248,10 @@ class PoolRuntime(PoolAnswers):
         lease_ids: Sequence[LeaseId],
         reports: Sequence[RequestReport] = (),
         statement: Statement | None = None,
+        suspects: Sequence[BlockRef] = (),
     ) -> Removed:
-        leases, ended = tuple(lease_ids), tuple(reports)
-        removed: Removed = await self.ask(lambda op: ev.Renew(op, attachment, leases, ended, statement), attachment)
-        return removed
+        said = (tuple(lease_ids), tuple(reports), statement, tuple(suspects))
+        return cast(Removed, await self.ask(lambda op: ev.Renew(op, attachment, *said), attachment))
 
     async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
         await self.ask(lambda op: ev.OpenHandoff(op, attachment, handoff, call), attachment)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvservice.aio import is_set_within
+from kvservice.core.acquire.suspects import NAMED_MAX
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -97,6 +98,7 @@ class Session:
         self._pending = PendingAcquires()
         self._seals: set[asyncio.Task[Any]] = set()  # used on the loop only
         self._reports: deque[RequestReport] = deque(maxlen=REPORTS_MAX)
+        self._suspects: deque[BlockRef] = deque(maxlen=NAMED_MAX)
         self._leases: set[LeaseId] = set()  # delivered and not released; only these are renewed
         self._removals = RemovalInbox()
         self._ledger = Ledger()  # what each heartbeat states
@@ -211,6 +213,12 @@ class Session:
         with self._lock:
             self._reports.append(report)
 
+    def suspect(self, refs: Iterable[BlockRef]) -> None:
+        """Name slots that did not hold what was promised, so that the pool looks at them: with the next renewal, within
+        a second. Any thread may call."""
+        with self._lock:
+            self._suspects.extend(refs)
+
     def removed(self) -> list[BlockKey] | None:
         """Blocks that left the pool since the last call; None: all. Empty unless the spec `hears_removals`."""
         return self._removals.take() if self._spec.hears_removals else []
@@ -324,7 +332,7 @@ class Session:
                 is_idle = self._stock.is_idle(self._loop.time())
             for group in range(self._stock.group_count if self._has_stock else 0):
                 await self._restock(attachment, group, is_idle)
-            has_news = self._reports or self._spec.hears_removals
+            has_news = self._reports or self._suspects or self._spec.hears_removals
             if self._loop.time() >= renew_at or (has_news and self._loop.time() >= report_at):
                 report_at = self._loop.time() + REPORT_SECONDS
                 renew_at = self._loop.time() + period
@@ -335,10 +343,19 @@ class Session:
         # A lease whose answer was lost on the way is not among them, so it expires.
         with self._lock:
             leases, statement = sorted(self._leases), self._ledger.state()
-            reports = list(self._reports)
+            reports, suspects = list(self._reports), list(self._suspects)
             self._reports.clear()
-        hear, number = self._removals.hear, attachment.attachment_id
-        return lambda pool: hear(pool.renew(number, leases, reports, statement))
+            self._suspects.clear()
+        number = attachment.attachment_id
+
+        async def renew(pool: PoolPort) -> None:
+            try:
+                await self._removals.hear(pool.renew(number, leases, reports, statement, suspects))
+            except KVServiceError:
+                self.suspect(suspects)  # perhaps nobody has heard of them
+                raise
+
+        return renew
 
     async def _restock(self, attachment: Attachment, group: int, is_idle: bool) -> None:
         """Fill the stock up with one call, or give back slots that the engine need not hold: all when it is idle."""
@@ -567,6 +584,7 @@ class Session:
             self._attachment = None
             unused = self._stock.clear()
             self._leases.clear()
+            self._suspects.clear()
             self._ledger.forget()
         self._removals.add_all()
         return unused

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES, check_handoff_id
+from kvservice.core.acquire.suspects import NAMED_MAX
 from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
+from kvservice.core.segment.refs import REF_BYTES
 from kvservice.core.writes import RESERVE_COUNT_MAX
 from kvservice.errors import KVServiceError
 from kvservice.units import AttachmentId
@@ -23,7 +25,10 @@ assert RESERVE_COUNT_MAX <= codec.BLOCKS_PER_MESSAGE_MAX, "an answer has all res
 # The largest requests on the wire, in bytes: a seal item takes at most 75, a lease id or a slot at most 5.
 assert 75 * codec.BLOCKS_PER_MESSAGE_MAX < REQUEST_BYTES_MAX, "a Seal must fit into a request"
 assert (
-    5 * (codec.LEASES_PER_MESSAGE_MAX + STATED_SLOTS_MAX) + 10 * OPEN_CALLS_MAX + HANDOFF_ID_BYTES * STATED_HANDOFFS_MAX
+    5 * (codec.LEASES_PER_MESSAGE_MAX + STATED_SLOTS_MAX)
+    + 10 * OPEN_CALLS_MAX
+    + HANDOFF_ID_BYTES * STATED_HANDOFFS_MAX
+    + REF_BYTES * NAMED_MAX
     < REQUEST_BYTES_MAX
 ), "a heartbeat must fit into a request"
 
@@ -106,7 +111,8 @@ def _release(message: shard_pb2.ReleaseRequest, attachment: AttachmentId) -> Mak
 def _renew(message: shard_pb2.RenewRequest, attachment: AttachmentId) -> Make:
     leases, reports = tuple(codec.decode_lease_ids(message.lease_ids)), tuple(decode_reports(message.reports))
     statement = codec.decode_statement(message.statement) if message.HasField("statement") else None
-    return lambda op: ev.Renew(op, attachment, leases, reports, statement)
+    suspects = codec.decode_refs(message.suspects, NAMED_MAX)
+    return lambda op: ev.Renew(op, attachment, leases, reports, statement, suspects)
 
 
 def _open_handoff(message: shard_pb2.OpenHandoffRequest, attachment: AttachmentId) -> Make:

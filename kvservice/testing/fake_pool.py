@@ -58,6 +58,7 @@ class FakePool:
         self.closed = False
         self.counters: Counter[str] = Counter()
         self.sealed: dict[BlockKey, BlockRef] = {}
+        self._sealed_as: dict[BlockRef, tuple[SealItem, int]] = {}  # and its digest
         self.leases: dict[LeaseId, tuple[BlockRef, ...]] = {}
         self.reserved: dict[SlotIndex, Generation] = {}
         self.renewed: list[LeaseId] = []  # by the last heartbeat
@@ -139,7 +140,8 @@ class FakePool:
         self._generations[slot] += 1
         digest = digest_payload(self.segment.payload(slot, self._payload_bytes), item.key)
         self._write_header(slot, item.key, digest, item.route, item.position)
-        self.sealed[item.key] = BlockRef(slot, Generation(self._generations[slot]))
+        ref = self.sealed[item.key] = BlockRef(slot, Generation(self._generations[slot]))
+        self._sealed_as[ref] = (item, digest)
         return SealStatus.SEALED
 
     async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
@@ -174,13 +176,23 @@ class FakePool:
         lease_ids: Sequence[LeaseId],
         reports: Sequence[RequestReport] = (),
         statement: Statement | None = None,
+        suspects: Sequence[BlockRef] = (),
     ) -> Removed:
         await self._enter("renew", attachment)
         self.renewed = list(lease_ids)
         self.reported += reports
         if statement is not None:
             self._reconcile(statement)
+        for ref in suspects:
+            self._look_at(ref)
         return Removed()
+
+    def _look_at(self, ref: BlockRef) -> None:
+        item, digest = self._sealed_as[ref]
+        if digest_payload(self.segment.payload(ref.slot, self._payload_bytes), item.key) == digest:
+            self._write_header(ref.slot, item.key, digest, item.route, item.position)
+        elif self.sealed.get(item.key) == ref:
+            del self.sealed[item.key]  # its slot is not used again
 
     def _reconcile(self, statement: Statement) -> None:
         self.counters["slots_reconciled"] += self._abort(self._grants.denied(statement))

@@ -197,6 +197,26 @@ class PoolPortContract:
         taken = {ref.slot for ref in await engine.reserve(MORE_THAN_ALL)}
         assert not taken & {ref.slot for ref in result.blocks}
 
+    @pytest.mark.parametrize("part", ["payload", "header"])
+    async def test_a_damaged_block_that_is_named_heals(self, engine: PortEngine, part: str) -> None:
+        """A block is given up and may be stored again; a header is written again."""
+        await engine.store(CHAIN[:1])
+        (ref,) = (await engine.acquire(CHAIN[:1])).blocks
+        offset = engine.segment.geometry.header_offset(ref.slot)
+        damaged = engine.segment.payload(ref.slot, SMALL)[:1] if part == "payload" else engine.segment.buffer[offset:]
+        damaged[0] ^= 1
+        assert not engine.holds(ref, CHAIN[0])
+        damaged.release()
+
+        async def heals() -> bool:
+            await engine.pool.renew(engine.attachment.attachment_id, [], suspects=[ref])
+            if part == "payload" and not (await engine.acquire(CHAIN[:1])).blocks:
+                await engine.store(CHAIN[:1])
+            found = await engine.acquire(CHAIN[:1])
+            return engine.holds(found.blocks[0], CHAIN[0]) and (found.blocks[0] == ref) == (part == "header")
+
+        await eventually_async(heals, "the block is whole again")
+
     async def test_a_handoff_is_opened_and_closed(self, engine: PortEngine) -> None:
         """A Close may come before a late Open, and twice if an answer was lost."""
         attachment, handoffs = engine.attachment.attachment_id, [HandoffId(bytes([n]) * 16) for n in (1, 2)]

@@ -71,6 +71,8 @@ CASES = (
     Case("KVServiceCorruptBlocks", counters("kvservice_pull_corrupt_total", "0x10 1x20"), 13, OF_A),
     Case("KVServiceCorruptBlocks", counters("kvservice_pull_corrupt_total", "0x40"), 30, None),
     Case("KVServiceCorruptBlocks", counters("kvservice_pull_corrupt_total", "7x60"), 40, None),
+    Case("KVServiceMemoryDamaged", counters("kvservice_evicted_corrupt_total", "0x10 1x20"), 13, OF_A),
+    Case("KVServiceMemoryDamaged", counters("kvservice_evicted_corrupt_total", "7x60"), 40, None),
     Case("KVServiceShardsMissing", {SHARDS[0]: "1x120", SHARDS[1]: "1x60 _x60"}, 80, {}),
     Case("KVServiceShardsMissing", {SHARDS[0]: "1x120", SHARDS[1]: "1x120"}, 80, None),
     Case("KVServiceShardsMissing", {each: "1x60 _x240" for each in SHARDS}, 80, {}),

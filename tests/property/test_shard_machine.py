@@ -275,12 +275,14 @@ class ShardMachine(TailRules):
             self.harness.release(engine.attachment, lease_id)
 
     @somebody_attached
-    @rule(one=engines)
-    def renew(self, one: int) -> None:
+    @rule(one=engines, doubts=st.booleans())
+    def renew(self, one: int, doubts: bool) -> None:
+        """An engine that doubts what it was promised is always wrong here."""
         engine = self._attached(one)
         assert engine.attachment is not None
         op, now = self.harness.next_op(), self.harness.now
-        self._ask(ev.Renew(op, engine.attachment, tuple(self.promises)), Asked(now, ("engine", 0)))
+        suspects = [ref for promise in self.promises.values() for ref, _ in promise.blocks] if doubts else []
+        self._ask(ev.Renew(op, engine.attachment, tuple(self.promises), suspects=suspects), Asked(now, ("engine", 0)))
         gone = self.harness.retracted[self.heard[engine.attachment] :] if engine.spec.hears_removals else []
         answer = self.harness.answers[op]
         assert isinstance(answer, act.Reply)

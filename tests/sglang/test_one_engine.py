@@ -74,7 +74,8 @@ def grown(engine: SGLangProcess, before: dict[str, int], event: str) -> int:
 
 
 def test_a_damaged_page_costs_time_and_no_token(cluster: LocalCluster, engine: SGLangProcess) -> None:
-    """What lies before it is loaded. What follows it, and itself, is computed again."""
+    """What lies before it is loaded. What follows it, and itself, is computed again. The shard gives it up, so that it
+    is stored again."""
     with Slots(cluster) as slots:
         others = slots.sizes()
         first = engine.ask(prompt("Ida"), ANSWER_TOKENS)
@@ -90,13 +91,29 @@ def test_a_damaged_page_costs_time_and_no_token(cluster: LocalCluster, engine: S
         before = asked_again(engine, first, pages)
         loaded, failed = grown(engine, before, "loaded_pages"), grown(engine, before, "load_failed")
         assert failed > 0 and loaded + failed == pages
+        mine = healed(cluster, engine, slots, others, pages)
 
         for slot, size in mine:
             slots.flip_all_bits(slot, size)
         before = asked_again(engine, first, pages)
         assert (grown(engine, before, "loaded_pages"), grown(engine, before, "load_failed")) == (0, pages)
+        healed(cluster, engine, slots, others, pages)
     answer = engine.ask(prompt("Ida"), ANSWER_TOKENS)
     assert answer["token_ids"] == first["token_ids"], "from its own cache, which holds nothing of a failed load"
+
+
+def healed(
+    cluster: LocalCluster, engine: SGLangProcess, slots: Slots, others: dict[int, int], pages: int
+) -> list[tuple[int, int]]:
+    """Ask until all pages come from the pool again. Returns their (slot, payload bytes)."""
+
+    def are_loaded() -> bool:
+        engine.forget()
+        return engine.ask(prompt("Ida"), ANSWER_TOKENS)["storage_tokens"] == pages * PAGE_TOKENS
+
+    eventually(are_loaded, "the pages stored again", detail=lambda: str(cluster.stats(NODE).counters))
+    assert cluster.stats(NODE).counters["suspects_damaged"] > 0
+    return [(slot, size) for slot, size in slots.sizes().items() if slot not in others]
 
 
 def asked_again(engine: SGLangProcess, first: dict[str, object], pages: int) -> dict[str, int]:

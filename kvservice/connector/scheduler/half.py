@@ -27,20 +27,18 @@ from kvservice.connector.scheduler.loan_book import BlockPins, LoanBook
 from kvservice.connector.scheduler.near_eviction import NearEviction
 from kvservice.connector.scheduler.ports import Promise, SessionPort, StoredBlock, Wait
 from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
+from kvservice.connector.scheduler.recent_suspects import RecentSuspects
 from kvservice.connector.scheduler.request import WAITING, EngineRequest, RequestEvent, RequestState
 from kvservice.connector.scheduler.request_keys import Keyring, MakeKeys
 from kvservice.connector.scheduler.store_plan import StorePart
 from kvservice.connector.scheduler.stores import Stores
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Attachment, Handoff, Hints, MissReason
-from kvservice.core.segment.refs import BlockRef
 from kvservice.session.session import AcquireAnswer
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
 
 log = logging.getLogger("kvservice.connector")
 
-# Slots. Beyond it only those of the newest report are kept, and a load from an older one fails once more.
-SUSPECTS_MAX = 4096
 IDLE_SECONDS = 0.002  # a step with nothing to compute waits this long for the pool instead of busy-polling
 # The most: an answer that does not come at once is fetched or computed elsewhere, which needs the cores of empty steps.
 IDLE_SECONDS_MAX = 0.01
@@ -86,7 +84,7 @@ class SchedulerHalf:
         self._paused = False  # a reset was not possible, so nothing is read or stored until one is
         self._requests: dict[str, EngineRequest] = {}
         self._known = KnownKeys()
-        self._suspects: set[BlockRef] = set()  # slots of this attachment that did not hold what was promised
+        self._suspects = RecentSuspects()  # of this attachment
         self._speed = PrefillSpeed()
         self._idle_wait = IDLE_SECONDS  # the next one
         self._handoffs = WriterHandoffs(session)
@@ -303,7 +301,7 @@ class SchedulerHalf:
             return
         self._follow(answer.attachment)
         request.trace = answer.trace or request.trace
-        request.result = usable(self._grouping, result, self._suspects, self.counters)
+        request.result = usable(self._grouping, result, self._suspects.slots, self.counters)
         request.move(RequestEvent.ANSWER)
         if not result.admitted and request.writes is None:
             request.admitted = False
@@ -319,6 +317,7 @@ class SchedulerHalf:
         engine found nothing to compute."""
         self._loads.begin_step(plan)
         self._stores.begin_step(plan, now)
+        self._suspects.begin_step(now)
         attachment = self._session.attachment
         if attachment is not None:  # otherwise the workers keep the old mapping, and its headers show that it is void
             plan.pool = self._pool_info(attachment)
@@ -427,9 +426,9 @@ class SchedulerHalf:
     def reported(self, report: StepReport) -> None:
         """Note the copies that some workers have finished. A block is sealed when all workers have copied their part of
         it."""
-        self._suspects |= report.suspects
-        if len(self._suspects) > SUSPECTS_MAX:
-            self._suspects = set(report.suspects)
+        if report.suspects:
+            self._suspects.add(report.suspects)
+            self._session.suspect(report.suspects)
         for name, count in report.counters.items():
             self.counters[name] += count
         self._loans.returned(report.returned)

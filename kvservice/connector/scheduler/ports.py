@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,8 @@ class SessionPort(Protocol):
     def release(self, attachment: AttachmentId, lease_id: LeaseId) -> None: ...
 
     def report(self, report: RequestReport) -> None: ...
+
+    def suspect(self, refs: Iterable[BlockRef]) -> None: ...
 
     def removed(self) -> list[BlockKey] | None: ...
 

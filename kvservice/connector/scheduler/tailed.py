@@ -116,7 +116,7 @@ class TailedScheduler(SchedulerHalf):
         waits = request is not None and request.state is RequestState.EXTENDING
         index = result.tail_index - 1
         fits = waits and len(result.blocks) == 1 and 0 <= index < len(tail.lengths)
-        if fits and self._is_current(tail.attachment) and self._suspects.isdisjoint(result.blocks):
+        if fits and self._is_current(tail.attachment) and self._suspects.slots.isdisjoint(result.blocks):
             tail.result, tail.tokens = result, tail.lengths[index]
             self._known.learn([tail.asked.keys[result.tail_index]])
             self.counters["tails_promised"] += 1

@@ -292,6 +292,15 @@ class BlockStore:
             return None
         return slot if slot.generation == ref.generation and slot.owner == owner else None
 
+    def promised_as(self, ref: BlockRef) -> Block | None:
+        """The block that an engine was promised as this, else None: it is gone, or there never was one."""
+        slot = self.table.get(ref.slot)
+        return None if slot is None or slot.generation != ref.generation else slot.block
+
+    def write_header_again(self, block: Block) -> None:
+        """For a header that may have been damaged in memory. To readers of a sound one nothing changes."""
+        self._emit(WriteHeader(block.slot.index, self._sealed_header(block, block.slot.generation)))
+
     def seal(
         self,
         slot: Slot,

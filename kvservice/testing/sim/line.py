@@ -131,9 +131,10 @@ class Line:
         lease_ids: Sequence[LeaseId],
         reports: Sequence[RequestReport] = (),
         statement: Statement | None = None,
+        suspects: Sequence[BlockRef] = (),
     ) -> Removed:
         removed: Removed = await self._ask(
-            attachment, CALL_SECONDS, lambda runtime: runtime.renew(attachment, lease_ids, reports, statement)
+            attachment, CALL_SECONDS, lambda runtime: runtime.renew(attachment, lease_ids, reports, statement, suspects)
         )
         return removed
 

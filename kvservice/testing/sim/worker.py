@@ -66,10 +66,11 @@ class SimWorker:
         memory, world = self._engine.node.memory, self._engine.world
         good = pool is not None and bool(load.entries)
         if pool is not None:
+            size = pool.layout.payload_bytes
             for entry in load.entries:
-                good &= is_as_promised(
-                    memory.header_bytes(entry.ref.slot), pool.epoch, entry.ref, entry.key, pool.layout.payload_bytes
-                )
+                if not is_as_promised(memory.header_bytes(entry.ref.slot), pool.epoch, entry.ref, entry.key, size):
+                    self.report.suspects.add(entry.ref)
+                    good = False
         if not good or pool is None:
             self._end_load(load, False)
             return

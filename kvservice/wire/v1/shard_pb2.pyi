@@ -235,14 +235,16 @@ class ReleaseRequest(_message.Message):
     def __init__(self, lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("lease_ids", "statement", "reports")
+    __slots__ = ("lease_ids", "statement", "suspects", "reports")
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     STATEMENT_FIELD_NUMBER: _ClassVar[int]
+    SUSPECTS_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     statement: Statement
+    suspects: bytes
     reports: _containers.RepeatedCompositeFieldContainer[RequestReport]
-    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., statement: _Optional[_Union[Statement, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[RequestReport, _Mapping]]] = ...) -> None: ...
+    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., statement: _Optional[_Union[Statement, _Mapping]] = ..., suspects: _Optional[bytes] = ..., reports: _Optional[_Iterable[_Union[RequestReport, _Mapping]]] = ...) -> None: ...
 
 class Statement(_message.Message):
     __slots__ = ("calls", "open_calls", "slots", "handoffs")

@@ -198,6 +198,10 @@ def test_damaged_memory_is_a_miss_when_digests_are_checked(cache: kvservice.Cach
         segment.payload(slot, LAYOUT.block_bytes)[3] ^= 1
     with cache.get(range(12)) as hit:
         assert (len(hit), hit.miss) == (1, "corrupt")
+    eventually(lambda: cache.get(range(12)).miss == "never_stored", "the pool gives the damaged block up")
+    assert cache.put(range(12), some(3)) == kvservice.PutResult(stored=1, present=2, dropped=0, reason="")
+    with cache.get(range(12)) as hit:
+        assert len(hit) == 3
 
 
 def test_another_layout_of_one_model_is_refused_by_name(pool: kvservice.Pool, cache: kvservice.Cache) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count, takewhile
 
 from kvservice.connector.plan import PoolInfo
@@ -161,6 +161,7 @@ class Line:
         self.expected = 0
         self.abandoned: set[str] = set()
         self.reports: dict[str, RequestReport] = {}
+        self.suspects: set[BlockRef] = set()
         self.free = slots
         self.counters: Counter[str] = Counter()
         self.pins = Pins()
@@ -185,6 +186,9 @@ class Line:
 
     def report(self, report: RequestReport) -> None:
         self.reports[report.request_id] = report
+
+    def suspect(self, refs: Iterable[BlockRef]) -> None:
+        self.suspects.update(refs)
 
     def removed(self) -> list[BlockKey] | None:
         found, self.gone = self.gone, []

@@ -210,6 +210,16 @@ def test_reports_travel_with_a_renewal_and_are_sent_once(bench: Bench) -> None:
     assert bench.pool.reported == reports
 
 
+def test_suspects_travel_with_a_renewal_and_are_sent_once(bench: Bench) -> None:
+    attachment = bench.start()
+    _store(bench, attachment, KEYS[:1])
+    damaged = bench.pool.sealed[KEYS[0]]
+    bench.pool.segment.payload(damaged.slot, LAYOUT.payload_bytes)[0] ^= 1
+    bench.session.suspect([damaged])
+    eventually(lambda: KEYS[0] not in bench.pool.sealed, "the suspect looked at")
+    assert not bench.session._suspects
+
+
 def test_request_that_ends_takes_its_question_back(bench: Bench) -> None:
     attachment = bench.start()
     _store(bench, attachment, KEYS[:1])

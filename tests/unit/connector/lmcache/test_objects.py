@@ -188,6 +188,17 @@ def test_a_damaged_object_is_not_loaded(server: Server) -> None:
     assert server.objects.counters["miss_broken_promise"] == 1
     server.unlock(keys)
 
+    def is_gone() -> bool:
+        found = server.lock(keys)
+        server.unlock(keys)
+        return found == [True, False]
+
+    eventually(is_gone, "the pool gives the damaged object up")
+    server.store(keys, some(2))
+    server.lock(keys)
+    assert all(loaded is not None for loaded in server.load(keys))
+    server.unlock(keys)
+
 
 def test_a_full_pool_stores_the_first_objects(server: Server) -> None:
     large = ObjectLayout.of([(1 << 18,)], [torch.uint8], "KV_2LTD")

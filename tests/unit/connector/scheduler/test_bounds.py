@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from kvservice.connector.plan import StepReport
 from kvservice.connector.scheduler import half as half_module
-from kvservice.connector.scheduler import known_keys, near_eviction, stores
+from kvservice.connector.scheduler import known_keys, near_eviction, recent_suspects, stores
 from kvservice.connector.scheduler.known_keys import KnownKeys
 from kvservice.connector.scheduler.near_eviction import NearEviction
+from kvservice.connector.scheduler.recent_suspects import RecentSuspects
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import Generation, SlotIndex
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
-from tests.unit.connector.scheduler.test_scheduler import half, plan_step, report
+from tests.unit.connector.scheduler.test_scheduler import plan_step, report
 
 MOST = 4
 
@@ -52,9 +52,8 @@ def test_blocks_told_of_beyond_the_bound_are_told_as_removed(monkeypatch: pytest
 
 
 def test_suspects_beyond_the_bound_are_the_newest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_module, "SUSPECTS_MAX", MOST)
-    scheduler = half(Line())
+    monkeypatch.setattr(recent_suspects, "SUSPECTS_MAX", MOST)
+    suspects = RecentSuspects()
     for first in (0, MOST):
-        refs = {BlockRef(SlotIndex(first + i), Generation(2)) for i in range(MOST)}
-        scheduler.reported(StepReport(suspects=refs))
-    assert {ref.slot for ref in scheduler._suspects} == set(range(MOST, 2 * MOST))
+        suspects.add(BlockRef(SlotIndex(first + i), Generation(2)) for i in range(MOST))
+    assert {ref.slot for ref in suspects.slots} == set(range(MOST, 2 * MOST))

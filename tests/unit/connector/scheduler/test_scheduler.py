@@ -12,8 +12,10 @@ from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.half import IDLE_SECONDS, IDLE_SECONDS_MAX, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.scheduler.recent_suspects import SUSPECT_SECONDS, RecentSuspects
 from kvservice.connector.scheduler.stores import REPORT_SECONDS_MAX
-from kvservice.units import BlockHash, HandoffId
+from kvservice.core.segment.refs import BlockRef
+from kvservice.units import BlockHash, Generation, HandoffId, SlotIndex
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
 Half = TypeVar("Half", bound=SchedulerHalf)
@@ -166,6 +168,7 @@ def test_a_slot_found_wrong_is_suspected_in_its_own_pool_only() -> None:
     scheduler.allocated("a", [1, 2, 3], 2 * BLOCK)
     (load,) = plan_step(scheduler).loads
     scheduler.reported(StepReport(suspects={load.entries[0].ref}))
+    assert line.suspects == {load.entries[0].ref}, "the pool is told, too"
     scheduler.loaded("a", failed=True)
     scheduler.on_new_request("b", chain, 0.2)
     line.answer(2)
@@ -175,6 +178,19 @@ def test_a_slot_found_wrong_is_suspected_in_its_own_pool_only() -> None:
     scheduler.on_new_request("c", chain, 0.4)
     line.answer(2)
     assert scheduler.matched("c", 0, 33, 0.5) == Promise(2 * BLOCK), "another boot has other bytes in its slots"
+
+
+def test_a_slot_found_wrong_is_used_again_after_a_while() -> None:
+    """If it is still wrong, a load fails once more, and the pool hears of it again."""
+    suspects, ref = RecentSuspects(), BlockRef(SlotIndex(1), Generation(2))
+    suspects.begin_step(1.0)
+    suspects.add([ref])
+    suspects.begin_step(1.0 + SUSPECT_SECONDS / 2)
+    suspects.add([BlockRef(SlotIndex(2), Generation(2)), ref])
+    suspects.begin_step(1.0 + SUSPECT_SECONDS)
+    assert ref in suspects.slots
+    suspects.begin_step(1.0 + 1.5 * SUSPECT_SECONDS)
+    assert not suspects.slots
 
 
 def test_every_block_that_a_step_fills_is_stored_once() -> None:

@@ -22,6 +22,7 @@ from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment
 from kvservice.errors import ConfigError, SegmentError
 from kvservice.testing.eventually import eventually
 from tests.unit.connector.sglang.host_memory import (
+    KV,
     OPTIONS,
     PAGE,
     HostMemory,
@@ -136,6 +137,21 @@ def test_a_page_that_is_missing_ends_what_is_loaded(thread: PoolThread) -> None:
     assert made.find([], pages) == 3
     assert made.load([], wanted(pages[:5], [8, 9, 10, 11, 12])) == [True, True, True, False, False]
     assert made.counters["load_failed"] == 2
+
+
+def test_a_damaged_page_is_loaded_again_once_it_is_stored_again(thread: PoolThread) -> None:
+    memory, pages = HostMemory(), page_hashes(PROMPT)[:3]
+    made = storage(memory, thread=thread, verify_load="full")
+    stored(memory, made, pages, [0, 1, 2])
+    assert made.find(None, pages) == 3
+    promise, number = made._pools[KV]._promised[pages[1]]
+    slot = promise.results[0].blocks[number].slot
+    promise.mapped._segment.payload(slot, promise.mapped._layout.block_bytes)[0] ^= 1
+    assert made.load([], wanted(pages, [8, 9, 10])) == [True, False, False]
+    eventually(lambda: made.find(None, pages) == 1, "the pool gives the damaged page up")
+    stored(memory, made, pages, [0, 1, 2])
+    assert made.find(None, pages) == 3
+    assert made.load([], wanted(pages, [8, 9, 10])) == [True, True, True]
 
 
 def test_what_is_never_read_is_given_back(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:
