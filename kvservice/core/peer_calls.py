@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.acquisition import Acquisition
-from kvservice.core.acquire.acquisitions import TIMEOUT_SECONDS_MAX, Acquisitions
+from kvservice.core.acquire.acquisition import TIMEOUT_SECONDS_MAX, Acquisition
+from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.acquire.pulls import LOCATE_WAIT_SECONDS_MAX
 from kvservice.core.actions import Reply

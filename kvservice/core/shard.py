@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.acquisitions import Acquisitions, check_request
+from kvservice.core.acquire.acquisition import check_request
+from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.attached import count_models, kinds_of, list_engines
 from kvservice.core.acquire.clearing import Clearing

@@ -30,12 +30,11 @@ from kvservice.core.acquire.acquisition import (
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.arrivals import DIGESTING, Arrivals
 from kvservice.core.acquire.fetches import Fetches
-from kvservice.core.acquire.handoff import APPEAR_SECONDS, WAIT_SECONDS_MAX, check_handoff_id
+from kvservice.core.acquire.handoff import APPEAR_SECONDS, WAIT_SECONDS_MAX
 from kvservice.core.acquire.hinted import expectation
 from kvservice.core.acquire.pulls import PULL_BLOCKS_MAX, Pulls
 from kvservice.core.acquire.sources import choose, nodes_are_faster
 from kvservice.core.actions import Follow, Probe, ReleaseRemote, Resolve
-from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.context import ShardContext
 from kvservice.core.events import Followed, Probed
 from kvservice.core.messages import (
@@ -53,10 +52,8 @@ from kvservice.core.slices import Work
 from kvservice.core.tier.rules import is_tier, tier_holder
 from kvservice.core.tier.tiers import Tiers
 from kvservice.core.transitions import step
-from kvservice.errors import InvalidRequest
 from kvservice.units import AttachmentId, BlockKey, HandoffId, NodeId, SlotIndex
 
-TIMEOUT_SECONDS_MAX = 600.0  # ten minutes, as long as the longest lease; a longer timeout is a mistake and refused
 LOOKUP_SECONDS_MAX = 0.25  # a directory that does not answer must not use up the engine's deadline
 FOLLOW_WAIT_SECONDS = 1.0  # for one question to a writer's node: its death is noticed after one without an answer
 _STARTING = AcquisitionState.STARTING
@@ -584,17 +581,3 @@ class Acquisitions:
         bringers = self._arrivals.bringers() - {DIGESTING}
         assert bringers <= self._fetches.numbers(), "a block arrives by a fetch that is over"
         self._fetches.check_invariants()
-
-
-def check_request(request: AcquireRequest) -> None:
-    """Raises InvalidRequest for an acquire that no engine may ask."""
-    count = len(request.keys)
-    if not 0 < count <= KEYS_PER_REQUEST_MAX or not 0 <= request.skip <= count:
-        raise InvalidRequest(f"{count} keys with skip {request.skip}: 1 to {KEYS_PER_REQUEST_MAX} keys, skip within")
-    check_keys(request.keys)
-    if len(set(request.keys)) != count:
-        raise InvalidRequest("a key appears twice in one chain")
-    if not 0 <= request.timeout_seconds <= TIMEOUT_SECONDS_MAX:
-        raise InvalidRequest(f"timeout {request.timeout_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
-    if request.handoff is not None:
-        check_handoff_id(request.handoff.handoff_id)

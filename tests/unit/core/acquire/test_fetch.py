@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.acquisitions import LOOKUP_SECONDS_MAX, TIMEOUT_SECONDS_MAX
+from kvservice.core.acquire.acquisition import TIMEOUT_SECONDS_MAX
+from kvservice.core.acquire.acquisitions import LOOKUP_SECONDS_MAX
 from kvservice.core.acquire.estimate import REFUSALS_MAX
 from kvservice.core.acquire.fetches import PULL_GRACE_SECONDS
 from kvservice.core.acquire.pulls import LOCATE_GIVE_UP_SECONDS, PULL_BLOCKS_MAX, PULL_SECONDS_MAX, SUSPECT_SECONDS
