@@ -14,7 +14,7 @@ Shared tiers are asked beside the directory. What is missing and lies in a tier 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvservice.core.acquire.acquisition import (
@@ -247,11 +247,16 @@ class Acquisitions:
     def _missing(self, acquisition: Acquisition, start: int) -> list[int]:
         """Blocks that are neither here nor on their way."""
         indices, keys = range(max(start, acquisition.run_end), acquisition.break_at), acquisition.request.keys
-        return [
-            i
-            for i in indices
-            if i not in acquisition.held and i not in acquisition.pending and not self._is_coming(acquisition, keys[i])
-        ]
+        others: Sequence[int] = indices
+        if acquisition.held or acquisition.pending:
+            others = [i for i in indices if i not in acquisition.held and i not in acquisition.pending]
+        if self._are_unknown([keys[i] for i in others]):
+            return list(others)
+        return [i for i in others if not self._is_coming(acquisition, keys[i])]
+
+    def _are_unknown(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether none of these is here or on its way. A miss names hundreds, so they are compared as sets."""
+        return self._store.has_none(keys) and self._arrivals.has_none(keys)
 
     def _is_coming(self, acquisition: Acquisition, key: BlockKey) -> bool:
         block = self._store.get(key)
@@ -395,8 +400,10 @@ class Acquisitions:
         acquisition.not_asked = left_out[0] if left_out else ""
         return (*([DIRECTORY] if self._shard.has_directory else []), *shared)
 
-    def _take_local(self, acquisition: Acquisition, indices: Iterable[int]) -> list[int]:
+    def _take_local(self, acquisition: Acquisition, indices: Sequence[int]) -> list[int]:
         """Pin blocks that are here, and wait for blocks on their way. Returns the indices of the others."""
+        if self._are_unknown([acquisition.request.keys[index] for index in indices]):
+            return list(indices)
         missing: list[int] = []
         for index in indices:
             key = acquisition.request.keys[index]

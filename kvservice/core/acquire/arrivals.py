@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvservice.units import BlockKey
 
 DIGESTING = 0  # stands for a pull's number: an engine of this node wrote the block, and its digest is being computed
@@ -16,6 +18,9 @@ class Arrivals:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._bringer
+
+    def has_none(self, keys: Iterable[BlockKey]) -> bool:
+        return self._bringer.keys().isdisjoint(keys)
 
     def expect(self, key: BlockKey, bringer: int) -> None:
         """From now on `bringer` brings this block."""

@@ -89,6 +89,9 @@ class BlockStore:
         """Which of the policy's rules chooses victims. None for a policy of one rule."""
         return None if self._explaining is None else self._explaining.rule()
 
+    def has_none(self, keys: Iterable[BlockKey]) -> bool:
+        return self._slots.keys().isdisjoint(keys)
+
     def get(self, key: BlockKey) -> Block | None:
         slot = self._slots.get(key)
         return None if slot is None else slot.block
