@@ -250,7 +250,7 @@ def growth_scales(results: Results) -> str:
                 each(lambda s: f"{s['full_announcement_seconds_of_a_node']:.2f}"),
             ),
             _row(
-                f"the mirror on every node: its keys in memory, {reckoned} bytes each, MB",
+                f"the mirror on every node: its keys in memory, at {reckoned} bytes each, MB",
                 megabytes("mirror_bytes_of_a_node"),
             ),
             _row(
