@@ -21,10 +21,11 @@ from kvservice.core.block.keys import pack_keys
 from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
 from kvservice.core.segment.geometry import Geometry
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
 from kvservice.observe import tracing
 from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
-from kvservice.wire.codec import decode_followed, decode_geometry, decode_located
+from kvservice.wire.codec import decode_followed, decode_geometry, decode_located, encode_refs
 from kvservice.wire.leaving import decode_taken, encode_take_over
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
@@ -62,7 +63,16 @@ class PeerPort(Protocol):
         timeout: float,
     ) -> FollowResult: ...
 
-    async def release(self, holder: Holder, epoch: BootEpoch, lease_id: LeaseId, timeout: float) -> None: ...
+    async def release(
+        self,
+        holder: Holder,
+        epoch: BootEpoch,
+        lease_id: LeaseId,
+        timeout: float,
+        suspects: Sequence[BlockRef] = (),
+    ) -> None:
+        """`suspects` are leased slots that did not hold what was leased."""
+        ...
 
     async def take_over(
         self,
@@ -153,8 +163,17 @@ class PeerClient:
         )
         return decode_followed(reply, keys)
 
-    async def release(self, holder: Holder, epoch: BootEpoch, lease_id: LeaseId, timeout: float) -> None:
-        request = shard_pb2.ReleaseLocatedRequest(epoch=epoch, lease_id=lease_id, reader=self._reader)
+    async def release(
+        self,
+        holder: Holder,
+        epoch: BootEpoch,
+        lease_id: LeaseId,
+        timeout: float,
+        suspects: Sequence[BlockRef] = (),
+    ) -> None:
+        request = shard_pb2.ReleaseLocatedRequest(
+            epoch=epoch, lease_id=lease_id, reader=self._reader, suspects=encode_refs(suspects)
+        )
         await self._call(
             holder, lambda stub: stub.ReleaseLocated(request, timeout=timeout, metadata=self._proof(holder)), "release"
         )

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from kvservice.core.messages import Handoff, Holder, TakeOverItem
 from kvservice.core.segment.header import SlotHeader
-from kvservice.core.segment.refs import BlockHandle
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import KVServiceError
 from kvservice.units import BlockKey, BootEpoch, LeaseId, SlotIndex, SpanRoute
@@ -137,6 +137,7 @@ class ReleaseRemote:
     holder: Holder
     epoch: BootEpoch
     lease_id: LeaseId
+    suspects: tuple[BlockRef, ...] = ()  # leased slots that did not hold what was leased (core.acquire.suspects)
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,7 @@ class PeerRelease(Call):
     reader: NodeId
     epoch: BootEpoch
     lease_id: LeaseId
+    suspects: Sequence[BlockRef] = ()  # leased slots that did not hold what was leased (core.acquire.suspects)
 
 
 class SlotDigest(NamedTuple):

@@ -12,6 +12,7 @@ from kvservice.core.acquire.acquisition import TIMEOUT_SECONDS_MAX, Acquisition
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.acquire.pulls import LOCATE_WAIT_SECONDS_MAX
+from kvservice.core.acquire.suspects import Suspects
 from kvservice.core.actions import Reply
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.context import ShardContext
@@ -38,6 +39,7 @@ class PeerCalls:
         leaving: Leaving,
         tiers: Tiers,
         acquisitions: Acquisitions,
+        suspects: Suspects,
     ) -> None:
         self._shard = shard
         self._handoffs = handoffs
@@ -45,6 +47,7 @@ class PeerCalls:
         self._leaving = leaving
         self._tiers = tiers
         self._acquisitions = acquisitions
+        self._suspects = suspects
 
     def handlers(self) -> dict[type, Callable[..., None]]:
         return {
@@ -121,6 +124,8 @@ class PeerCalls:
             raise Forbidden(f"lease {event.lease_id} is not this reader's")
         lease = self._shard.leases.release(event.lease_id, ("peer", event.reader))
         if lease is not None:
+            leased = {slot.index for slot in lease.slots}  # a reader has a say on nothing else
+            self._suspects.named(ref for ref in event.suspects if ref.slot in leased)
             self._shard.unpin(lease)
         self._shard.emit(Reply(event.op, None))
 

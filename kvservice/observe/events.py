@@ -55,7 +55,7 @@ SHARD_EVENTS: Mapping[str, str] = {
     "seal_cleared": "stored blocks not kept because a clear had covered them meanwhile",
     "slots_reconciled": "reserved slots taken back because their engine no longer named them",
     "stats_failed_*": "lookup partitions that gave no statistics, by reason",
-    "suspects_checked": "blocks looked at because an engine had not found them as promised",
+    "suspects_checked": "blocks looked at because an engine or another node had not found them as promised",
     "suspects_damaged": "of these, the ones whose bytes had changed; they were given up",
     "tails_asked": "hits that might go on within a block, whose tail was asked for",
     "tails_found_*": "tails promised, by where they were: local, remote, tier",

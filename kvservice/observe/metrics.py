@@ -69,7 +69,7 @@ COUNTERS: Mapping[str, str] = {
     "evicted_quota": "blocks evicted for another block of their tenant, which is at its quota",
     "evicted_cleared": "blocks that `kvservice clear` dropped",
     "evicted_aged": "blocks dropped because they were older than max_age_seconds",
-    "evicted_corrupt": "blocks dropped because an engine found them damaged in memory, and the shard did too",
+    "evicted_corrupt": "blocks dropped because a reader found them damaged in memory, and the shard did too",
     "eviction_rule_changes": "times that the eviction policy changed its rule",
     "slots_reserved": "slots given to engines for writing",
     "admission_stopped": "times that admission stopped storing all but a sample, because nothing was reused",

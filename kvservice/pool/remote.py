@@ -251,7 +251,7 @@ class RemoteShards:
         if self._peers is None:
             return
         try:
-            await self._peers.release(action.holder, action.epoch, action.lease_id, RELEASE_SECONDS)
+            await self._peers.release(action.holder, action.epoch, action.lease_id, RELEASE_SECONDS, action.suspects)
         except KVServiceError:
             self._counters["remote_release_failed"] += 1  # the peer's lease expires
 

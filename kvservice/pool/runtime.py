@@ -225,16 +225,14 @@ class PoolRuntime(PoolAnswers):
         self._dispatch(ev.Detach(attachment))
 
     async def acquire(self, attachment: AttachmentId, request: AcquireRequest) -> AcquireResult:
-        result: AcquireResult = await self.ask(lambda op: ev.Acquire(op, attachment, request), attachment)
-        return result
+        return cast(AcquireResult, await self.ask(lambda op: ev.Acquire(op, attachment, request), attachment))
 
     async def reserve(self, attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
         refs: list[BlockRef] = await self.ask(lambda op: ev.Reserve(op, attachment, count, group, call), attachment)
         return refs
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
-        statuses: list[SealStatus] = await self.ask(lambda op: ev.Seal(op, attachment, tuple(items)), attachment)
-        return statuses
+        return cast(list[SealStatus], await self.ask(lambda op: ev.Seal(op, attachment, tuple(items)), attachment))
 
     async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
         await self.ask(lambda op: ev.Abort(op, attachment, tuple(refs)), attachment)
@@ -309,8 +307,10 @@ class PoolRuntime(PoolAnswers):
         )
         return result
 
-    async def release_located(self, reader: NodeId, epoch: BootEpoch, lease_id: LeaseId) -> None:
-        await self.ask(lambda op: ev.PeerRelease(op, reader, epoch, lease_id), None)
+    async def release_located(
+        self, reader: NodeId, epoch: BootEpoch, lease_id: LeaseId, suspects: Sequence[BlockRef] = ()
+    ) -> None:
+        await self.ask(lambda op: ev.PeerRelease(op, reader, epoch, lease_id, suspects), None)
 
     async def take_over(
         self, epoch: BootEpoch, leaver: Holder, payload_bytes: int, items: tuple[TakeOverItem, ...], wait_seconds: float

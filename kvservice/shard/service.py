@@ -13,6 +13,7 @@ from typing import Any
 from kvservice.auth.authenticator import Authenticator, is_private
 from kvservice.auth.identity import caller_of, proof_in
 from kvservice.core.acquire.handoff import FOLLOWS_MAX, check_handoff_id
+from kvservice.core.acquire.suspects import NAMED_MAX
 from kvservice.core.block.keys import unpack_keys
 from kvservice.core.drain.receiver import TAKES_MAX
 from kvservice.core.drain.sender import DrainProgress
@@ -89,7 +90,8 @@ class PeerServicer:
         self, request: shard_pb2.ReleaseLocatedRequest, context: Context
     ) -> shard_pb2.ReleaseLocatedReply:
         reader = self._reader(request.reader, context)
-        await self._pool.release_located(reader, BootEpoch(request.epoch), LeaseId(request.lease_id))
+        suspects = codec.decode_refs(request.suspects, NAMED_MAX)
+        await self._pool.release_located(reader, BootEpoch(request.epoch), LeaseId(request.lease_id), suspects)
         return shard_pb2.ReleaseLocatedReply()
 
     def _reader(self, name: str, context: Context) -> NodeId:

@@ -19,6 +19,7 @@ from kvservice.core.segment.geometry import HEADER_BYTES
 from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.segment import Segment
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, MiB
 from tests.integration.engine import LAYOUT, Engine, chain, content
 from tests.integration.loader import Loader
@@ -154,5 +155,7 @@ async def read_from_the_other_node(
     print(f"{len(bad)} of {len(chains) * BLOCKS} blocks damaged; the other node counts {refused}")
     assert sum(refused.values()) >= len(bad) // 2, "a refusal has a counted reason"
     assert cluster.accounting("n1").balanced
+    await eventually_async(lambda: cluster.stats("n0").counters.get("suspects_damaged"), "the holder gives some up")
+    assert cluster.accounting("n0").balanced
     assert content(chains[0][0])  # what the bytes are compared with
     await leave(reader)

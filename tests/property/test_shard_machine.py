@@ -277,16 +277,14 @@ class ShardMachine(TailRules):
     @somebody_attached
     @rule(one=engines, doubts=st.booleans())
     def renew(self, one: int, doubts: bool) -> None:
-        """An engine that doubts what it was promised is always wrong here."""
         engine = self._attached(one)
         assert engine.attachment is not None
         op, now = self.harness.next_op(), self.harness.now
-        suspects = [ref for promise in self.promises.values() for ref, _ in promise.blocks] if doubts else []
-        self._ask(ev.Renew(op, engine.attachment, tuple(self.promises), suspects=suspects), Asked(now, ("engine", 0)))
+        doubted = [ref for promise in self.promises.values() for ref, _ in promise.blocks if doubts]
+        self._ask(ev.Renew(op, engine.attachment, tuple(self.promises), suspects=doubted), Asked(now, ("engine", 0)))
         gone = self.harness.retracted[self.heard[engine.attachment] :] if engine.spec.hears_removals else []
-        answer = self.harness.answers[op]
-        assert isinstance(answer, act.Reply)
-        assert answer.value == Removed(tuple(gone)), "it hears of each block that went since its last heartbeat"
+        heard = self.harness.reply(op)
+        assert heard == Removed(tuple(gone)), "it hears of each block that went since its last heartbeat"
         self.heard[engine.attachment] = len(self.harness.retracted)
         for promise in self.promises.values():
             if promise.holder == ("engine", int(engine.attachment)) and promise.until > now:

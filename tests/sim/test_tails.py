@@ -20,4 +20,4 @@ def test_beginnings_of_blocks_break_no_promise() -> None:
         outcome = run_schedule(replace(make_schedule(seed), tails=True))
         assert not outcome.violation, f"seed {seed}: {outcome.violation}"
         loaded += outcome.counters["tails_loaded"]
-    assert loaded > SCHEDULES // 2, "hardly any was hit"
+    assert loaded > SCHEDULES // 3, "hardly any was hit"

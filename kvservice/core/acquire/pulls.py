@@ -18,7 +18,7 @@ from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.context import ShardContext
 from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.messages import Holder, LocateResult
-from kvservice.core.segment.refs import BlockHandle
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.core.store.slots import Slot, SlotState
 from kvservice.core.tier.rules import is_tier
 from kvservice.core.tier.tier_block import TierBlock
@@ -35,6 +35,7 @@ LEASE_MARGIN_SECONDS = 1.0  # reading stops this long before the peer's lease en
 SUSPECT_SECONDS = 60.0  # a slot whose bytes failed verification is not used for this long, if something still writes it
 assert LOCATE_WAIT_SECONDS_MAX < LOCATE_SECONDS_MAX
 assert LOCATE_GIVE_UP_SECONDS > 2 * LOCATE_SECONDS_MAX
+_NOT_AS_LEASED = (PullResult.STALE, PullResult.CORRUPT)  # its holder looks at such a block: core.acquire.suspects
 assert PULL_BLOCKS_MAX <= KEYS_PER_REQUEST_MAX, "a Locate must have room for a pull"
 assert LEASE_MARGIN_SECONDS < PULL_SECONDS_MAX
 
@@ -192,7 +193,8 @@ class Pulls:
             self._move(pull, PullEvent.STICK)
         else:
             self._move(pull, PullEvent.FINISH)
-            self._release(pull.holder, pull.leased)
+            results = zip(pull.handles, known, strict=True)
+            self._release(pull.holder, pull.leased, [handle for handle, result in results if result in _NOT_AS_LEASED])
         pull.owner.pulled(number, known, now)
 
     @staticmethod
@@ -241,9 +243,10 @@ class Pulls:
         else:
             self._shard.store.abort(slot)
 
-    def _release(self, holder: Holder, leased: LocateResult | None) -> None:
+    def _release(self, holder: Holder, leased: LocateResult | None, doubted: Sequence[BlockHandle] = ()) -> None:
         if leased is not None and leased.lease_id:
-            self._shard.emit(ReleaseRemote(holder, leased.epoch, leased.lease_id))
+            suspects = tuple(BlockRef(handle.slot, handle.generation) for handle in doubted)
+            self._shard.emit(ReleaseRemote(holder, leased.epoch, leased.lease_id, suspects))
 
     def _move(self, pull: PeerPull, event: PullEvent) -> None:
         pull.state = step(TRANSITIONS, pull.state, event, f"pull {pull.number}")

@@ -1,12 +1,12 @@
-"""Suspects: blocks that an engine did not find as promised when it loaded them. Pure.
+"""Suspects: blocks that an engine or another node did not find as promised when it read them. Pure.
 
 The engine computes such a prompt again, and nobody is served a wrong byte. But the pool would promise the block again,
-to this engine and to others, and nothing that they compute would replace it, because a block that is held is not stored
-twice. So engines name their suspects in heartbeats, and the shard makes the digest anew. A block with another digest is
-given up: its next store brings it back. Of one with its own digest the header is written again, which heals a header
-that was damaged, and changes nothing where the engine was only late.
+to this reader and to others, and nothing that they compute would replace it, because a block that is held is not stored
+twice. So engines name their suspects in heartbeats, and nodes when they give a lease back. The shard makes the digest
+anew. A block with another digest is given up: its next store brings it back. Of one with its own digest the header is
+written again, which heals a header that was damaged, and changes nothing where the reader was only late.
 
-An engine may be wrong or lie, so its word alone evicts nothing.
+A reader may be wrong or lie, so its word alone evicts nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Suspects:
         self._open: dict[SlotIndex, Block] = {}
 
     def named(self, refs: Iterable[BlockRef]) -> None:
-        """An engine names these."""
+        """A reader names these."""
         self._waiting.update(dict.fromkeys(islice(refs, WAITING_MAX - len(self._waiting))))
         self._look()
 

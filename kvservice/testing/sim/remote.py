@@ -10,6 +10,7 @@ from kvservice.client.peer import PeerInfo
 from kvservice.core import actions as act
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import StaleEpoch, Unavailable
 from kvservice.lookup.client import LookupAnswer
 from kvservice.pool.remote import Heard
@@ -132,9 +133,16 @@ class SimPeers:
             holder, timeout, lambda runtime: runtime.follow(reader, holder.epoch, handoff, keys, wait_seconds)
         )
 
-    async def release(self, holder: Holder, epoch: BootEpoch, lease_id: LeaseId, timeout: float) -> None:
+    async def release(
+        self,
+        holder: Holder,
+        epoch: BootEpoch,
+        lease_id: LeaseId,
+        timeout: float,
+        suspects: Sequence[BlockRef] = (),
+    ) -> None:
         me = self._node.node_id
-        await self._call(holder, timeout, lambda runtime: runtime.release_located(me, epoch, lease_id))
+        await self._call(holder, timeout, lambda runtime: runtime.release_located(me, epoch, lease_id, suspects))
 
     async def take_over(
         self,

@@ -391,14 +391,16 @@ class FollowReply(_message.Message):
     def __init__(self, state: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., handles: _Optional[_Iterable[_Union[Handle, _Mapping]]] = ...) -> None: ...
 
 class ReleaseLocatedRequest(_message.Message):
-    __slots__ = ("epoch", "lease_id", "reader")
+    __slots__ = ("epoch", "lease_id", "reader", "suspects")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
+    SUSPECTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     lease_id: int
     reader: str
-    def __init__(self, epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., reader: _Optional[str] = ...) -> None: ...
+    suspects: bytes
+    def __init__(self, epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., reader: _Optional[str] = ..., suspects: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseLocatedReply(_message.Message):
     __slots__ = ()

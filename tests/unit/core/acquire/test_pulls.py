@@ -14,7 +14,7 @@ from kvservice.core.events import PullResult
 from kvservice.core.explain.records import RequestRecords
 from kvservice.core.messages import LocateResult
 from kvservice.core.segment.geometry import Geometry
-from kvservice.core.segment.refs import BlockHandle
+from kvservice.core.segment.refs import BlockHandle, BlockRef
 from kvservice.core.slices import DEFAULT_SLICES, Slices
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import NO_KEY, BlockStore, Want
@@ -162,6 +162,14 @@ def test_slot_with_wrong_bytes_rests_for_a_while(bench: Bench) -> None:
     assert slots[0].state is SlotState.QUARANTINED
     bench.pulls.tick(1.0 + SUSPECT_SECONDS)
     assert slots[0].state is SlotState.FREE and bench.pulls.next_deadline() is None
+
+
+def test_the_holder_hears_of_what_was_not_as_leased(bench: Bench) -> None:
+    number, _ = bench.begin()
+    leased = bench.pulls._open[number].handles
+    bench.pulls.pulled(number, (OK, CORRUPT, STALE), 1.0)
+    (release,) = [action for action in bench.actions if isinstance(action, ReleaseRemote)]
+    assert release.suspects == tuple(BlockRef(handle.slot, handle.generation) for handle in leased[1:])
 
 
 @pytest.mark.parametrize(

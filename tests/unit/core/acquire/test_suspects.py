@@ -11,10 +11,10 @@ from kvservice.core import events as ev
 from kvservice.core.acquire import suspects as module
 from kvservice.core.acquire.suspects import CHECKED_MAX, NAMED_MAX
 from kvservice.core.block.marks import MarkKind
-from kvservice.core.messages import AcquireResult, MissReason, SealStatus
+from kvservice.core.messages import AcquireResult, LocateResult, MissReason, SealStatus
 from kvservice.core.segment.refs import BlockRef
 from kvservice.testing.builders import CoreHarness, make_chain, make_spec
-from kvservice.units import AttachmentId, Generation, SlotIndex
+from kvservice.units import AttachmentId, Generation, NodeId, SlotIndex
 
 CHAIN = make_chain(3)
 
@@ -137,6 +137,21 @@ def test_no_more_suspects_wait_than_are_remembered(line: Line, monkeypatch: pyte
     monkeypatch.setattr(module, "WAITING_MAX", 2)
     line.names(*line.held.blocks)
     assert line.shard.count("suspects_checked") == 2
+
+
+def test_a_reader_names_what_it_leased_and_nothing_else(line: Line) -> None:
+    """It does so when it gives the lease back."""
+    shard, op, reader = line.shard, line.shard.next_op(), NodeId("reader")
+    shard.send(ev.PeerLocate(op, reader, shard.state.epoch, CHAIN[:1]))
+    located = shard.reply(op)
+    assert isinstance(located, LocateResult)
+    line.damages(line.held.blocks[0])
+    for _ in range(2):  # the second time, its lease is over
+        event = ev.PeerRelease(shard.next_op(), reader, shard.state.epoch, located.lease_id, line.held.blocks)
+        shard.send(event)
+        assert len(shard.digests) == 1
+    shard.digest_all()
+    assert shard.count("suspects_damaged") == 1 and line.asks().miss is MissReason.NEVER_STORED
 
 
 def test_a_heartbeat_of_a_strange_attachment_names_nothing(line: Line) -> None:
