@@ -129,7 +129,7 @@ class ShardState:
         self._takeovers = TakeOvers(shard, self._pulls, self._acquisitions.sealed)
         self._leaving = Leaving(shard)
         self._writes = Writes(shard, self._acquisitions, self._hinted)
-        self._suspects = Suspects(shard)
+        self._suspects = Suspects(shard, self._holds)
         self._attachments = Attachments(shard, self._writes, self._end_attachment)
         given = (self._handoffs, self._takeovers, self._leaving, self._tiers, self._acquisitions, self._suspects)
         timed = (self._leases, self._acquisitions, self._tails, self._warming, self._pulls, self._clearing, *given[:4])

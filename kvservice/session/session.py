@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvservice.aio import is_set_within
-from kvservice.core.acquire.suspects import NAMED_MAX
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -39,6 +38,7 @@ from kvservice.session.outbox import Outbox, Parcel, giving_back
 from kvservice.session.pending import PendingAcquire, PendingAcquires
 from kvservice.session.removals import RemovalInbox
 from kvservice.session.stock import STOCK_MIN, Stock
+from kvservice.session.suspects import UnnamedSuspects
 from kvservice.units import AttachmentId, BlockKey, HandoffId, LeaseId, format_bytes
 
 log = logging.getLogger("kvservice.session")
@@ -98,7 +98,7 @@ class Session:
         self._pending = PendingAcquires()
         self._seals: set[asyncio.Task[Any]] = set()  # used on the loop only
         self._reports: deque[RequestReport] = deque(maxlen=REPORTS_MAX)
-        self._suspects: deque[BlockRef] = deque(maxlen=NAMED_MAX)
+        self._suspects = UnnamedSuspects()
         self._leases: set[LeaseId] = set()  # delivered and not released; only these are renewed
         self._removals = RemovalInbox()
         self._ledger = Ledger()  # what each heartbeat states
@@ -216,8 +216,7 @@ class Session:
     def suspect(self, refs: Iterable[BlockRef]) -> None:
         """Name slots that did not hold what was promised, so that the pool looks at them: with the next renewal, within
         a second. Any thread may call."""
-        with self._lock:
-            self._suspects.extend(refs)
+        self._suspects.add(refs)
 
     def removed(self) -> list[BlockKey] | None:
         """Blocks that left the pool since the last call; None: all. Empty unless the spec `hears_removals`."""
@@ -343,16 +342,16 @@ class Session:
         # A lease whose answer was lost on the way is not among them, so it expires.
         with self._lock:
             leases, statement = sorted(self._leases), self._ledger.state()
-            reports, suspects = list(self._reports), list(self._suspects)
+            reports = list(self._reports)
             self._reports.clear()
-            self._suspects.clear()
-        number = attachment.attachment_id
+        number, suspects = attachment.attachment_id, self._suspects.take()
 
         async def renew(pool: PoolPort) -> None:
             try:
                 await self._removals.hear(pool.renew(number, leases, reports, statement, suspects))
             except KVServiceError:
-                self.suspect(suspects)  # perhaps nobody has heard of them
+                if self._is_current(number):  # perhaps nobody has heard of them
+                    self._suspects.add(suspects)
                 raise
 
         return renew
@@ -584,8 +583,8 @@ class Session:
             self._attachment = None
             unused = self._stock.clear()
             self._leases.clear()
-            self._suspects.clear()
             self._ledger.forget()
+        self._suspects.take()
         self._removals.add_all()
         return unused
 

@@ -19,6 +19,7 @@ from kvservice.core.drain.receiver import TAKES_MAX
 from kvservice.core.drain.sender import DrainProgress
 from kvservice.core.explain.records import KEEP_SECONDS, check_request_id
 from kvservice.core.messages import Holder, PoolStats
+from kvservice.core.segment.refs import REF_BYTES
 from kvservice.errors import Forbidden, InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
@@ -90,7 +91,7 @@ class PeerServicer:
         self, request: shard_pb2.ReleaseLocatedRequest, context: Context
     ) -> shard_pb2.ReleaseLocatedReply:
         reader = self._reader(request.reader, context)
-        suspects = codec.decode_refs(request.suspects, NAMED_MAX)
+        suspects = codec.decode_refs(request.suspects[: NAMED_MAX * REF_BYTES])
         await self._pool.release_located(reader, BootEpoch(request.epoch), LeaseId(request.lease_id), suspects)
         return shard_pb2.ReleaseLocatedReply()
 

@@ -29,6 +29,7 @@ from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header import DIGEST_WORD
 from kvservice.core.segment.header_checks import HeaderRows, are_as_promised, is_as_promised, is_reserved
 from kvservice.core.segment.layout import HeadShare
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import ENGINE_AHEAD_BYTES, Segment
@@ -268,12 +269,10 @@ class WorkerHalf:
             headers = segment.header_rows(slots)
             if are_as_promised(headers, pool.epoch, refs, keys, sizes):
                 return PromisedSlots(entries, slots, headers)
+        self._count("load_stale")
         for entry, size in zip(entries, sizes, strict=True):
-            header = segment.header_bytes(entry.ref.slot)
-            if not is_as_promised(header, pool.epoch, entry.ref, entry.key, size):
-                self._suspect(entry, "load_stale")
-                return None
-        self._suspect(entries[-1], "load_stale")  # a header that changes now
+            if not is_as_promised(segment.header_bytes(entry.ref.slot), pool.epoch, entry.ref, entry.key, size):
+                self._report.suspects.add(entry.ref)
         return None
 
     def _poll_loads(self) -> None:
@@ -295,7 +294,8 @@ class WorkerHalf:
         slots = load.slots.slots
         changed = (segment.header_rows(slots) != before).any(axis=1)
         if changed.any():
-            self._suspect(entries[int(changed.argmax())], "load_overwritten")
+            self._count("load_overwritten")
+            self._report.suspects.update(entries[place].ref for place in changed.nonzero()[0])
             return False
         if self._verify is Verify.OFF:
             return True
@@ -303,6 +303,7 @@ class WorkerHalf:
         if list(map(came.get, slots)) == wanted:
             self._verified += len(slots)
             return True
+        damaged: list[BlockRef] = []
         for entry, slot, digest in zip(entries, slots, wanted, strict=True):
             found = came.get(slot)
             if found is None and self._looks_at_next():
@@ -311,9 +312,11 @@ class WorkerHalf:
             if found is not None:
                 self._verified += 1
                 if found != digest:
-                    self._suspect(entry, "load_corrupt")
-                    return False
-        return True
+                    damaged.append(entry.ref)
+        if damaged:
+            self._count("load_corrupt")
+            self._report.suspects.update(damaged)
+        return not damaged
 
     def _looks_at_next(self) -> bool:
         """Whether the digest of the next slot is made, where it did not come with the copy."""
@@ -375,10 +378,6 @@ class WorkerHalf:
                 self._count("store_tail_not_blanked")
                 return False
         return True
-
-    def _suspect(self, entry: CopyEntry, reason: str) -> None:
-        self._count(reason)
-        self._report.suspects.add(entry.ref)
 
     def _count(self, name: str, count: int = 1) -> None:
         counters: Counter[str] | dict[str, int] = self._report.counters

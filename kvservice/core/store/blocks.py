@@ -71,6 +71,7 @@ class BlockStore:
         self.accounts = self.table.accounts
         self._slots: dict[BlockKey, Slot] = {}  # by the key of the block in them: the sealed and leased ones
         self.retired: set[Slot] = set()  # leased slots whose blocks are no more: nobody new reads them
+        self._shown_secondary: set[BlockKey] = set()  # primary blocks with another header: see make_primary
         self._held_back: set[BlockKey] = set()  # pinned blocks of whose pins the policy knows
         self._origin = BlockOrigin()  # of the block that was sealed last
         self.on_insert: Callable[[Block], None] | None = None
@@ -273,6 +274,8 @@ class BlockStore:
             self.policy.make_primary(key)
             if not slot.pins:
                 self._emit(WriteHeader(slot.index, self._sealed_header(self._in(slot), slot.generation)))
+            else:
+                self._shown_secondary.add(key)
 
     @staticmethod
     def account_of(block: Block) -> str:
@@ -301,8 +304,10 @@ class BlockStore:
         return None if slot is None or slot.generation != ref.generation else slot.block
 
     def write_header_again(self, block: Block) -> None:
-        """For a header that may have been damaged in memory. To readers of a sound one nothing changes."""
-        self._emit(WriteHeader(block.slot.index, self._sealed_header(block, block.slot.generation)))
+        """For a header that may have been damaged in memory. It says what it said, so to readers of a sound one nothing
+        changes."""
+        as_shown = replace(block, is_secondary=block.is_secondary or block.key in self._shown_secondary)
+        self._emit(WriteHeader(block.slot.index, self._sealed_header(as_shown, block.slot.generation)))
 
     def seal(
         self,
@@ -415,6 +420,7 @@ class BlockStore:
         block = self._in(slot)
         key, slot.block = block.key, None
         del self._slots[key]
+        self._shown_secondary.discard(key)
         self.evictions.add(
             key,
             cause,
@@ -531,4 +537,5 @@ class BlockStore:
         for key, slot in self._slots.items():
             assert self._in(slot).key == key, "a block lies in another slot"
         pinned = {key for key, slot in self._slots.items() if slot.pins}
+        assert self._shown_secondary <= self._slots.keys(), "a header is remembered whose block is gone"
         assert self._held_back <= pinned, "the policy holds a block back that nobody reads"

@@ -18,6 +18,9 @@ PAUSES = 9  # steps of the time between two uses: each is four times as long as 
 PRIVATE, SHARED, HEADS = 0, 5, 10  # first sorts: five steps of turns or uses each
 SORTS = 15  # three times five
 HINTED = SORTS * PAUSES  # the first kind of prompts with a hint: for each hint five steps of turns
+# Uses of a block that are counted. Where prompts part at many places, blocks that were all used so often are one
+# stretch again. What was used so often is shared, however many turns a conversation has.
+USES_MAX = 255
 _BITS_MAX = 2 * (PAUSES - 1)  # two bits of a time make a step
 
 
@@ -49,7 +52,7 @@ def kind_of(
         last_turn: the turn in which the last block of its chain was new.
         last_pause: the pause of the last block of its chain that has one.
     """
-    is_shared = uses > last_turn - turn
+    is_shared = uses > last_turn - turn or uses >= USES_MAX
     if expected and not is_shared:
         return HINTED + (expected - 1) * (SHARED - PRIVATE) + min(last_turn.bit_length(), SHARED - PRIVATE - 1)
     if is_shared or (turn == 0 and uses):

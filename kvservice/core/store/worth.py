@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.store.guard import Rule, RuleGuard
-from kvservice.core.store.kinds import Expected, expected_of, kind_of, pause_of
+from kvservice.core.store.kinds import USES_MAX, Expected, expected_of, kind_of, pause_of
 from kvservice.core.store.orders import ByAge, ByFifo, ByWorth
 from kvservice.core.store.reasons import NOT_BY_WORTH, reason_of
 from kvservice.core.store.shadows import ShadowFifo, ShadowLru, ShadowWorth
@@ -27,9 +27,6 @@ from kvservice.core.store.worths import Worths
 from kvservice.units import BlockKey
 
 KINDS_A_PROMPT = 3  # whose worths are computed anew at most: so no prompt pays for all
-# Uses of a block that are counted: more than the turns of a conversation, with which they are compared. Where prompts
-# part at many places, blocks that all were used so often are one stretch again.
-USES_MAX = 255
 GONE_MIN = 32_768  # gone blocks that are remembered at least: small pools need a long memory most
 
 

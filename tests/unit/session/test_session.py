@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.core.acquire.handoff import OPEN_SECONDS
+from kvservice.core.acquire.suspects import NAMED_MAX
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.window_groups import Window, WindowGroup
 from kvservice.core.messages import AcquireRequest, Attachment, EngineSpec, RequestReport, SealItem
@@ -24,9 +25,10 @@ from kvservice.pool.port import PoolPort
 from kvservice.session import session as module
 from kvservice.session import stock
 from kvservice.session.session import HEARTBEAT_SECONDS_MAX, AcquireAnswer, Session
+from kvservice.session.suspects import UnnamedSuspects
 from kvservice.testing.eventually import eventually
 from kvservice.testing.fake_pool import FakePool
-from kvservice.units import AttachmentId, BlockKey, HandoffId, LeaseId, MiB, SlotIndex, SpanRoute
+from kvservice.units import AttachmentId, BlockKey, Generation, HandoffId, LeaseId, MiB, SlotIndex, SpanRoute
 from tests.unit.connector.line import LAYOUT
 
 SPEC = EngineSpec(b"e" * 16, "m", Fingerprint.of({"model": "m"}), LAYOUT)
@@ -215,9 +217,41 @@ def test_suspects_travel_with_a_renewal_and_are_sent_once(bench: Bench) -> None:
     _store(bench, attachment, KEYS[:1])
     damaged = bench.pool.sealed[KEYS[0]]
     bench.pool.segment.payload(damaged.slot, LAYOUT.payload_bytes)[0] ^= 1
+    bench.lose("renew")
     bench.session.suspect([damaged])
+    eventually(lambda: bench.lost > 1, "some renewals lost")
+    del bench.pool.renew
     eventually(lambda: KEYS[0] not in bench.pool.sealed, "the suspect looked at")
     assert not bench.session._suspects
+
+
+def test_suspects_are_named_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where leases need renewing less often."""
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS_MAX", 100.0)
+    bench = Bench()
+    bench.pool.lease_seconds = 900.0
+    attachment = bench.start()
+    _store(bench, attachment, KEYS[:1])
+    damaged = bench.pool.sealed[KEYS[0]]
+    bench.pool.segment.payload(damaged.slot, LAYOUT.payload_bytes)[0] ^= 1
+    bench.session.suspect([damaged])
+    eventually(lambda: KEYS[0] not in bench.pool.sealed, "the suspect looked at", seconds=20.0)
+    bench.close()
+
+
+def test_suspects_of_a_lost_pool_are_forgotten(bench: Bench) -> None:
+    bench.start()
+    bench.session.suspect([BlockRef(SlotIndex(1), Generation(2))])
+    bench.session._forget()
+    assert not bench.session._suspects
+
+
+def test_of_many_suspects_the_first_are_named_once_each() -> None:
+    suspects = UnnamedSuspects()
+    refs = [BlockRef(SlotIndex(number), Generation(2)) for number in range(NAMED_MAX + 5)]
+    suspects.add(refs[:1] * 3)
+    suspects.add(refs)
+    assert suspects.take() == refs[:NAMED_MAX] and not suspects
 
 
 def test_request_that_ends_takes_its_question_back(bench: Bench) -> None:

@@ -12,7 +12,7 @@ from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.half import IDLE_SECONDS, IDLE_SECONDS_MAX, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
-from kvservice.connector.scheduler.recent_suspects import SUSPECT_SECONDS, RecentSuspects
+from kvservice.connector.scheduler.recent_suspects import PAUSE_SECONDS, RecentSuspects
 from kvservice.connector.scheduler.stores import REPORT_SECONDS_MAX
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockHash, Generation, HandoffId, SlotIndex
@@ -181,16 +181,15 @@ def test_a_slot_found_wrong_is_suspected_in_its_own_pool_only() -> None:
 
 
 def test_a_slot_found_wrong_is_used_again_after_a_while() -> None:
-    """If it is still wrong, a load fails once more, and the pool hears of it again."""
+    """If it is still wrong, a load fails once more, and it is left alone for longer."""
     suspects, ref = RecentSuspects(), BlockRef(SlotIndex(1), Generation(2))
-    suspects.begin_step(1.0)
-    suspects.add([ref])
-    suspects.begin_step(1.0 + SUSPECT_SECONDS / 2)
-    suspects.add([BlockRef(SlotIndex(2), Generation(2)), ref])
-    suspects.begin_step(1.0 + SUSPECT_SECONDS)
-    assert ref in suspects.slots
-    suspects.begin_step(1.0 + 1.5 * SUSPECT_SECONDS)
-    assert not suspects.slots
+    for now, pause in ((1.0, PAUSE_SECONDS), (50.0, 2 * PAUSE_SECONDS), (500.0, 4 * PAUSE_SECONDS)):
+        suspects.begin_step(now)
+        suspects.add([ref])
+        suspects.begin_step(now + 0.9 * pause)
+        assert suspects.slots == {ref}
+        suspects.begin_step(now + pause)
+        assert not suspects.slots
 
 
 def test_every_block_that_a_step_fills_is_stored_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.acquire import suspects as module
-from kvservice.core.acquire.suspects import CHECKED_MAX, NAMED_MAX
+from kvservice.core.acquire.suspects import CHECKED_MAX
 from kvservice.core.block.marks import MarkKind
 from kvservice.core.messages import AcquireResult, LocateResult, MissReason, SealStatus
 from kvservice.core.segment.refs import BlockRef
@@ -23,7 +23,7 @@ class Line:
     """An engine that stored CHAIN and holds it under a lease."""
 
     def __init__(self) -> None:
-        self.shard = CoreHarness()
+        self.shard = CoreHarness(slab_count=10)
         self.attachment = self.shard.attach()
         self.shard.store(self.attachment, CHAIN)
         self.held = self.shard.hit(self.attachment, CHAIN)
@@ -98,6 +98,32 @@ def test_a_block_that_was_given_up_meanwhile_is_left_alone(line: Line) -> None:
     assert line.shard.count("suspects_damaged") == 0 and not line.shard.keys_held()
 
 
+def test_a_block_stored_again_meanwhile_is_not_that_one(line: Line) -> None:
+    suspect = line.held.blocks[0]
+    line.damages(suspect)
+    line.names(suspect)
+    (digest,) = line.shard.digests
+    line.shard.digests.clear()
+    line.shard.clear(MarkKind.EVERYTHING)
+    line.shard.now += 1.0
+    line.shard.store(line.attachment, CHAIN)
+    line.shard.digests.append(digest)
+    line.shard.digest_all()
+    assert line.shard.keys_held() == set(CHAIN) and line.shard.count("suspects_damaged") == 0
+
+
+def test_a_prompt_with_a_damaged_block_is_not_pinned_any_more(line: Line) -> None:
+    """Nothing is held whose block is no more, as after a clear."""
+    line.shard.warm(CHAIN, pin="system", spec=make_spec())
+    assert [pin.blocks for pin in line.shard.state.pins(line.shard.now)] == [3]
+    line.damages(line.held.blocks[1])
+    line.names(line.held.blocks[1])
+    line.shard.digest_all()
+    line.shard.release(line.attachment, line.held.lease_id)
+    assert line.shard.state.pins(line.shard.now) == ()
+    assert line.shard.slots("leased") == 0 and line.shard.slots("sealed") == 2
+
+
 def test_when_its_digest_cannot_be_made_a_block_stays(line: Line) -> None:
     line.names(line.held.blocks[0])
     line.shard.digest_all(readable=False)
@@ -134,9 +160,10 @@ def test_many_suspects_are_looked_at_in_turn() -> None:
 
 
 def test_no_more_suspects_wait_than_are_remembered(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots without a block take no place from others."""
     monkeypatch.setattr(module, "WAITING_MAX", 2)
-    line.names(*line.held.blocks)
-    assert line.shard.count("suspects_checked") == 2
+    line.names(*(BlockRef(SlotIndex(number), Generation(900)) for number in range(9)), *line.held.blocks)
+    assert line.shard.count("suspects_checked") == 2 and line.shard.count("suspects_dropped") == 1
 
 
 def test_a_reader_names_what_it_leased_and_nothing_else(line: Line) -> None:
@@ -157,4 +184,3 @@ def test_a_reader_names_what_it_leased_and_nothing_else(line: Line) -> None:
 def test_a_heartbeat_of_a_strange_attachment_names_nothing(line: Line) -> None:
     actions = line.shard.send(ev.Renew(99, AttachmentId(12345), (), suspects=line.held.blocks))
     assert [type(action) for action in actions] == [act.Refuse] and not line.shard.digests
-    assert NAMED_MAX < module.WAITING_MAX

@@ -14,6 +14,7 @@ from kvservice.errors import Exhausted, InvalidRequest, Unavailable, Unsupported
 from kvservice.testing.builders import (
     SMALL,
     CoreHarness,
+    content_of,
     make_chain,
     make_holder,
     make_located,
@@ -85,6 +86,24 @@ def test_a_copy_that_became_primary_is_so_after_a_restart(is_read: bool) -> None
     assert (receiver.headers == before) is is_read
     receiver.restart()
     assert {block.is_secondary for block in receiver.state.blocks()} == {is_read}
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_copy_that_became_primary_may_be_a_suspect(is_damaged: bool) -> None:
+    """Also one of which the digest is being made then. Its header stays as its readers know it."""
+    receiver = Receiver()
+    engine = receiver.attach()
+    op = receiver.acquire(engine, CHAIN)
+    receiver.fetch_all(op, CHAIN)
+    held = receiver.result(op)
+    before = dict(receiver.headers)
+    for slot in [ref.slot for ref in held.blocks]:
+        receiver.contents[slot] = b"something else" if is_damaged else content_of(receiver.headers[slot].key)
+    receiver.send(ev.Renew(receiver.next_op(), engine, (held.lease_id,), suspects=held.blocks))
+    receiver.taken(receiver.offer(CHAIN))
+    receiver.digest_all()
+    assert receiver.headers == before
+    assert receiver.keys_held() == (set() if is_damaged else set(CHAIN))
 
 
 def test_room_is_made_only_of_what_was_used_earlier() -> None:

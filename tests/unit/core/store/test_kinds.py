@@ -12,6 +12,7 @@ from kvservice.core.store.kinds import (
     PRIVATE,
     SHARED,
     SORTS,
+    USES_MAX,
     Expected,
     expected_of,
     kind_of,
@@ -39,6 +40,10 @@ def test_used_more_often_than_its_conversation_is_shared() -> None:
     assert sort_of(kind_of(uses=1, turn=2, pause=1, last_turn=2, last_pause=2)) == SHARED
 
 
+def test_what_is_used_most_often_is_shared_whatever_the_turns() -> None:
+    assert sort_of(kind_of(uses=USES_MAX, turn=1, pause=1, last_turn=9 * USES_MAX, last_pause=2)) == SHARED + 4
+
+
 def test_the_beginning_of_a_chain_that_returned_is_apart() -> None:
     assert sort_of(kind_of(uses=3, turn=0, pause=1, last_turn=3, last_pause=2)) == HEADS + 1
 
@@ -49,7 +54,7 @@ def test_a_pause_is_four_times_the_one_before(ticks: int, pause: int) -> None:
 
 
 def test_every_kind_has_a_place() -> None:
-    most = kind_of(10**6, 0, PAUSES - 1, 3, PAUSES - 1), kind_of(10**6, 0, PAUSES - 1, 10**7, 0)
+    most = kind_of(10**6, 0, PAUSES - 1, 3, PAUSES - 1), kind_of(USES_MAX - 1, 0, PAUSES - 1, 10**7, 0)
     assert max(most) == HINTED - 1 and sort_of(HINTED - 1) == SORTS - 1
     assert kind_of(0, 10**6, 0, 10**6, 3, max(Expected)) == KINDS - 1
 

@@ -14,10 +14,10 @@ from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.store import worth
 from kvservice.core.store.eviction import EvictionPolicy, LeafFirstLru
 from kvservice.core.store.guard import Rule
-from kvservice.core.store.kinds import Expected
+from kvservice.core.store.kinds import USES_MAX, Expected
 from kvservice.core.store.reasons import NOT_BY_WORTH, describe_reason
 from kvservice.core.store.shadows import ShadowFifo
-from kvservice.core.store.worth import USES_MAX, GuardedWorth, RuleState
+from kvservice.core.store.worth import GuardedWorth, RuleState
 from kvservice.units import BlockKey
 
 Prompt = tuple[int, ...]
