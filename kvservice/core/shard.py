@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.acquisition import check_request
+from kvservice.core.acquire.acquisition import TIMEOUT_SECONDS_MAX
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.attached import count_models, kinds_of, list_engines
@@ -27,13 +27,14 @@ from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply, Retract
 from kvservice.core.attachments import Attachments
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.block.keys import pack_keys
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys, pack_keys
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import TakeOvers
 from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
 from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecords, find_history, name_engine
 from kvservice.core.messages import (
+    AcquireRequest,
     AttachedEngine,
     EngineStats,
     PeerSpeed,
@@ -56,9 +57,7 @@ from kvservice.core.tier.rules import TierRules, TierUsage
 from kvservice.core.tier.spill import Spill, is_spill_offer
 from kvservice.core.tier.tiers import Tiers
 from kvservice.core.writes import Writes
-from kvservice.errors import (
-    KVServiceError,
-)
+from kvservice.errors import InvalidRequest, KVServiceError
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, NodeId, SlotIndex, SpanRoute
 
 
@@ -339,7 +338,7 @@ class ShardState:
     def _acquire(self, event: ev.Acquire, now: float) -> None:
         attached = self._attachments.require(event.attachment)
         request = event.request
-        check_request(request)
+        _check_request(request)
         handoff = request.handoff
         if request.tail_at is not None and not self._leaving.promises_nothing:
             self._tails.start(event.op, attached, request, now)
@@ -505,3 +504,17 @@ class ShardState:
         pins = sum((*pinning, self._suspects.pinned()), Counter[SlotIndex]())
         for slot in self._store.table.all_slots():
             assert slot.pins == pins[slot.index], f"{slot} has {slot.pins} pins, leases say {pins[slot.index]}"
+
+
+def _check_request(request: AcquireRequest) -> None:
+    """Raises InvalidRequest for an acquire that no engine may ask."""
+    count = len(request.keys)
+    if not 0 < count <= KEYS_PER_REQUEST_MAX or not 0 <= request.skip <= count:
+        raise InvalidRequest(f"{count} keys with skip {request.skip}: 1 to {KEYS_PER_REQUEST_MAX} keys, skip within")
+    check_keys(request.keys)
+    if len(set(request.keys)) != count:
+        raise InvalidRequest("a key appears twice in one chain")
+    if not 0 <= request.timeout_seconds <= TIMEOUT_SECONDS_MAX:
+        raise InvalidRequest(f"timeout {request.timeout_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
+    if request.handoff is not None:
+        check_handoff_id(request.handoff.handoff_id)

@@ -6,30 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvservice.core.acquire.handoff import check_handoff_id
-from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import AcquireRequest, Holder, HolderRun, MissReason
 from kvservice.core.store.slots import Slot
 from kvservice.core.tier.tier_block import TierBlock
-from kvservice.errors import InvalidRequest
 from kvservice.units import AttachmentId, BlockKey, NodeId
 
 TIMEOUT_SECONDS_MAX = 600.0  # ten minutes, as long as the longest lease; a longer timeout is a mistake and refused
-
-
-def check_request(request: AcquireRequest) -> None:
-    """Raises InvalidRequest for an acquire that no engine may ask."""
-    count = len(request.keys)
-    if not 0 < count <= KEYS_PER_REQUEST_MAX or not 0 <= request.skip <= count:
-        raise InvalidRequest(f"{count} keys with skip {request.skip}: 1 to {KEYS_PER_REQUEST_MAX} keys, skip within")
-    check_keys(request.keys)
-    if len(set(request.keys)) != count:
-        raise InvalidRequest("a key appears twice in one chain")
-    if not 0 <= request.timeout_seconds <= TIMEOUT_SECONDS_MAX:
-        raise InvalidRequest(f"timeout {request.timeout_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
-    if request.handoff is not None:
-        check_handoff_id(request.handoff.handoff_id)
 
 
 class AcquisitionState(Enum):

@@ -256,7 +256,7 @@ class Acquisitions:
 
     def _are_unknown(self, keys: Sequence[BlockKey]) -> bool:
         """Whether none of these is here or on its way. A miss names hundreds, so they are compared as sets."""
-        return self._store.has_none(keys) and self._arrivals.has_none(keys)
+        return self._store.has_none(keys) and self._arrivals.keys.isdisjoint(keys)
 
     def _is_coming(self, acquisition: Acquisition, key: BlockKey) -> bool:
         block = self._store.get(key)

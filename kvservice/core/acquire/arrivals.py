@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import KeysView
 
 from kvservice.units import BlockKey
 
@@ -19,8 +19,10 @@ class Arrivals:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._bringer
 
-    def has_none(self, keys: Iterable[BlockKey]) -> bool:
-        return self._bringer.keys().isdisjoint(keys)
+    @property
+    def keys(self) -> KeysView[BlockKey]:
+        """Those that are on their way."""
+        return self._bringer.keys()
 
     def expect(self, key: BlockKey, bringer: int) -> None:
         """From now on `bringer` brings this block."""

@@ -15,7 +15,7 @@ import pytest
 from kvservice.cli import doctor
 from kvservice.cli.doctor_check import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.cli.output import Format
-from kvservice.core.segment import digest
+from kvservice.core.segment import native
 from kvservice.discovery import ShardRecord, write_record
 from kvservice.testing.cluster import LocalCluster
 from kvservice.tier.mounts import MountPoint
@@ -300,6 +300,6 @@ def test_a_runtime_directory_that_others_write_or_share_is_told(
 
 def test_an_installation_without_a_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one(doctor.copies).status == OK
-    monkeypatch.setattr(digest, "native", None)
+    monkeypatch.setattr(native, "native", None)
     check = one(doctor.copies)
     assert check.status == WARNING and "make native" in check.advice
