@@ -111,7 +111,7 @@ def _release(message: shard_pb2.ReleaseRequest, attachment: AttachmentId) -> Mak
 def _renew(message: shard_pb2.RenewRequest, attachment: AttachmentId) -> Make:
     leases, reports = tuple(codec.decode_lease_ids(message.lease_ids)), tuple(decode_reports(message.reports))
     statement = codec.decode_statement(message.statement) if message.HasField("statement") else None
-    suspects = codec.decode_refs(message.suspects[: NAMED_MAX * REF_BYTES])  # the rest is named again when it is met
+    suspects = codec.decode_suspects(message.suspects)
     return lambda op: ev.Renew(op, attachment, leases, reports, statement, suspects)
 
 

@@ -13,13 +13,11 @@ from typing import Any
 from kvservice.auth.authenticator import Authenticator, is_private
 from kvservice.auth.identity import caller_of, proof_in
 from kvservice.core.acquire.handoff import FOLLOWS_MAX, check_handoff_id
-from kvservice.core.acquire.suspects import NAMED_MAX
 from kvservice.core.block.keys import unpack_keys
 from kvservice.core.drain.receiver import TAKES_MAX
 from kvservice.core.drain.sender import DrainProgress
 from kvservice.core.explain.records import KEEP_SECONDS, check_request_id
 from kvservice.core.messages import Holder, PoolStats
-from kvservice.core.segment.refs import REF_BYTES
 from kvservice.errors import Forbidden, InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
@@ -91,7 +89,7 @@ class PeerServicer:
         self, request: shard_pb2.ReleaseLocatedRequest, context: Context
     ) -> shard_pb2.ReleaseLocatedReply:
         reader = self._reader(request.reader, context)
-        suspects = codec.decode_refs(request.suspects[: NAMED_MAX * REF_BYTES])
+        suspects = codec.decode_suspects(request.suspects)
         await self._pool.release_located(reader, BootEpoch(request.epoch), LeaseId(request.lease_id), suspects)
         return shard_pb2.ReleaseLocatedReply()
 

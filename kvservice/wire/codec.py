@@ -11,6 +11,7 @@ from itertools import accumulate, chain
 from typing import cast
 
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES, check_handoff_id
+from kvservice.core.acquire.suspects import NAMED_MAX
 from kvservice.core.block.fingerprint import FIELDS_MAX, Fingerprint
 from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, pack_keys, unpack_keys
 from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, WindowGroup
@@ -214,6 +215,11 @@ def decode_refs(data: bytes, most: int = BLOCKS_PER_MESSAGE_MAX) -> PackedRefs:
     if len(data) > most * REF_BYTES or len(data) % REF_BYTES:
         raise InvalidRequest(f"{len(data)} bytes of blocks in one message, at most {most} of {REF_BYTES} bytes each")
     return PackedRefs(data)
+
+
+def decode_suspects(data: bytes) -> PackedRefs:
+    """The first NAMED_MAX. The rest is left out, not refused: who meets them again names them again."""
+    return decode_refs(data[: NAMED_MAX * REF_BYTES])
 
 
 def decode_lease_ids(lease_ids: Collection[int]) -> list[LeaseId]:
