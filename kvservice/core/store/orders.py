@@ -131,12 +131,12 @@ class ByWorth:
         """Its group has just reached its next age. So have all that were used before it: the cell that it lay in has
         no more of them."""
         group = stretch.group
-        kind, tick = group.kind, group.tick
-        if kind in self._cells:
-            left = self._cells[kind].get(group.age - 1)
-            while left and left[0][0] <= tick:
-                heapq.heappop(left)
-                self._count -= 1
+        tick = group.tick
+        of_kind = self._cells.get(group.kind)
+        left = None if of_kind is None else of_kind.get(group.age - 1)
+        while left and left[0][0] <= tick:
+            heapq.heappop(left)
+            self._count -= 1
         self._push(group, (tick, stretch.precedence, stretch.number, stretch))
 
     def _push(self, group: Group, entry: _Entry) -> None:

@@ -181,18 +181,22 @@ class GuardedWorth:
         self._offer(lower)
 
     def _offer(self, stretch: Stretch) -> None:
-        """Its last block may go, or is of another age now."""
-        if stretch.is_leaf:
-            assert stretch.shelf is not None
-            stretch.shelf.order.put(stretch)
+        """Its last block may go, from the pool or from the shadow of worth, or is of another age now."""
+        self._offer_resident(stretch)
         if stretch.is_shadow_leaf:
             self._worth.order.put(stretch)
 
-    def _offer_by_fifo(self, stretch: Stretch) -> None:
-        """The shadow of S3-FIFO may hold all of a stretch, or not, and it was otherwise before."""
-        if self._guard.rule is Rule.S3_FIFO and stretch.is_leaf:
+    @staticmethod
+    def _offer_resident(stretch: Stretch) -> None:
+        """Its last block may go from the pool."""
+        if stretch.is_leaf:
             assert stretch.shelf is not None
             stretch.shelf.order.put(stretch)
+
+    def _offer_by_fifo(self, stretch: Stretch) -> None:
+        """The shadow of S3-FIFO may hold all of a stretch, or not, and it was otherwise before."""
+        if self._guard.rule is Rule.S3_FIFO:
+            self._offer_resident(stretch)
 
     def _shrink_shadows(self) -> None:
         if self._capacity:
@@ -250,12 +254,14 @@ class GuardedWorth:
         assert offset >= stretch.held, "a block is added once"
         if offset > stretch.held or (stretch.held and stretch.shelf is not shelf):
             self._tree.cut(stretch, offset)
+        # One block more at the end of a leaf changes nothing, unless the leaf was taken out because its end was pinned.
+        is_offered = stretch.held > 0 and stretch.keys[stretch.held - 1] not in self._parked
         stretch.shelf = shelf
         self._count_resident(stretch, 1)
         if stretch.group is self._found:
             shelf.found.put(stretch)
-        else:
-            self._offer(stretch)
+        elif not is_offered:
+            self._offer_resident(stretch)
 
     def _come(self, key: BlockKey, parent: BlockKey | None, position: int, now: float, shelf: Shelf) -> Stretch:
         """A block is stored that nobody asked for since it was here. What it extends is used with it: an engine that
@@ -343,9 +349,9 @@ class GuardedWorth:
         stretch.lost_at = self._tick
         self._count_resident(stretch, -1)
         if not stretch.held and stretch.above is not None:
-            self._offer(stretch.above)
+            self._offer_resident(stretch.above)
         elif stretch.held_below and stretch.held == len(stretch.keys) - 1:
-            self._offer(stretch)  # there is a gap behind it now
+            self._offer_resident(stretch)  # there is a gap behind it now
         self._tree.queue_again(stretch)
 
     def _count_resident(self, stretch: Stretch, change: int) -> None:
@@ -370,7 +376,7 @@ class GuardedWorth:
             self._count_resident(stretch, -1)
             stretch.shelf = self._shelf(shelf.size_class, shelf.account, is_secondary=False)
             self._count_resident(stretch, 1)
-            self._offer(stretch)
+            self._offer_resident(stretch)
 
     def _shelf(self, size_class: int, account: str, is_secondary: bool) -> Shelf:
         shelves = self._shelves.setdefault(size_class, {})
@@ -394,7 +400,7 @@ class GuardedWorth:
         self._pinned.difference_update(keys)
         for key in [key for key in keys if key in self._parked] if self._parked else ():
             self._parked.discard(key)
-            self._offer(self._tree.of[key])
+            self._offer_resident(self._tree.of[key])
 
     def victim(self, size_class: int | None, may_go: Callable[[str], bool] | None = None) -> BlockKey | None:
         self._capacity = max(self._capacity, self._tree.resident_count)

@@ -88,18 +88,19 @@ class Worths:
         group.count -= count
 
     def grow_older(self, tick: int) -> list[Group]:
-        """Let groups reach their next age. Returns those that did."""
+        """Let groups reach their next age. Returns those that did and have something that can be evicted from."""
         found: list[Group] = []
-        for age, bound in enumerate(AGE_STARTS[1:]):
-            row = self._rows[age]
-            while row and tick - row[0].tick >= bound:
+        for age, row in enumerate(self._rows, 1):
+            latest = tick - AGE_STARTS[age]
+            while row and row[0].tick <= latest:
                 group = row.popleft()
                 if group.count:
-                    group.age = age + 1
-                    self._reached[group.kind][age + 1] += group.count
-                    if age + 1 < AGES - 1:  # there it stays
-                        self._rows[age + 1].append(group)
-                    found.append(group)
+                    group.age = age
+                    self._reached[group.kind][age] += group.count
+                    if age < AGES - 1:  # there it stays
+                        self._rows[age].append(group)
+                    if group.tips:
+                        found.append(group)
         return found
 
     def learn(self, capacity: int, *, may_raise: bool = True) -> int | None:

@@ -107,6 +107,16 @@ def test_a_block_pinned_between_question_and_answer_is_skipped(policy: Policy) -
     assert policy.victim(SIZE) == key("b")
 
 
+def test_a_block_stored_behind_a_pinned_one_can_go(policy: Policy) -> None:
+    add_chain(policy, "ab")
+    policy.pin([key("b")])
+    assert policy.victim(SIZE) is None, "asked while the end of the chain is pinned"
+    add_chain(policy, "abc", start=2)
+    assert drain(policy) == "c"
+    policy.unpin([key("b")])
+    assert drain(policy) == "ba"
+
+
 def test_a_block_that_was_used_while_it_was_pinned_is_named_once(policy: Policy) -> None:
     add(policy, "a")
     policy.pin([key("a")])

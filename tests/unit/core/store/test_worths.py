@@ -136,17 +136,19 @@ def test_a_change_of_habits_is_followed(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_groups_without_blocks_grow_no_older() -> None:
     learnt = Worths()
-    group, empty = Group(0, 1, 0.0), Group(0, 1, 0.0)
-    stretch_of(group, 1)
-    learnt.enter(group)
-    learnt.enter(empty)
-    assert learnt.grow_older(3) == [group, group] and (group.age, empty.age) == (2, 0)
+    group, empty, without_tips = Group(0, 1, 0.0), Group(0, 1, 0.0), Group(0, 1, 0.0)
+    group.tips.append(stretch_of(group, 1))
+    stretch_of(without_tips, 1)
+    for entering in (group, empty, without_tips):
+        learnt.enter(entering)
+    assert learnt.grow_older(3) == [group, group], "the others have nothing to move"
+    assert (group.age, empty.age, without_tips.age) == (2, 0, 2)
 
 
 def test_the_last_age_is_for_ever() -> None:
     learnt = Worths()
     group = Group(0, 1, 0.0)
-    stretch_of(group, 1)
+    group.tips.append(stretch_of(group, 1))
     learnt.enter(group)
     assert learnt.grow_older(1 + AGE_STARTS[-1]) == [group] * (AGES - 1) and group.age == AGES - 1
     assert learnt.grow_older(1 + 10 * AGE_STARTS[-1]) == []
