@@ -23,6 +23,7 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,9 +153,11 @@ def memory_of(pid: int) -> dict[str, float]:
 
 
 def commands(before: Path | None) -> dict[str, dict[str, str]]:
-    """By name of the tree: the environment in which its commands run."""
+    """By name of the tree: the environment in which its commands run. With bytecode, as where a wheel is installed:
+    without it each process compiles what it imports."""
     trees = {"now": ROOT, **({} if before is None else {"before": before})}
-    mine = {name: value for name, value in os.environ.items() if not name.startswith(("KVSERVICE_", "RAY_"))}
+    theirs = ("KVSERVICE_", "RAY_", "PYTHONDONTWRITEBYTECODE")
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
     return {name: {**mine, "PYTHONPATH": str(tree)} for name, tree in trees.items()}
 
 
@@ -202,25 +205,32 @@ def up_seconds(environment: dict[str, str]) -> float:
     return seconds
 
 
-def starts(options: argparse.Namespace, transport: str) -> dict[str, Any]:
+def starts(options: argparse.Namespace, transports: Sequence[str]) -> dict[str, Any]:
+    """By tree: its shards by transport, and its `up`. What compiles the bytecode is not counted."""
     trees = commands(options.before)
-    shards: dict[str, list[float]] = defaultdict(list)
+    shards: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in trees}
+    memory: dict[str, dict[str, dict[str, float]]] = {name: {} for name in trees}
     ups: dict[str, list[float]] = defaultdict(list)
-    memory: dict[str, dict[str, float]] = {}
-    for _ in range(options.samples):
+    for number in range(1 + options.samples):
         for name, environment in trees.items():
-            seconds, memory[name] = shard_start(environment, transport)
-            shards[name].append(seconds)
+            for transport in transports:
+                seconds, memory[name][transport] = shard_start(environment, transport)
+                if number:
+                    shards[name][transport].append(seconds)
     for _ in range(options.up):
         for name, environment in trees.items():
             ups[name].append(up_seconds(environment))
-    found: dict[str, Any] = {}
-    for name in trees:
-        found[name] = {"shard_seconds": statistics.median(shards[name]), "shard_seconds_best": min(shards[name])}
-        found[name] |= {f"shard_{what}": value for what, value in memory[name].items()}
-        if ups[name]:
-            found[name] |= {"up_seconds": statistics.median(ups[name]), "up_seconds_best": min(ups[name])}
-    return found
+    return {
+        name: {
+            **{way: {**_seconds(shards[name][way]), **memory[name][way]} for way in transports},
+            **({"up": _seconds(ups[name])} if ups[name] else {}),
+        }
+        for name in trees
+    }
+
+
+def _seconds(samples: Sequence[float]) -> dict[str, float]:
+    return {"seconds": round(statistics.median(samples), 3), "seconds_best": round(min(samples), 3)}
 
 
 def main() -> None:
@@ -251,9 +261,11 @@ def main() -> None:
     for transport in transports:
         ways = figures[transport]
         ways["first_cold_to_ready"] = round(ways["cold"]["first_ms_best"] / ways["ready"]["first_ms_best"], 2)
-    figures["starts"] = starts(options, transports[-1])
+    figures["starts"] = starts(options, transports)
+    started = [(tree, what, found) for tree, kinds in figures["starts"].items() for what, found in kinds.items()]
+    names = list(started[0][2])
     print_table(
-        ["start", *figures["starts"]["now"]], [[name, *found.values()] for name, found in figures["starts"].items()]
+        ["tree", "start of", *names], [[tree, what, *(f.get(n, "") for n in names)] for tree, what, f in started]
     )
     about = {"blocks": options.blocks, "kib": options.kib, "samples": options.samples}
     print(write_report("first_contact", {**about, **figures}, options.out))
