@@ -204,6 +204,19 @@ def test_damaged_memory_is_a_miss_when_digests_are_checked(cache: kvservice.Cach
         assert len(hit) == 3
 
 
+def test_a_damaged_header_is_a_miss_until_the_pool_writes_it_again(cache: kvservice.Cache) -> None:
+    cache.put(range(12), some(3))
+    with cache.get(range(12)) as hit:
+        assert hit._held is not None
+        segment, slot = hit._held.watch._segment, hit._held.watch._slots[1]
+        header = segment.buffer[segment.geometry.header_offset(slot) :]
+    header[0] ^= 1
+    assert cache.get(range(12)).tokens == 4
+    eventually(lambda: cache.get(range(12)).tokens == 12, "the pool makes the digest anew and keeps the block")
+    with cache.get(range(12)) as hit:
+        assert np.array_equal(hit.view, some(3))
+
+
 def test_another_layout_of_one_model_is_refused_by_name(pool: kvservice.Pool, cache: kvservice.Cache) -> None:
     with pytest.raises(kvservice.FingerprintMismatch, match=r"shape: \(3,\).*\(2, 5\)"):
         pool.attach(cache.model, Layout(4, (3,)))
