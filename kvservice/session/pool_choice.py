@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvservice.auth.token import Token
 from kvservice.client.shard import ShardClient
-from kvservice.core.messages import EngineSpec
+from kvservice.core.messages import Attachment, EngineSpec
 from kvservice.core.segment.geometry import Geometry, plan_geometry
 from kvservice.discovery import choose_shard, find_shards
 from kvservice.errors import ConfigError, Unavailable
@@ -59,8 +59,26 @@ def choose_mode(options: PoolOptions) -> Mode:
 
 
 async def open_service(options: PoolOptions) -> PoolPort:
-    """The shard of this node. Looked up at every attempt, because the shard may not be up yet, or may come back in
-    another place. Raises Unavailable."""
+    """The shard of this node. Raises Unavailable."""
+    return NodeShard(options)
+
+
+class NodeShard(ShardClient):
+    """The shard of this node, looked up at every attempt to attach: it may come back in another place, with another
+    node id or runtime directory."""
+
+    def __init__(self, options: PoolOptions) -> None:
+        """Raises Unavailable when no shard is up yet."""
+        self._options = options
+        super().__init__(find_socket(options), Token.of_environment(options.token_file))
+
+    async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None]) -> Attachment:
+        self._socket_path = find_socket(self._options)
+        return await super().attach(spec, on_lost)
+
+
+def find_socket(options: PoolOptions) -> str:
+    """Where the shard of this node listens. Raises Unavailable."""
     socket = options.socket
     try:
         if socket is None:
@@ -72,7 +90,7 @@ async def open_service(options: PoolOptions) -> PoolPort:
             raise Unavailable(f"no shard listens at {socket}; start the service with `kvservice up`")
     except ConfigError as error:  # several shards fit, or another user's process listens there
         raise Unavailable(error.message) from error
-    return ShardClient(socket, Token.of_environment(options.token_file))
+    return socket
 
 
 def service_of(options: PoolOptions) -> str | None:

@@ -10,12 +10,16 @@ from collections.abc import Iterator
 import pytest
 
 from kvservice.client.shard import ShardClient
+from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.directory.mirror import STALE_SECONDS
-from kvservice.core.messages import MissReason
+from kvservice.core.messages import EngineSpec, MissReason
 from kvservice.errors import KVServiceError
+from kvservice.session.options import PoolOptions
+from kvservice.session.pool_choice import choose_pool
+from kvservice.session.session import Session
 from kvservice.testing.cluster import LocalCluster
-from kvservice.testing.eventually import eventually_async
-from tests.integration.engine import Engine, chain
+from kvservice.testing.eventually import eventually, eventually_async
+from tests.integration.engine import LAYOUT, Engine, chain
 from tests.integration.test_two_nodes import leave, pair
 
 
@@ -42,6 +46,22 @@ async def test_killed_shard_readopts_every_sealed_block(cluster: LocalCluster) -
     result = await b.read_all(keys)
     assert (len(result.blocks), result.fetched_count) == (64, 64), "and remotely, under the new epoch"
     await leave(again, b)
+
+
+def test_an_engine_finds_its_shard_when_that_came_back_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node can have another id after a restart of Ray, and then its shard has another socket."""
+    with LocalCluster(nodes=1) as cluster:
+        monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+        spec = EngineSpec(b"e" * 16, "m", Fingerprint.of({"model": "m"}), LAYOUT)
+        choice = choose_pool(PoolOptions(service=cluster.service), spec)
+        session = Session(choice.open, choice.spec, lambda: True)
+        first = session.start(10.0)
+        assert first is not None and first.node_id == "n0"
+        cluster.kill("n0", signal.SIGTERM)
+        cluster.nodes.append("m1")
+        cluster.start_shard("m1")
+        eventually(lambda: session.attachment is not None and session.attachment.node_id == "m1", "the engine to move")
+        session.close()
 
 
 async def test_half_written_blocks_are_not_reused_after_a_restart(cluster: LocalCluster) -> None:
