@@ -67,11 +67,11 @@ class TierFolder:
         self.path = path
         self.descriptor = _open_folder(path, make=make)
         self._lock = -1
+        self._making = threading.Lock()
         try:
             self._lock = _lock(self.descriptor, path, make=make)
-            for name in (*FOLDERS, DRAFTS) if make else ():
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(name, 0o700, dir_fd=self.descriptor)
+            if make:
+                self._make_folders()
             for name in self.names(DRAFTS) if make else ():
                 os.unlink(f"{DRAFTS}/{name}", dir_fd=self.descriptor)
         except OSError as error:
@@ -80,6 +80,23 @@ class TierFolder:
         except BaseException:
             self.close()
             raise
+
+    def make_again(self) -> None:
+        """Make what somebody removed: folders, the lock, or the whole folder at its path. All keep their descriptors.
+
+        Raises OSError, or TierError when another process owns the folder by now.
+        """
+        with self._making:
+            if not os.fstat(self.descriptor).st_nlink:
+                _put_in_place(_open_folder(self.path, make=True), self.descriptor)
+            if not os.fstat(self._lock).st_nlink:
+                _put_in_place(_lock(self.descriptor, self.path, make=True), self._lock)
+            self._make_folders()
+
+    def _make_folders(self) -> None:
+        for name in (*FOLDERS, DRAFTS):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self.descriptor)
 
     def close(self) -> None:
         """Others may own the folder from now on."""
@@ -176,6 +193,14 @@ def _lock(folder: int, path: Path, *, make: bool) -> int:
     return descriptor
 
 
+def _put_in_place(fresh: int, old: int) -> None:
+    """Let the number `old` mean what `fresh` does: threads that use it go on with the new one."""
+    try:
+        os.dup2(fresh, old, inheritable=False)
+    finally:
+        os.close(fresh)
+
+
 def remove_blocks(path: Path) -> int:
     """Remove all that a disk tier left in this folder, and the folder if nothing else is in it. Returns how many
     blocks there were; 0 where there is no such folder. Blocks. Raises TierError when a process uses it."""
@@ -215,30 +240,43 @@ class BlockFiles:
         self._io.close()
 
     def write(self, block: TierBlock, payload: memoryview) -> tuple[WriteResult, BlockFileHeader | None]:
-        """The result, and the header of what was written. An older file of the block is replaced."""
+        """The result, and the header of what was written. An older file of the block is replaced, and folders that
+        somebody removed are made again."""
         encoded = self._coder.encode(block, payload)
         if encoded is None:
+            self.problem = "its codec failed"
             return WriteResult.FAILED, None
         parts = self._parts(encoded.header, memoryview(encoded.data).cast("B"), is_aligned=encoded.data is payload)
         draft = f"{DRAFTS}/{block.key.hex()}.{threading.get_native_id()}"
-        place = self._folder.descriptor
         try:
-            descriptor = os.open(draft, _WRITE | self._flags, 0o600, dir_fd=place)
             try:
-                failpoint("tier.write")
-                self._io.write(descriptor, parts)
-                if sum(map(len, parts)) != encoded.header.file_bytes:
-                    os.ftruncate(descriptor, encoded.header.file_bytes)
-            finally:
-                os.close(descriptor)
-            failpoint("tier.rename")
-            os.rename(draft, name_of(block.key), src_dir_fd=place, dst_dir_fd=place)
-        except OSError as error:
+                self._write(draft, parts, encoded.header, name_of(block.key))
+            except FileNotFoundError:
+                self._folder.make_again()
+                self._write(draft, parts, encoded.header, name_of(block.key))
+        except (OSError, TierError) as error:
             with contextlib.suppress(OSError):
-                os.unlink(draft, dir_fd=place)
+                os.unlink(draft, dir_fd=self._folder.descriptor)
+            if isinstance(error, TierError):
+                self.problem = error.message
+                return WriteResult.FAILED, None
             self.problem = error.strerror or str(error)
             return (WriteResult.FULL if error.errno in _NO_ROOM else WriteResult.FAILED), None
         return WriteResult.OK, encoded.header
+
+    def _write(self, draft: str, parts: list[memoryview], header: BlockFileHeader, name: str) -> None:
+        """Write the draft and give it its name. Raises OSError."""
+        place = self._folder.descriptor
+        descriptor = os.open(draft, _WRITE | self._flags, 0o600, dir_fd=place)
+        try:
+            failpoint("tier.write")
+            self._io.write(descriptor, parts)
+            if sum(map(len, parts)) != header.file_bytes:
+                os.ftruncate(descriptor, header.file_bytes)
+        finally:
+            os.close(descriptor)
+        failpoint("tier.rename")
+        os.rename(draft, name, src_dir_fd=place, dst_dir_fd=place)
 
     def _parts(self, header: BlockFileHeader, data: memoryview, *, is_aligned: bool) -> list[memoryview]:
         """The file's bytes in pieces that direct access takes; the last may be longer than the file is."""

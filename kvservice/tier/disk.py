@@ -55,6 +55,7 @@ class DiskTier:
         self._log_lock = threading.Lock()  # of the index, which may take a second to be written anew
         self._of_thread = threading.local()
         self._opened: list[BlockFiles] = []  # one for each thread that had work
+        self._problem = ""  # with the writes of late
         self._is_closed = False
 
     # -- life ----
@@ -149,9 +150,19 @@ class DiskTier:
             else:
                 failpoint("tier.index")
                 self._counters["stored_bytes"] += header.file_bytes
+        self._tell("" if header is not None else self._files().problem)
         if header is not None:
             self._note([pack_row(header.block)], 1)
         answer(result)
+
+    def _tell(self, problem: str) -> None:
+        """Log when writes begin to fail, for which reason, and when they succeed again."""
+        with self._books:
+            before, self._problem = self._problem, problem
+        if problem and not before:
+            log.warning("disk_writes_fail", extra={"path": str(self._path), "reason": problem})
+        elif before and not problem:
+            log.info("disk_writes_succeed", extra={"path": str(self._path)})
 
     def _made_room(self, erased: int) -> bool:
         """Whether blocks were erased since that many were. Waits for those that are being erased."""

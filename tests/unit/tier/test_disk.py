@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import threading
 import time
@@ -169,6 +170,42 @@ def test_a_link_is_never_followed(tmp_path: Path) -> None:
     assert tier.result_of(items[0][0]) is STALE
     assert tier.result_of(items[1][0]) is OK and other.exists() and (tmp_path / "elsewhere").exists()
     tier.close()
+
+
+@pytest.mark.parametrize("what", ["contents", "folder"])
+def test_a_folder_that_somebody_emptied_is_made_again(tmp_path: Path, what: str) -> None:
+    place, items = tmp_path / "blocks", [some(number) for number in range(3)]
+    tier = StartedTier(DiskTier(place))
+    assert set(tier.write(*items)) == {WriteResult.OK}
+    for path in place.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if what == "folder":
+        place.rmdir()
+    assert tier.result_of(items[0][0]) is STALE
+    assert set(tier.write(*items)) == {WriteResult.OK} and tier.result_of(items[0][0]) is OK
+    with pytest.raises(TierError, match="another process"):
+        DiskTier(place).start()
+    tier.close()
+    assert len(found_in(place)) == 3
+
+
+def test_the_log_says_when_writes_begin_to_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    caplog.set_level("INFO")
+    tier = StartedTier(DiskTier(tmp_path, threads=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(VectoredIO, "write", fail)
+        assert tier.write(some(1), some(2)) == (WriteResult.FULL, WriteResult.FULL)
+    assert tier.write(some(3)) == (WriteResult.OK,)
+    tier.close()
+    said = [
+        (record.message, getattr(record, "reason", "")) for record in caplog.records if "disk_writes" in record.message
+    ]
+    assert said == [("disk_writes_fail", "No space left on device"), ("disk_writes_succeed", "")]
 
 
 def test_one_process_owns_a_folder(tmp_path: Path) -> None:
