@@ -274,10 +274,12 @@ class WritesEnded:
 
 @dataclass(frozen=True, slots=True)
 class WrittenDown:
-    """The end of a WriteDown: for each of its blocks, whether the tier has it now."""
+    """The end of a WriteDown: for each of its blocks, whether the tier has it now. `is_full`: the tier itself has no
+    room for more, whatever its budget says."""
 
     job: int
     written: tuple[bool, ...]
+    is_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,7 +282,7 @@ class PoolTiers:
         if len(written) != len(items):
             written = (False,) * len(items)
             self._counters[f"tier_{action.tier}_errors"] += 1
-        self._report(ev.WrittenDown(action.job, written), None)
+        self._report(ev.WrittenDown(action.job, written, WriteResult.FULL in results), None)
 
     def _read(self, tier: Tier, action: act.BringBack) -> None:
         items = self._payloads(action.items)

@@ -41,6 +41,7 @@ class TierBooks:
 
     def __init__(self, budget_bytes: int, policy: EvictionPolicy, gone: Callable[[TierBlock, bool], None]) -> None:
         self.budget_bytes = budget_bytes
+        self.limit_bytes = budget_bytes  # below the budget while the tier itself has less room
         self.policy = policy
         self.accounts = Accounts(budget_bytes)
         self.used_bytes = 0
@@ -76,13 +77,13 @@ class TierBooks:
         """Make room for a block that will be written. False when there is none, also within its tenant's quota."""
         assert block.key not in self._entries
         entry = _Entry(block, parent, account)
-        if entry.file_bytes > self.budget_bytes:
+        if entry.file_bytes > self.limit_bytes:
             return False
         while self.accounts.over_quota(account, entry.file_bytes):
             if not self._evict(lambda other: other == account):
                 self.accounts.count(account, "quota_refused")
                 return False
-        while self.used_bytes + entry.file_bytes > self.budget_bytes:
+        while self.used_bytes + entry.file_bytes > self.limit_bytes:
             if not self._evict(self.accounts.takes_from(account, entry.file_bytes)):
                 return False
         self._enter(entry)
@@ -108,7 +109,7 @@ class TierBooks:
         """Take over a block that an earlier boot wrote. False when it is known, or there is no room: none is evicted
         for it, because nothing tells which of the two is used."""
         entry = _Entry(block, None, account)
-        if block.key in self._entries or self.used_bytes + entry.file_bytes > self.budget_bytes:
+        if block.key in self._entries or self.used_bytes + entry.file_bytes > self.limit_bytes:
             return False
         if self.accounts.over_quota(account, entry.file_bytes):
             return False
@@ -215,6 +216,6 @@ class TierBooks:
         assert self._writing == len(self.writing()), "blocks being written down are miscounted"
         assert used == self.accounts.used, "what tenants hold in a tier does not add up"
         assert self.used_bytes == sum(entry.file_bytes for entry in self._entries.values()), "a tier's bytes are off"
-        assert self.used_bytes <= self.budget_bytes, "a tier is above its budget"
+        assert self.used_bytes <= self.limit_bytes <= self.budget_bytes, "a tier is above its budget"
         readable = {key for key, entry in self._entries.items() if entry.state in _READABLE}
         assert readable == set(self.policy.by_heat()), "a tier's policy knows other blocks than its books"

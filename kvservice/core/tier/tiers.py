@@ -42,6 +42,9 @@ CLEAN_SECONDS = 0.1  # between two looks: with CLEAN_BLOCKS, more than any disk 
 # For no longer than this, however many engines store.
 HOLD_SECONDS = 0.02
 KNOWN_MAX = 262_144  # blocks that are known to be in a shared tier, about 40 MB; a forgotten one is written again
+# A tier that has less room than its budget holds what fits, and evicts to take more. For so long: then it is tried anew
+# whether others of its file system have made room.
+FULL_SECONDS = 600.0
 CHECK_BLOCKS_MAX = 20_000  # larger books are not checked: a check would block the loop for too long
 
 
@@ -65,6 +68,7 @@ class _Tier:
     reads: dict[int, _Read] = field(default_factory=dict)  # by the number of the pull
     reading_bytes: int = 0
     cleared: set[BlockKey] = field(default_factory=set)  # being written, and not wanted any more
+    full_until: float = 0.0  # it has no more room than its books use
     is_open: bool = False  # nothing is asked of it before: it says what it found, maybe nothing, when it is open
 
     def has(self, key: BlockKey) -> bool:
@@ -252,7 +256,7 @@ class Tiers:
     def _clean_into(self, tier: _Tier, coldest: Sequence[Block]) -> None:
         """Offer no more than half of what the tier holds: if one block of the cold end evicted another from a small
         tier, they would take turns for ever."""
-        room = math.inf if tier.books is None else tier.books.budget_bytes * CLEAN_TIER_SHARE
+        room = math.inf if tier.books is None else tier.books.limit_bytes * CLEAN_TIER_SHARE
         for block in coldest:
             room -= block.payload_bytes + FILE_HEADER_BYTES
             if room < 0:
@@ -267,6 +271,8 @@ class Tiers:
             return None
         if tier.books is not None and tier.books.knows(key):
             return None  # it was found in the tier since it was queued
+        if tier.books is not None and self._now >= tier.full_until:
+            tier.books.limit_bytes = tier.books.budget_bytes
         account = self._store.account_of(block)
         name = (key, block.payload_bytes, block.digest, block.position, block.route)
         written = TierBlock(*name, tag_of(account), block.origin.fingerprint, block.stored_at)
@@ -289,6 +295,9 @@ class Tiers:
                     good += 1
                     self._count(tier, "written_bytes", block.payload_bytes)
                 self._settle(tier, block, now, is_written=is_written)
+            if event.is_full and tier.books is not None:
+                tier.books.limit_bytes = tier.books.used_bytes
+                tier.full_until = now + FULL_SECONDS
             self._count(tier, "written_blocks", good)
             self._count(tier, "write_failed", len(items) - good)
             tier.queue.report(good, now)

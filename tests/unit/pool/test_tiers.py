@@ -99,6 +99,12 @@ async def test_a_block_goes_down_and_comes_back_into_another_slot(bench: Bench) 
     assert bench.tiers.counters()["tier_fake_reads"] == 2
 
 
+async def test_a_full_tier_says_so(bench: Bench, tier: FakeTier) -> None:
+    block = bench.fill(SLOTS[0], CHAIN[0], 7)
+    tier.is_full = True
+    assert await bench.answer(act.WriteDown(1, "fake", ((block, SLOTS[0]),))) == ev.WrittenDown(1, (False,), True)
+
+
 async def test_a_tier_that_is_not_there_has_nothing(bench: Bench) -> None:
     block = bench.fill(SLOTS[0], CHAIN[0], 7)
     items = ((block, SLOTS[0]),)

@@ -13,7 +13,7 @@ from kvservice.core.messages import AcquireRequest
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
 from kvservice.core.tier.rules import TierRules, WriteMoment
 from kvservice.core.tier.tier_block import TierBlock
-from kvservice.core.tier.tiers import CLEAN_SECONDS, HOLD_SECONDS
+from kvservice.core.tier.tiers import CLEAN_SECONDS, FULL_SECONDS, HOLD_SECONDS
 from kvservice.core.tier.write_queue import WriteQueue
 from kvservice.testing.builders import SMALL, CoreHarness, make_chain
 from kvservice.units import BlockKey, MiB, SpanRoute
@@ -234,6 +234,23 @@ def test_what_waits_is_written_when_the_rest_ends() -> None:
     assert harness.state.next_deadline() == harness.now + 1.0
     harness.advance(1.0)
     assert harness.write_all() == list(chain[1:])
+
+
+def test_a_tier_with_less_room_than_its_budget_evicts_at_what_fits() -> None:
+    harness, chain, more = harness_with(disk()), make_chain(2), make_chain(6, "second")
+    engine = harness.attach()
+    harness.store(engine, chain)
+    assert harness.write_all() == list(chain)
+    harness.store(engine, more[:1])
+    harness.written(harness.writes()[0], False, is_full=True)
+    harness.advance(1.0)
+    harness.store(engine, more[1:3])
+    assert len(harness.write_all()) == 2 and len(harness.erased()) == 2
+    assert harness.state.tier_usage()[0].used_bytes == 2 * FILE, "no more than fitted"
+    harness.advance(FULL_SECONDS)
+    harness.store(engine, more[3:])
+    harness.write_all()
+    assert len(harness.erased()) == 2 and harness.state.tier_usage()[0].blocks > 2, "it is tried anew"
 
 
 def test_jobs_that_fail_together_are_one_failure() -> None:
