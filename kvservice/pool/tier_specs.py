@@ -13,13 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
-from kvservice.aio import DaemonThreads, in_thread, within
+from kvservice.aio import DaemonThreads, in_thread
 from kvservice.core.tier.rules import TierRules, WriteMoment
 
 log = logging.getLogger("kvservice.pool")
 
 DISK, OBJECTS = "disk", "objects"  # what people and metrics call our tiers
-FREE_SECONDS = 10.0  # for a disk to say how much is free: a network mount that is gone says it never
+# For a disk to say how much is free, and for each further step of counting what it holds: a network mount that is gone
+# says it never, and millions of files take longer.
+FREE_SECONDS = 10.0
 MARKS_SUFFIX = ".marks"  # of the file beside a disk's folder: pool.mark_files
 FREE_SHARE = 0.9  # of what is free: the index and the other users of the file system need room too
 
@@ -70,20 +72,39 @@ def disk_bytes(tiers: Iterable[TierSpec]) -> int:
     return sum(tier.budget_bytes for tier in tiers if tier.name == DISK)
 
 
+@dataclass(slots=True)
+class DiskWalk:
+    """Through the files of a disk, as another thread sees it."""
+
+    files: int = 0
+
+
 async def find_tiers(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]:
-    """`tier_specs`, without the disk when that does not answer in time: a pool starts without it."""
-    threads = DaemonThreads("kvservice-find-tiers")
+    """`tier_specs`, without the disk when that stops answering: a pool starts without it. Waits for a disk with many
+    files as long as it goes on answering."""
+    walk = DiskWalk()
+    finding = asyncio.ensure_future(
+        in_thread(partial(_reached, settings, owner, walk), DaemonThreads("kvservice-find-tiers"))
+    )
     try:
-        return await within(FREE_SECONDS, in_thread(partial(_reached, settings, owner), threads))
-    except (asyncio.TimeoutError, OSError) as error:
-        reason = str(error) or f"it did not answer within {FREE_SECONDS:.0f} s"
-        log.error("disk_unusable", extra={"path": settings.disk_path, "reason": reason})
-        return tuple(spec for spec in tier_specs(settings, owner, lambda place: 0) if spec.name != DISK)
+        seen = -1
+        while not finding.done() and walk.files > seen:
+            seen = walk.files
+            await asyncio.wait([finding], timeout=FREE_SECONDS)
+        if finding.done():
+            return finding.result()
+        reason = f"it did not answer within {FREE_SECONDS:.0f} s"
+    except OSError as error:
+        reason = str(error)
+    finally:
+        finding.cancel()
+    log.error("disk_unusable", extra={"path": settings.disk_path, "reason": reason})
+    return tuple(spec for spec in tier_specs(settings, owner, lambda place: 0) if spec.name != DISK)
 
 
-def _reached(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]:
+def _reached(settings: TierSettings, owner: str, walk: DiskWalk) -> tuple[TierSpec, ...]:
     """`tier_specs`, once the disk has shown what was cleared: a start reads that before all else. Raises OSError."""
-    found = tier_specs(settings, owner)
+    found = tier_specs(settings, owner, lambda place: free_bytes(place, walk))
     for path in marks_beside(found):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.read(1)
@@ -95,13 +116,13 @@ def marks_beside(tiers: Sequence[TierSpec]) -> tuple[Path, ...]:
     return tuple(Path(tier.place + MARKS_SUFFIX) for tier in tiers if tier.name == DISK)
 
 
-def tier_specs(settings: TierSettings, owner: str, free: Callable[[Path], int] | None = None) -> tuple[TierSpec, ...]:
+def tier_specs(settings: TierSettings, owner: str, free: Callable[[Path], int]) -> tuple[TierSpec, ...]:
     """The tiers that these settings name, nearest first. `owner` is the path of this pool below `disk_path`, where no
-    other pool writes. Blocks for a moment: it asks how much is free, and for seconds where many blocks lie."""
+    other pool writes. `free` says how much the disk's blocks may take; it may block."""
     found: list[TierSpec] = []
     place = disk_folder(settings, owner)
     if place is not None:
-        budget = settings.disk_bytes or (free or free_bytes)(place)
+        budget = settings.disk_bytes or free(place)
         found.append(TierSpec(DISK, str(place), budget, settings.disk_write, settings.disk_codec, io=settings.disk_io))
     if settings.objects_url:
         write, codec = settings.objects_write, settings.objects_codec
@@ -114,17 +135,22 @@ def disk_folder(settings: TierSettings, owner: str) -> Path | None:
     return Path(settings.disk_path) / owner if settings.disk_path else None
 
 
-def free_bytes(place: Path) -> int:
+def free_bytes(place: Path, walk: DiskWalk) -> int:
     """Nine tenths of what is free for this directory, which need not exist. Its own files count as free: they are the
-    blocks of an earlier start."""
+    blocks of an earlier start. Blocks for seconds where many lie."""
     there = next(each for each in (place, *place.parents) if each.exists())
-    return int((shutil.disk_usage(there).free + _held_bytes(place)) * FREE_SHARE)
+    return int((shutil.disk_usage(there).free + _held_bytes(place, walk)) * FREE_SHARE)
 
 
-def _held_bytes(place: Path) -> int:
-    total = 0
-    for folder, _, names in os.walk(place):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # erased meanwhile
-                total += Path(folder, name).stat().st_size
+def _held_bytes(place: Path, walk: DiskWalk) -> int:
+    total, folders = 0, [str(place)]
+    while folders:
+        with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # erased meanwhile
+                    total += entry.stat(follow_symlinks=False).st_size
+                walk.files += 1
     return total

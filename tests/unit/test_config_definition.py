@@ -25,7 +25,7 @@ from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.store.eviction import LeafFirstLru
 from kvservice.errors import ConfigError
 from kvservice.pool.runtime import PoolRuntime
-from kvservice.pool.tier_specs import TierSpec, _held_bytes, tier_specs
+from kvservice.pool.tier_specs import DiskWalk, TierSpec, _held_bytes, free_bytes, tier_specs
 from kvservice.proxy.settings import ProxySettings
 from kvservice.serve.section import parse_section
 from kvservice.session.pool_choice import choose_pool
@@ -123,19 +123,21 @@ def test_tiers_are_settings_of_a_service_and_of_an_embedded_pool() -> None:
         TierSpec("disk", "/mnt/blocks/prod/n0", 1 << 40, "reused", "planes+aesgcm", io="nixl-posix"),
         TierSpec("objects", "s3://bucket/prefix", 0, "stored", "none", "prod"),
     )
-    assert tier_specs(service, "prod/n0") == wanted == tier_specs(engine, "prod/n0")
-    assert tier_specs(ServiceConfig(), "prod/n0") == ()
+    no_room = lambda place: 0  # noqa: E731
+    assert tier_specs(service, "prod/n0", no_room) == wanted == tier_specs(engine, "prod/n0", no_room)
+    assert tier_specs(ServiceConfig(), "prod/n0", no_room) == ()
 
 
 def test_a_disk_without_a_size_takes_most_of_what_is_free(tmp_path: Path) -> None:
     held = tmp_path / "prod" / "n0" / "aa"
     held.mkdir(parents=True)
     (held / "block").write_bytes(bytes(1 << 20))
-    (spec,) = tier_specs(ServiceConfig(disk_path=str(tmp_path)), "prod/n0")
-    (other,) = tier_specs(ServiceConfig(disk_path=str(tmp_path / "not" / "there")), "prod/n0")
+    walk = DiskWalk()
+    found, other = (free_bytes(place, walk) for place in (tmp_path / "prod" / "n0", tmp_path / "not" / "there"))
     free = shutil.disk_usage(tmp_path).free
-    assert 0.5 * free < spec.budget_bytes < 0.95 * (free + (1 << 20)) and 0.5 * free < other.budget_bytes < free
-    assert _held_bytes(tmp_path / "prod" / "n0") == 1 << 20 and _held_bytes(tmp_path / "none") == 0
+    assert 0.5 * free < found < 0.95 * (free + (1 << 20)) and 0.5 * free < other < free
+    assert _held_bytes(tmp_path / "prod" / "n0", walk) == 1 << 20 and _held_bytes(tmp_path / "none", walk) == 0
+    assert walk.files == 2, "each walk counts"
 
 
 @pytest.mark.parametrize(

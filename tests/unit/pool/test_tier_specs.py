@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from kvservice.config import ServiceConfig
 from kvservice.pool import tier_specs
-from kvservice.pool.tier_specs import find_tiers
+from kvservice.pool.tier_specs import DiskWalk, find_tiers
 
 
 async def test_a_disk_that_does_not_answer_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
 
-    def free_bytes(place: Path) -> int:
+    def free_bytes(place: Path, walk: DiskWalk) -> int:
         answers.wait()
         return 1
 
@@ -26,8 +27,23 @@ async def test_a_disk_that_does_not_answer_is_left_out(tmp_path: Path, monkeypat
     answers.set()
 
 
+async def test_a_disk_that_goes_on_answering_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has so many files that to count them takes longer than a disk may be silent."""
+
+    def free_bytes(place: Path, walk: DiskWalk) -> int:
+        for _ in range(10):
+            time.sleep(0.02)
+            walk.files += 1
+        return 7
+
+    monkeypatch.setattr(tier_specs, "free_bytes", free_bytes)
+    monkeypatch.setattr(tier_specs, "FREE_SECONDS", 0.1)
+    (spec,) = await find_tiers(ServiceConfig(disk_path=str(tmp_path)), "s/n")
+    assert spec.budget_bytes == 7
+
+
 async def test_a_disk_that_cannot_be_asked_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def free_bytes(place: Path) -> int:
+    def free_bytes(place: Path, walk: DiskWalk) -> int:
         raise PermissionError(13, "Permission denied", str(place))
 
     monkeypatch.setattr(tier_specs, "free_bytes", free_bytes)
