@@ -54,6 +54,10 @@ class BoundedTable(Generic[K, V]):
                 self._on_drop(dropped)
         return value
 
+    def clear(self) -> None:
+        """Remove all entries. `on_drop` is not called."""
+        self._entries.clear()
+
     def pop(self, name: K) -> V | None:
         """Remove and return the entry. `on_drop` is not called."""
         return self._entries.pop(name, None)

@@ -48,6 +48,7 @@ class BlockObjects:
         self._marks_folder = marks_folder
         self._library: Any = None  # obstore, an extra that is imported when a store is opened
         self._mark_objects: MarkObjects | None = None
+        self._known_marks: set[Mark] = set()
         self._store: Any = None
         self._failures: tuple[type[Exception], ...] = ()
         self._breaker = Breaker()
@@ -74,16 +75,27 @@ class BlockObjects:
     async def load_marks(self) -> tuple[Mark, ...]:
         """The marks of clears in the store. Raises TierError when they cannot all be read."""
         try:
-            return await self._marks().load()
+            found = await self._marks().load()
         except self._failures as error:
             raise why_unusable(self._url, error) from error
+        self._heard_of(found)
+        self._known_marks.intersection_update(found)
+        return found
 
     async def keep_marks(self, marks: Sequence[Mark]) -> None:
         """Raises TierError when they cannot be written."""
+        self._heard_of(marks)
         try:
             await self._marks().keep(marks)
         except self._failures as error:
             raise why_unusable(self._url, error) from error
+
+    def _heard_of(self, marks: Sequence[Mark]) -> None:
+        """After a new clear an object that is there may be of before it: the next write of its block replaces it."""
+        if not self._known_marks.issuperset(marks):
+            self._known_marks.update(marks)
+            self._believed.clear()
+            self._prefixes.clear()
 
     def _marks(self) -> MarkObjects:
         if self._mark_objects is None:

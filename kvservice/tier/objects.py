@@ -416,6 +416,7 @@ class ObjectTier:
                 work, place = lane.waiting.popleft()
                 work.answers.drop(place)
         self._erasing.clear()
+        await asyncio.sleep(0)  # a task that is cancelled before its first step would answer nobody
         await end_tasks(self._tasks - self._puts)
         if self._puts:
             await asyncio.wait(self._puts, timeout=CLOSE_SECONDS)

@@ -306,10 +306,13 @@ class Tiers:
         """Give up these blocks, and those of them that are being written when that ends. Yields after each whole slice,
         and returns how many there were. Memory must have none of them, else they are written later.
 
-        What other nodes wrote into a shared tier is not known here: the marks keep it from being served.
+        What other nodes wrote into a shared tier is not known here: the marks keep it from being served, and what is
+        stored from now on is written again, whatever lies there.
         """
         count = 0
         for tier in self._tiers.values():
+            if tier.books is None:
+                tier.known.clear()
             writing = [block for block in tier.queue.blocks() if is_covered(block)]
             tier.cleared.update(block.key for block in writing)
             count += len(writing)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, BlockFileHeader, pack_file_header
 from kvservice.errors import TierError
 from kvservice.testing.eventually import eventually
 from kvservice.testing.tier_calls import BlocksOfTier
 from kvservice.tier import block_objects, objects
-from kvservice.tier.base import TierWrite, WriteResult
+from kvservice.tier.base import TierRead, TierWrite, WriteResult
 from kvservice.tier.objects import ObjectTier
 from tests.unit.tier.damages import Damage, each_damage
 
@@ -83,6 +85,17 @@ def test_known_objects_are_not_written_again(tmp_path: Path, tier: ObjectTier, b
     assert not path_of(tmp_path, 1).exists() and tier.counters()["writes_skipped"] == 1
     assert blocks.read(blocks.block(1))[0] == (PullResult.STALE,)
     assert blocks.write(1) == (WriteResult.OK,) and path_of(tmp_path, 1).exists()
+
+
+def test_objects_of_before_a_clear_are_written_again(tmp_path: Path, tier: ObjectTier, blocks: BlocksOfTier) -> None:
+    blocks.write(1)
+    for number in (1, 2):
+        tier.keep_marks([Mark(MarkKind.TENANT, time.time(), f"tenant{number}")])
+        path_of(tmp_path, 1).unlink()
+        assert blocks.write(1) == (WriteResult.OK,) and path_of(tmp_path, 1).exists()
+    assert len(tier.load_marks()) == 2
+    blocks.write(1)
+    assert tier.counters()["writes_skipped"] == 1, "marks that are known change nothing"
 
 
 def test_a_damaged_object_is_replaced_by_the_next_write(tmp_path: Path, blocks: BlocksOfTier) -> None:
@@ -184,6 +197,21 @@ def test_a_closed_tier_answers_at_once(tier: ObjectTier, blocks: BlocksOfTier) -
     assert blocks.read(blocks.block(1))[0] == (PullResult.FAILED,)
     tier.erase([blocks.block(1).key])
     assert not [thread for thread in threading.enumerate() if thread.name == "kvservice-objects"]
+
+
+def test_a_tier_that_ends_answers_every_read(tmp_path: Path) -> None:
+    """Also those that begin at that moment."""
+    answered: list[int] = []
+    for number in range(20):
+        tier = ObjectTier(f"file://{tmp_path}/store")
+        tier.start()
+        blocks = BlocksOfTier(tier)
+        for _ in range(200):
+            items = ((blocks.block(1), memoryview(bytearray(SIZE))),)
+            tier.read(TierRead(1, items, time.monotonic() + 5, urgent=True), lambda job, found: answered.append(job))
+        time.sleep(0.001 * number)
+        tier.close()
+        assert len(answered) == 200 * (number + 1)
 
 
 def test_a_store_that_fails_is_left_alone_and_tried_again(

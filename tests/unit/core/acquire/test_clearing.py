@@ -29,6 +29,7 @@ from kvservice.units import BlockKey, MiB, SpanRoute
 
 CHAIN, OTHER = make_chain(3), make_chain(3, "other")
 DISK = TierRules("disk", budget_bytes=100 * MiB, write=WriteMoment.STORED)
+OBJECTS = TierRules("objects", is_shared=True, write=WriteMoment.STORED)
 MODEL = (MarkKind.MODEL, "model")
 
 
@@ -157,6 +158,18 @@ def test_a_clear_takes_from_tiers_also_what_is_being_written() -> None:
     assert erased(harness) == set(CHAIN)
     assert (harness.slots("leased"), harness.state.inventory()) == (0, [])
     assert set(harness.retracted) == set(CHAIN)
+
+
+def test_what_is_stored_after_a_clear_goes_to_a_shared_tier_again() -> None:
+    """What lies there is of before the clear, so nobody may use it."""
+    harness = CoreHarness(tiers=(OBJECTS,))
+    engine = harness.attach()
+    harness.store(engine, CHAIN)
+    assert harness.write_all("objects") == list(CHAIN)
+    harness.clear(*MODEL)
+    harness.advance(1.0)
+    harness.store(engine, CHAIN)
+    assert harness.write_all("objects") == list(CHAIN)
 
 
 def test_a_tier_brings_nothing_old_back_after_a_restart() -> None:
