@@ -165,7 +165,7 @@ class PoolRuntime(PoolAnswers):
         segment = await open_segment(
             config.segment_path, config.directory, config.geometry, config.node_id, config.epoch_floor
         )
-        puller: Puller | None = None
+        puller, runtime = None, None
         makers = tier_makers(config.tiers, config.coders) if tiers is None else tiers
         try:
             if reads is not None:
@@ -175,7 +175,9 @@ class PoolRuntime(PoolAnswers):
             runtime = cls(config, segment, puller, directory, peers, clock, partial(claim, segment), makers)
             await runtime.begin()
         except BaseException:
-            if puller is not None:
+            if runtime is not None:
+                await asyncio.shield(runtime.close())  # its tiers own folders
+            elif puller is not None:
                 puller.close()
             close_new(segment)
             raise
@@ -189,13 +191,10 @@ class PoolRuntime(PoolAnswers):
         # A block that was being read when it was cleared may still have been in memory when the last boot ended.
         late = self._state.freshness.wall(self._clock()) - CLEAR_AGAIN_SECONDS
         await self._clear([mark for mark in marks if mark.at > late])
-        for opening in self._tiers.opening():
-            self._spawn(opening)
-        self._spawn(self._check_forever())
         rules = [rules_of(spec) for spec in self._config.tiers]
         shared = [each.name for each in rules if each.is_shared and each.name in self._tiers.names]
-        for name in shared:
-            self._spawn(self._tiers.follow_marks(name))
+        for work in (*self._tiers.opening(), self._check_forever(), *map(self._tiers.follow_marks, shared)):
+            self._spawn(work)
         may_serve_old = bool(self._state.blocks()) or len(shared) < len(rules)
         if may_serve_old and not await self._tiers.marks_known(shared, MARKS_SECONDS):
             log.warning("marks_not_asked", extra={"reason": f"a shared tier was not open within {MARKS_SECONDS:.0f} s"})

@@ -181,9 +181,10 @@ def _lock(folder: int, path: Path, *, make: bool) -> int:
     except BlockingIOError as error:
         owner = os.pread(descriptor, 20, 0).decode(errors="replace")
         os.close(descriptor)
+        whose = f"another process ({owner if owner.isdigit() else 'unknown'})"
         raise TierError(
-            f"another process ({owner if owner.isdigit() else 'unknown'}) uses the blocks in {path}: stop it, or give "
-            "each node a disk_path of its own",
+            f"{'another pool of this process' if owner == str(os.getpid()) else whose} uses the blocks in {path}: stop "
+            "it, or give each node a disk_path of its own",
             path=path,
             transient=True,  # it may be the process before this one, which still ends
         ) from error

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+
+import pytest
 
 from kvservice.api.layout import Layout
+from kvservice.api.loop import LoopThread
 from kvservice.api.pool_thread import PoolThread
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.session.options import Mode, PoolOptions
@@ -33,3 +37,23 @@ def test_programs_that_attach_at_once_share_one_pool() -> None:
     finally:
         thread.loop.wait(thread.close())
         thread.loop.stop()
+
+
+async def test_work_that_is_given_up_has_ended_before_its_caller_goes_on() -> None:
+    thread, began, ended = LoopThread(), threading.Event(), list[str]()
+
+    async def hold() -> None:
+        try:
+            began.set()
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append("let go")
+
+    waiting = asyncio.create_task(thread.wait_async(hold()))
+    await asyncio.to_thread(began.wait, 10)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ended == ["let go"]
+    thread.stop()

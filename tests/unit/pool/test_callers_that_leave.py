@@ -15,11 +15,14 @@ import pytest
 from kvservice.core import actions as act
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
 from kvservice.core.segment.geometry import plan_geometry
-from kvservice.errors import NotAttached, SegmentError
+from kvservice.errors import NotAttached, SegmentError, TierError
 from kvservice.pool import vanished
 from kvservice.pool.runtime import PoolConfig, PoolRuntime
+from kvservice.pool.tier_specs import TierSpec
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
+from kvservice.testing.fake_tier import FakeTier
+from kvservice.tier.disk import DiskTier
 from kvservice.units import MiB, NodeId, SpanRoute
 
 CHAIN = make_chain(1)
@@ -32,6 +35,33 @@ async def runtime() -> AsyncIterator[PoolRuntime]:
     yield made
     made.unlink()
     await made.close()
+
+
+async def test_a_start_that_is_given_up_leaves_the_disk_to_the_next(tmp_path: Path) -> None:
+    """A shared tier keeps the start waiting, and the disk is open already."""
+    specs = [TierSpec(name, str(tmp_path), 64 * MiB, "stored", "none") for name in ("disk", "objects")]
+    config, slow = PoolConfig(NodeId("n"), None, plan_geometry(8 * MiB), tiers=tuple(specs)), FakeTier("objects")
+    slow.hang_at_start()
+    opening = asyncio.create_task(
+        PoolRuntime.open(config, tiers={"disk": lambda: DiskTier(tmp_path), "objects": lambda: slow})
+    )
+    await eventually_async(lambda: (tmp_path / "lock").exists(), "the disk to be opened")
+    opening.cancel()
+    slow.go_on()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    def is_free() -> bool:
+        disk = DiskTier(tmp_path)
+        try:
+            disk.start()
+        except TierError:
+            return False
+        disk.close()
+        return True
+
+    await eventually_async(is_free, "the tier, which may have been opening, to let go of the disk")
 
 
 async def test_an_answer_to_a_cancelled_caller_is_given_back(

@@ -183,7 +183,7 @@ def test_a_folder_that_somebody_emptied_is_made_again(tmp_path: Path, what: str)
         place.rmdir()
     assert tier.result_of(items[0][0]) is STALE
     assert set(tier.write(*items)) == {WriteResult.OK} and tier.result_of(items[0][0]) is OK
-    with pytest.raises(TierError, match="another process"):
+    with pytest.raises(TierError, match="another pool of this process"):
         DiskTier(place).start()
     tier.close()
     assert len(found_in(place)) == 3
@@ -208,13 +208,17 @@ def test_the_log_says_when_writes_begin_to_fail(
     assert said == [("disk_writes_fail", "No space left on device"), ("disk_writes_succeed", "")]
 
 
-def test_one_process_owns_a_folder(tmp_path: Path) -> None:
+def test_one_process_owns_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = StartedTier(DiskTier(tmp_path))
-    with pytest.raises(TierError, match=rf"another process \({os.getpid()}\).*disk_path of its own") as refused:
+    with pytest.raises(TierError, match=r"another pool of this process.*disk_path of its own") as refused:
         DiskTier(tmp_path).start()
     assert refused.value.attributes["transient"], "the other one may be about to end"
-    with pytest.raises(TierError, match="another process"):
+    with pytest.raises(TierError, match="another pool of this process"):
         remove_blocks(tmp_path)
+    owner = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: owner + 1)
+    with pytest.raises(TierError, match=rf"another process \({owner}\)"):
+        DiskTier(tmp_path).start()
     tier.close()
     found_in(tmp_path)
 

@@ -91,7 +91,7 @@ def test_a_folder_without_blocks_or_in_use_is_refused(tmp_path: Path) -> None:
         check_folder(tmp_path)
     assert list(tmp_path.iterdir()) == []
     tier = StartedTier(DiskTier(tmp_path))
-    with pytest.raises(TierError, match="another process"):
+    with pytest.raises(TierError, match="another pool of this process"):
         check_folder(tmp_path)
     tier.close()
 
