@@ -431,7 +431,7 @@ MUTANTS = (
     Mutant(
         "tier: the disk keeps its budget",
         BOOKS,
-        "        while self.used_bytes + entry.file_bytes > self.budget_bytes:\n",
+        "        while self.used_bytes + entry.file_bytes > self.limit_bytes:\n",
         "        while False:\n",
         seed=5,
     ),

@@ -204,7 +204,7 @@ def test_damaged_memory_is_a_miss_when_digests_are_checked(cache: kvservice.Cach
         assert len(hit) == 3
 
 
-def test_a_damaged_header_is_a_miss_until_the_pool_writes_it_again(cache: kvservice.Cache) -> None:
+def test_a_damaged_header_is_a_miss_until_it_is_written_again(cache: kvservice.Cache) -> None:
     cache.put(range(12), some(3))
     with cache.get(range(12)) as hit:
         assert hit._held is not None

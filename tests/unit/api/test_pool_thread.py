@@ -39,7 +39,7 @@ def test_programs_that_attach_at_once_share_one_pool() -> None:
         thread.loop.stop()
 
 
-async def test_work_that_is_given_up_has_ended_before_its_caller_goes_on() -> None:
+async def test_work_that_is_given_up_ends_before_its_caller_goes_on() -> None:
     thread, began, ended = LoopThread(), threading.Event(), list[str]()
 
     async def hold() -> None:

@@ -160,7 +160,7 @@ def test_a_clear_takes_from_tiers_also_what_is_being_written() -> None:
     assert set(harness.retracted) == set(CHAIN)
 
 
-def test_what_is_stored_after_a_clear_goes_to_a_shared_tier_again() -> None:
+def test_what_is_stored_after_a_clear_is_written_to_stores_again() -> None:
     """What lies there is of before the clear, so nobody may use it."""
     harness = CoreHarness(tiers=(OBJECTS,))
     engine = harness.attach()

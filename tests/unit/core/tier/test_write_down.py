@@ -236,7 +236,7 @@ def test_what_waits_is_written_when_the_rest_ends() -> None:
     assert harness.write_all() == list(chain[1:])
 
 
-def test_a_tier_with_less_room_than_its_budget_evicts_at_what_fits() -> None:
+def test_a_tier_with_less_room_than_its_budget_holds_what_fits() -> None:
     harness, chain, more = harness_with(disk()), make_chain(2), make_chain(6, "second")
     engine = harness.attach()
     harness.store(engine, chain)
