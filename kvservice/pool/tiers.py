@@ -183,10 +183,17 @@ class PoolTiers:
 
     async def keep_marks(self, marks: Sequence[Mark]) -> None:
         """Keep the marks of a clear in every open tier that can; others are told when they open. Raises TierError."""
-        keepers: list[object] = list(self._open.values())
-        for keeper in keepers:
+        keepers: dict[str, object] = dict(self._open)
+        problems: list[str] = []
+        for name, keeper in keepers.items():
             if isinstance(keeper, KeepsMarks):
-                await in_thread(partial(keeper.keep_marks, marks))
+                try:
+                    await in_thread(partial(keeper.keep_marks, marks))
+                except Exception as error:  # noqa: BLE001  a tier is code of others too, and the next one is told as well
+                    self._count_error(name, "marks_failed", error)
+                    problems.append(error.message if isinstance(error, KVServiceError) else f"{name}: {error!r}")
+        if problems:
+            raise TierError("; ".join(problems))
 
     def _fail(self, name: str, reason: str) -> None:
         self._states[name] = TierStatus(name, TierPhase.FAILED, reason)

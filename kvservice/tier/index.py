@@ -145,6 +145,8 @@ class IndexLog:
             found = read_index(self._folder)
             if found.is_whole:
                 self._write_anew([pack_row(block) for block in found.blocks.values()])
+            else:
+                self._rows = 0  # somebody damaged it, and it takes seconds to read: not with every row
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -94,10 +94,10 @@ class Spill:
 
     def work(self, now: float) -> None:
         """Ask who accepts blocks, and offer some. Called after every event; cheap when nothing waits."""
-        if not self._waiting or self._shard.is_draining():
-            return
         for number in [number for number, offer in self._offers.items() if offer.until <= now]:
             self.offered(number, None, now)
+        if not self._waiting or self._shard.is_draining():
+            return
         if now >= self._ask_at:
             self._ask_at = now + ANSWER_SECONDS
             self._shard.emit(FindTakers((), is_spill=True))

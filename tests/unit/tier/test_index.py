@@ -90,6 +90,17 @@ def test_a_log_that_has_grown_is_written_anew(folder: int, tmp_path: Path, monke
     assert set(read_index(folder).blocks) == {block.key for block in [*BLOCKS, a_block(9)]}
 
 
+def test_a_damaged_log_is_not_read_with_every_row(folder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "ROWS_EXTRA", 10)
+    log, reads = IndexLog(folder, BLOCKS), list[int]()
+    (tmp_path / INDEX_NAME).write_bytes(b"damaged")
+    monkeypatch.setattr(index_module, "read_index", lambda place: reads.append(place) or read_index(place))
+    for _ in range(100):
+        log.append([pack_row(BLOCKS[0])], 0)
+    log.close()
+    assert 1 <= len(reads) <= 5
+
+
 def test_a_log_that_cannot_be_written_costs_nothing(folder: int, tmp_path: Path) -> None:
     """The next start finds the files by their names."""
     (tmp_path / f"{INDEX_NAME}.new").mkdir()

@@ -148,6 +148,17 @@ def test_a_receiver_that_takes_nothing_is_left_alone(sender: Sender, fault: str)
     assert sender.offers, "it is asked again later"
 
 
+def test_an_offer_without_an_answer_ends_though_nothing_waits(sender: Sender) -> None:
+    sender.fill()
+    sender.find(peer())
+    sender.take_all()
+    sender.fill(make_chain(1, "last"))
+    sender.clean()
+    assert sender.state._tiers.spill.is_offering
+    sender.advance(ANSWER_SECONDS)
+    assert not sender.state._tiers.spill.is_offering
+
+
 def test_without_memory_nodes_questions_become_rare(sender: Sender) -> None:
     sender.fill()
     sender.find(peer(accepts=False), peer("gone", draining=True))
