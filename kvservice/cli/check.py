@@ -59,16 +59,12 @@ def _round(lookups: Sequence[str], metrics: Sequence[str], nodes: int) -> tuple[
 
 def _ask_directory(lookups: Sequence[str], nodes: int) -> tuple[list[str], str]:
     from kvservice.cli import status
+    from kvservice.client.lookup_overview import misplaced
     from kvservice.client.members import tls_beside
 
     seen = status.read_overview("", lookups, {}, tls_beside())
-    problems = list(seen.problems)
-    for index, row in enumerate(seen.lookups):
-        if not row.error and (row.partition, row.partition_count) != (index, len(lookups)):
-            problems.append(
-                f"lookup partition {row.address} is {row.partition} of {row.partition_count}, "
-                f"and was given as {index} of {len(lookups)}"
-            )
+    problems = [*seen.problems, *misplaced(seen.lookups)]
+    for row in seen.lookups:
         if not row.error and row.nodes_alive < nodes:
             problems.append(f"lookup partition {row.address} knows {row.nodes_alive} nodes, but {nodes} are expected")
     problems += [f"node {node.label} is draining" for node in seen.nodes if node.state == "draining"]

@@ -422,6 +422,7 @@ def ray_cluster() -> Iterator[Check]:
 def service_parts() -> Iterator[Check]:
     """Yields a row for every shard and lookup partition of the services that are registered on this machine."""
     from kvservice.cli.status import collect
+    from kvservice.client.lookup_overview import misplaced
     from kvservice.discovery import find_shards
 
     services = sorted({record.service for record in find_shards(live_only=False)})
@@ -435,6 +436,8 @@ def service_parts() -> Iterator[Check]:
         for kind, where, error in rows:
             status = PROBLEM if error else OK
             yield Check(f"{kind} of {service}", status, f"{where}: {error or 'answers'}", advice * bool(error))
+        for wrong in misplaced(seen.lookups):
+            yield Check(f"lookup of {service}", PROBLEM, wrong, "start the shards again with all of them")
 
 
 def _local_cluster() -> str | None:

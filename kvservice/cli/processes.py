@@ -15,6 +15,7 @@ from kvservice.units import NodeId
 
 # Parts of file names, certificates and JSON: no "/", no blank, and nothing that a command takes for an option.
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+HINT = "every shard needs the addresses of all {count} lookup partitions: --lookup for each, in their order"
 LOOKUP_PORT = 7400  # the default port of a lookup partition; two partitions on one host need two ports
 
 
@@ -98,6 +99,7 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
         await serve(
             server,
             f"lookup partition {partition} of {count}",
+            hint=HINT.format(count=count) if count > 1 else "",
             service=config.service,
             host=host.strip("[]"),
             metrics_port=config.metrics_port,

@@ -7,6 +7,7 @@ also read in pipes and files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -43,10 +44,13 @@ def run(service: str | None, lookup: Sequence[str] | None, form: Format, watch: 
 
 def collect(service: str | None, lookup: Sequence[str] | None = None) -> Overview:
     """Everything that `draw` shows. Blocks for RPCs. Raises NoService."""
+    from kvservice.client.lookup_overview import misplaced
     from kvservice.client.members import find_members
 
     members = find_members(service, lookup)
-    return read_overview(members.service, members.lookups, {**members.shards, **members.gone}, members.tls)
+    seen = read_overview(members.service, members.lookups, {**members.shards, **members.gone}, members.tls)
+    # For the option one partition is enough. What shards or the setting name must be all of them.
+    return seen if lookup else replace(seen, problems=(*seen.problems, *misplaced(seen.lookups)))
 
 
 def read_overview(service: str, lookup_addresses: Sequence[str], known: dict[str, str], tls: Any) -> Overview:

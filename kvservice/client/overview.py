@@ -20,6 +20,7 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
 from kvservice.client.eviction_overview import EvictionOverview, eviction_of
+from kvservice.client.lookup_overview import LookupOverview
 from kvservice.client.tier_overview import UNUSABLE, DriftOverview, TierOverview, drifts_of, sum_tiers, tiers_of
 from kvservice.core.explain.evictions import EvictionCause
 from kvservice.core.store.blocks import EVICTED
@@ -214,16 +215,6 @@ class SlowestRequest:
     local_blocks: int
     fetched_blocks: int
     miss: str  # value of core.messages.MissReason
-
-
-@dataclass(frozen=True, slots=True)
-class LookupOverview:
-    address: str
-    partition: int
-    partition_count: int
-    keys: int
-    nodes_alive: int
-    error: str  # "" when it answers
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ async def serve(
     server: LookupServer,
     what: str,
     *,
+    hint: str = "",
     service: str = "default",
     host: str = "",
     metrics_port: int = 0,
@@ -27,8 +28,8 @@ async def serve(
 ) -> None:
     """Serve until a signal, and return after a clean stop.
 
-    `what` is what serves; it is printed in one line with the address. Metrics are served on `host`. Raises ConfigError
-    when the address cannot be bound.
+    `what` is what serves; it is printed in one line with the address, and `hint` below it. Metrics are served on
+    `host`. Raises ConfigError when the address cannot be bound.
     """
     tracing.start(traces, "kvservice-lookup", service=service)
     stopped = asyncio.Event()
@@ -44,6 +45,8 @@ async def serve(
             collector = LookupCollector(service, on_loop(loop, server.numbers))
             end_metrics = serve_endpoint([collector], on_loop(loop, server.condition), metrics_port, host)
         say(f"{what} serves {address}")
+        if hint:
+            say(hint)
         await stopped.wait()
         for number in SIGNALS:
             loop.remove_signal_handler(number)  # a second signal kills the process; the next start replaces its socket

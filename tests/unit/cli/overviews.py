@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvservice.client.eviction_overview import EvictionOverview
+from kvservice.client.lookup_overview import LookupOverview
 from kvservice.client.overview import (
     EngineOverview,
     FingerprintDifference,
     Flow,
     HitWindow,
-    LookupOverview,
     MirrorOverview,
     ModelHits,
     ModelOverview,

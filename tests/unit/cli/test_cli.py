@@ -343,6 +343,7 @@ def test_a_lookup_partition_listens_at_the_port_of_the_setting(
             assert process.stdout is not None
             said = process.stdout.readline()
             assert (f"127.0.0.1:{port}" in said) is is_there, said
+            assert "every shard needs the addresses of all 2 lookup partitions" in process.stdout.readline()
         finally:
             process.terminate()
             process.wait(20)
