@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,14 @@ from rich.text import Text
 
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
-from kvservice.cli.status import plain, table
+from kvservice.cli.status import collect, plain, table
 from kvservice.errors import ConfigError, Forbidden, InvalidRequest, KVServiceError, Unauthenticated
-from kvservice.units import format_bytes
+from kvservice.units import format_bytes, printable
 
 if TYPE_CHECKING:
     from kvservice.client.members import Members
     from kvservice.client.operator import OperatorClient
+    from kvservice.client.overview import Overview
     from kvservice.core.block.marks import Mark
     from kvservice.units import BlockKey
 
@@ -54,6 +55,7 @@ class ClearReport:
     nodes: tuple[ClearedNode, ...]
     problems: tuple[str, ...]
     complete: bool
+    note: str = ""  # that the name may be wrong
 
 
 def run(
@@ -67,12 +69,34 @@ def run(
         raise ConfigError("say what to clear: one of --everything, --namespace, --tenant, --model and --prompt")
     if wanted.prompt is not None and not wanted.model:
         raise ConfigError("name the --model that the prompts are for", key="model")
-    report = asyncio.run(_clear(service, lookup, wanted, wait))
+    report, found_blocks = asyncio.run(_clear(service, lookup, wanted, wait))
+    if report.complete and not found_blocks and wanted.prompt is None and not wanted.everything:
+        report = replace(report, note=doubt(wanted, collect(service, lookup)))
     write(report, lambda found, _: draw(found), form)
     return report.complete
 
 
-async def _clear(service: str | None, lookup: Sequence[str] | None, wanted: Scope, wait: float) -> ClearReport:
+def doubt(wanted: Scope, seen: Overview) -> str:
+    """What to say when a clear found no block: a wrong name looks like one whose blocks are gone."""
+    if wanted.model:
+        kind, name = "model", wanted.model
+        known = {engine.model for engine in seen.engines} | {row.model for row in seen.hits}
+    elif wanted.tenant:
+        kind, name = "tenant", wanted.tenant
+        known = {engine.tenant for engine in seen.engines} | {row.name for row in seen.tenants}
+    else:
+        kind, name = "namespace", wanted.namespace or ""
+        known = {engine.namespace for engine in seen.engines}
+    if name in known:
+        return ""
+    names = ", ".join(sorted(known - {""}))
+    return f"No block was found, and no node knows a {kind} {name!r}; known: {names or 'none'}"
+
+
+async def _clear(
+    service: str | None, lookup: Sequence[str] | None, wanted: Scope, wait: float
+) -> tuple[ClearReport, bool]:
+    """Returns what the last round found, and whether any found a block."""
     from kvservice.auth.token import Token
     from kvservice.client.members import find_members
     from kvservice.client.operator import OperatorClient
@@ -80,13 +104,15 @@ async def _clear(service: str | None, lookup: Sequence[str] | None, wanted: Scop
     members = await asyncio.to_thread(find_members, service, lookup)
     client = OperatorClient(members.tls, Token.of_environment())
     deadline = time.monotonic() + wait
+    found_blocks = False
     try:
         with Progress("clearing") as progress:
             marks = await _marks(client, members, wanted)
             while True:
                 report = await _round(client, members, marks)
+                found_blocks |= any(node.blocks or node.tier_blocks for node in report.nodes)
                 if report.complete or time.monotonic() >= deadline:
-                    return report
+                    return report, found_blocks
                 left = sum(bool(node.error or node.reading) for node in report.nodes) + len(report.problems)
                 progress.update(f"{left} parts are not done")
                 await asyncio.sleep(POLL_SECONDS)
@@ -179,4 +205,6 @@ def draw(report: ClearReport) -> RenderableType:
         lines.append(Text("Requests still read cleared blocks; no new one gets them. --wait waits for these."))
     else:
         lines.append(Text("Not complete. A node that was not reached asks the others when it starts."))
+    if report.note:
+        lines.append(Text(printable(report.note)))
     return Group(*lines)

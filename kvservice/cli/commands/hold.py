@@ -171,10 +171,10 @@ def clear(
 ) -> None:
     """Forget blocks, in every tier on every node.
 
-    Name one of --everything, --namespace, --tenant, --model and --prompt. Blocks of an unknown tenant, model or
-    namespace are cleared too. Engines keep what is in their own GPU cache. Needs a certificate for a node, and an
-    administrator's token if there are tenants. Exits with 1 if a node was not reached, or still reads cleared
-    blocks."""
+    Name one of --everything, --namespace, --tenant, --model and --prompt. After a restart a shard does not know whose
+    blocks its memory holds: those go with every tenant, model and namespace. Engines keep what is in their own GPU
+    cache. Needs a certificate for a node, and an administrator's token if there are tenants. Exits with 1 if a node was
+    not reached, or still reads cleared blocks."""
     from kvservice.cli import clear as run
 
     wanted = run.Scope(everything, namespace, tenant, model, prompt, tokenizer)

@@ -1,0 +1,60 @@
+"""What `kvservice clear` says of a name that nobody knows."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvservice.cli import clear
+from kvservice.cli.clear import ClearedNode, ClearReport, Scope
+from tests.unit.cli.overviews import MODEL, make_node, make_overview
+
+SEEN = make_overview([make_node(0), make_node(1)])
+
+
+def said(monkeypatch: pytest.MonkeyPatch, wanted: Scope, *, found: bool = False, complete: bool = True) -> str:
+    """What a clear prints that found a block or none."""
+    report = ClearReport((ClearedNode("a"),), (), complete)
+
+    async def cleared(*_: object) -> tuple[ClearReport, bool]:
+        return report, found
+
+    console = Console(width=200, no_color=True, file=io.StringIO())
+    monkeypatch.setattr(clear, "_clear", cleared)
+    monkeypatch.setattr(clear, "collect", lambda *_: SEEN)
+    monkeypatch.setattr(clear, "write", lambda made, draw, _: console.print(draw(made, False)))
+    assert clear.run(None, None, wanted, 0.0) is complete
+    file: Any = console.file
+    return str(file.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "note"),
+    [
+        (Scope(model="nope"), f"no node knows a model 'nope'; known: {MODEL}"),
+        (Scope(tenant="nope"), "no node knows a tenant 'nope'; known: search"),
+        (Scope(namespace="nope"), "no node knows a namespace 'nope'; known: none"),
+    ],
+)
+def test_a_clear_of_an_unknown_name_says_so(monkeypatch: pytest.MonkeyPatch, wanted: Scope, note: str) -> None:
+    assert note in said(monkeypatch, wanted)
+
+
+@pytest.mark.parametrize("wanted", [Scope(model=MODEL), Scope(tenant="search"), Scope(namespace="")])
+def test_a_clear_of_a_known_name_is_just_complete(monkeypatch: pytest.MonkeyPatch, wanted: Scope) -> None:
+    assert "no node knows" not in said(monkeypatch, wanted)
+
+
+def test_a_clear_that_found_blocks_doubts_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no node knows" not in said(monkeypatch, Scope(model="nope"), found=True)
+    assert "no node knows" not in said(monkeypatch, Scope(model="nope"), complete=False)
+    assert "no node knows" not in said(monkeypatch, Scope(everything=True))
+
+
+def test_without_engines_no_names_are_listed() -> None:
+    nobody = replace(SEEN, engines=(), hits=())
+    assert clear.doubt(Scope(model="nope"), nobody).endswith("known: none")
