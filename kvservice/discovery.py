@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -280,12 +280,26 @@ def choose_shard(
     if wanted is not None:
         shards = [shard for shard in shards if shard.node_id == wanted]
     if len(shards) > 1:
-        names = ", ".join(f"{shard.service}/{shard.node_id}" for shard in shards)
         raise ConfigError(
-            f"several shards are registered on this machine ({names}): set KVSERVICE_NODE, or node and service in "
+            f"several shards are registered on this machine ({names_of(shards)}): set {_telling_apart(shards)} in "
             "kv_connector_extra_config, to the one this engine belongs to"
         )
     return shards[0] if shards else None
+
+
+def names_of(shards: Sequence[ShardRecord]) -> str:
+    """The shards as people choose them: service/node, with commas between."""
+    return ", ".join(f"{shard.service}/{shard.node_id}" for shard in shards)
+
+
+def _telling_apart(shards: Sequence[ShardRecord]) -> str:
+    """What to set so that one of them is left: a variable, or the option of an engine. Every node without Ray has the
+    same name, so the node alone may not do."""
+    if len({shard.service for shard in shards}) == len(shards):
+        return "KVSERVICE_SERVICE, or service"
+    if len({shard.node_id for shard in shards}) == len(shards):
+        return "KVSERVICE_NODE, or node"
+    return "KVSERVICE_SERVICE and KVSERVICE_NODE, or service and node"
 
 
 def copy_worker_socket(directory: Path, device: str) -> Path:

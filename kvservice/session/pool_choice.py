@@ -12,7 +12,7 @@ from kvservice.auth.token import Token
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import Attachment, EngineSpec
 from kvservice.core.segment.geometry import Geometry, plan_geometry
-from kvservice.discovery import choose_shard, find_shards
+from kvservice.discovery import choose_shard, find_shards, names_of
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.pool.eviction import find_policy
 from kvservice.pool.port import PoolPort
@@ -84,13 +84,28 @@ def find_socket(options: PoolOptions) -> str:
         if socket is None:
             record = choose_shard(options.service, options.node)
             if record is None:
-                raise Unavailable("no shard is registered on this machine; start the service with `kvservice up`")
+                raise Unavailable(_nobody(options))
             socket = record.socket
         if not is_listening(socket):
             raise Unavailable(f"no shard listens at {socket}; start the service with `kvservice up`")
     except ConfigError as error:  # several shards fit, or another user's process listens there
         raise Unavailable(error.message) from error
     return socket
+
+
+def _nobody(options: PoolOptions) -> str:
+    """What to tell if no shard fits: which are there, in case that the name is wrong. Raises ConfigError."""
+    start = "start the service with `kvservice up`"
+    there = find_shards()
+    service = options.service or os.environ.get("KVSERVICE_SERVICE")
+    node = options.node or os.environ.get("KVSERVICE_NODE")
+    wanted = [f"{kind} {name!r}" for kind, name in (("node", node), ("service", service)) if name]
+    if not there or not wanted:
+        return f"no shard is registered on this machine; {start}"
+    return (
+        f"no shard of {' in '.join(wanted)} is registered on this machine; there is {names_of(there)} (service/node): "
+        f"name one of these, or {start}"
+    )
 
 
 def service_of(options: PoolOptions) -> str | None:
