@@ -1,6 +1,6 @@
 """`kvservice check`: asks from anywhere whether every part of a service is there. For `helm test` and pipelines.
 
-Unlike `status` it needs no shard on this machine, and it can wait.
+Unlike `status` it can wait, and it needs no shard on this machine if it is told whom to ask.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvservice.cli.progress import Progress
-from kvservice.errors import ConfigError
+from kvservice.errors import NoService
+
+if TYPE_CHECKING:
+    from kvservice.client.overview import Overview
 
 CALL_SECONDS = 3.0  # For one RPC. A part that takes longer counts as missing in this round.
 POLL_SECONDS = 1.0  # Between two rounds of questions while it waits.
@@ -25,18 +28,20 @@ MEMORY_METRIC = "kvservice_segment_bytes{"
 
 def run(lookup: Sequence[str] | None, metrics: Sequence[str], nodes: int, wait_seconds: float) -> tuple[list[str], str]:
     """Ask until nothing is wrong or the time is over; blocks. Returns (what is wrong, or nothing; what was seen).
-    Without `lookup` the setting of this name says whom to ask."""
+    Without `lookup` the setting of this name says whom to ask, and without that and `metrics` the service of this
+    machine is asked. Raises NoService if there is none, ConfigError if there are several."""
     from kvservice.config import load_config
 
     lookups = load_config(lookup=",".join(lookup) if lookup else None).lookup
-    if not lookups and not metrics:
-        raise ConfigError(
-            "there is nothing to check; give --lookup HOST:PORT of every lookup partition, or --metrics HOST:PORT"
-        )
     deadline = time.monotonic() + wait_seconds
     with Progress("waiting") as progress:
         while True:
-            problems, seen = _round(lookups, metrics, nodes)
+            try:
+                problems, seen = _round(lookups, metrics, nodes) if lookups or metrics else _ask_here(nodes)
+            except NoService as error:  # it may still start
+                if time.monotonic() >= deadline:
+                    raise
+                problems, seen = [error.message], ""
             if not problems or time.monotonic() >= deadline:
                 return problems, seen
             progress.update(problems[0])
@@ -59,17 +64,33 @@ def _round(lookups: Sequence[str], metrics: Sequence[str], nodes: int) -> tuple[
 
 def _ask_directory(lookups: Sequence[str], nodes: int) -> tuple[list[str], str]:
     from kvservice.cli import status
-    from kvservice.client.lookup_overview import misplaced
     from kvservice.client.members import tls_beside
 
-    seen = status.read_overview("", lookups, {}, tls_beside())
+    return _judge(status.read_overview("", lookups, {}, tls_beside()), nodes)
+
+
+def _ask_here(nodes: int) -> tuple[list[str], str]:
+    from kvservice.cli import status
+    from kvservice.client.members import find_members
+
+    members = find_members(None)
+    known = {**members.shards, **members.gone}
+    problems, words = _judge(status.read_overview(members.service, members.lookups, known, members.tls), nodes)
+    if len(known) < nodes and not members.lookups:  # else the lookup partitions say so
+        problems.append(f"{len(known)} shards are registered on this machine, but {nodes} are expected")
+    return problems, words
+
+
+def _judge(seen: Overview, nodes: int) -> tuple[list[str], str]:
+    from kvservice.client.lookup_overview import misplaced
+
     problems = [*seen.problems, *misplaced(seen.lookups)]
     for row in seen.lookups:
         if not row.error and row.nodes_alive < nodes:
             problems.append(f"lookup partition {row.address} knows {row.nodes_alive} nodes, but {nodes} are expected")
     problems += [f"node {node.label} is draining" for node in seen.nodes if node.state == "draining"]
     pool = sum(node.pool.total_bytes for node in seen.nodes)
-    return problems, f"{len(lookups)} lookup partitions, {len(seen.nodes)} cache shards, {pool >> 20} MiB"
+    return problems, f"{len(seen.lookups)} lookup partitions, {len(seen.nodes)} cache shards, {pool >> 20} MiB"
 
 
 def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:

@@ -101,8 +101,9 @@ def check(
 ) -> None:
     """Ask whether every part of a service is there.
 
-    Name all lookup partitions with --lookup, in their order. For pipelines and `helm test`: it runs anywhere, can wait,
-    and exits with 1 and the reasons if something is missing."""
+    Name all lookup partitions with --lookup, in their order; else it asks the service of this machine, unless --metrics
+    is given. For pipelines and `helm test`: it runs anywhere, can wait, and exits with 1 and the reasons if something
+    is missing."""
     from kvservice.cli import check as run
 
     problems, seen = run.run(lookup, metrics or [], nodes, wait)

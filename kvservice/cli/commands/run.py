@@ -119,9 +119,10 @@ def down(
 
     Blocks in shared memory are lost. A service that runs without Ray is ended where it was started."""
     from kvservice.cli import lifecycle
+    from kvservice.client.members import chosen_service
     from kvservice.config import load_config
 
-    config = load_config(service=service)
+    config = load_config(service=chosen_service(service))
     lifecycle.down(config.service, address, keep_blocks=keep_blocks, disk_path=config.disk_path)
 
 

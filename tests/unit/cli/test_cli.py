@@ -16,7 +16,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvservice.cli import lifecycle
+from kvservice.cli.main import app
+from kvservice.client import members
 from kvservice.client.overview import Overview
 from kvservice.discovery import find_shards
 from kvservice.testing.cluster import LocalCluster
@@ -316,7 +320,25 @@ def test_check_names_the_part_that_does_not_answer(runtime: Path) -> None:
     result = command(runtime, "check", "--lookup", "127.0.0.1:1", "--metrics", "127.0.0.1:1")
     assert result.returncode == 1
     assert "lookup partition 127.0.0.1:1: unavailable" in result.stderr and "127.0.0.1: " in result.stderr
-    assert command(runtime, "check").returncode == 2
+    assert command(runtime, "check").returncode == 3
+
+
+def test_check_asks_the_service_of_this_machine(foreground: Foreground) -> None:
+    checked = command(foreground.runtime, "check")
+    assert checked.returncode == 0 and checked.stdout.startswith("1 lookup partitions, 1 cache shards"), checked.stderr
+    assert command(foreground.runtime, "check", "--nodes", "2").returncode == 1
+
+
+@pytest.mark.parametrize(("given", "chosen"), [((), "nu1"), (("--service", "nu2"), "nu2")])
+def test_down_stops_the_only_service_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], chosen: str
+) -> None:
+    stopped: list[str] = []
+    monkeypatch.delenv("KVSERVICE_SERVICE", raising=False)
+    monkeypatch.setattr(members, "services_here", lambda: ["nu1"])
+    monkeypatch.setattr(lifecycle, "down", lambda service, *_, **__: stopped.append(service))
+    assert CliRunner().invoke(app, ["down", *given]).exit_code == 0
+    assert stopped == [chosen]
 
 
 def test_a_shard_with_a_wrong_setting_says_which(runtime: Path) -> None:
