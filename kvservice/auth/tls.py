@@ -12,6 +12,7 @@ by another CA never replaces one that works. `TlsFiles` may be used from any thr
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -38,6 +39,7 @@ LOOK_SECONDS = 1.0  # a change of the files is seen within this time. One look i
 RETRY_SECONDS = 10.0  # refused files are tried again even if unchanged: a certificate may not be valid yet
 FILE_BYTES_MAX = 1 << 20  # some 500 certificates. More bytes are not read, and the rest does not parse or not verify.
 HANDSHAKE_TURNS_MAX = 16  # TLS 1.2 takes 3 turns and TLS 1.3 takes 2; files that need more are refused
+OTHER_PORT = "choose another --port, or --lookup-port of lookup partitions"
 WHAT_TO_DO = "make one with `kvservice certs DIR`, or see docs/howto/certificates.md"
 
 Options = Sequence[tuple[str, str | int]]
@@ -169,13 +171,14 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, allow
             WHAT_TO_DO,
             extra={"address": address},
         )
+    _check_free(address)
     try:
         if tls is None:
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, tls.server_credentials())
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address}: {error}") from error
+        raise ConfigError(f"cannot listen on {address}: {error}; {OTHER_PORT}") from error
     return f"{address.rpartition(':')[0]}:{port}"
 
 
@@ -198,13 +201,15 @@ def _listen_locally(server: grpc.aio.Server, address: str) -> str:
     check_socket_path(str(path))
     make_directory(path.parent)
     if is_listening(str(path)):
-        raise ServiceConflict(f"another process already serves {path}: stop it, or choose another --service name")
+        raise ServiceConflict(
+            f"another process already serves {path}: stop it, or choose another --service, --node or --partition"
+        )
     path.unlink(missing_ok=True)  # nobody listens on it: its process was killed
     previous = os.umask(0o177)  # the socket must be owner-only from the moment it exists
     try:
         server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address}: {error}") from error
+        raise ConfigError(f"cannot listen on {address}: {error}; set another KVSERVICE_RUNTIME_DIR") from error
     finally:
         os.umask(previous)
     return address
@@ -215,6 +220,12 @@ def check_listener(address: str, tls: TlsFiles | None, *, allow_plaintext: bool)
     if address.startswith("unix:"):
         return
     _check_plaintext(address, tls, allow_plaintext)
+    _check_free(address)
+
+
+def _check_free(address: str) -> None:
+    """Raises ConfigError if a port cannot be bound. gRPC writes lines of its own for that, and its error gives no
+    reason."""
     host, _, port = address.rpartition(":")
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
@@ -225,7 +236,8 @@ def check_listener(address: str, tls: TlsFiles | None, *, allow_plaintext: bool)
             probe.bind(place)
             probe.listen(1)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+        advice = OTHER_PORT if error.errno in (errno.EADDRINUSE, errno.EACCES) else "choose another --host"
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}; {advice}") from error
 
 
 def _check_plaintext(address: str, tls: TlsFiles | None, allow_plaintext: bool) -> None:

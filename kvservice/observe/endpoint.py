@@ -84,7 +84,10 @@ def serve_endpoint(
     try:
         server = _listen(address, port, _Application(make_wsgi_app(registry), condition))
     except OSError as error:
-        log.warning("metrics_port_taken", extra={"port": port, "error": error.strerror})
+        log.warning(
+            "metrics_port_taken: no metrics and no probes are served; choose another --metrics-port",
+            extra={"port": port, "error": error.strerror},
+        )
         return lambda: None
     thread = threading.Thread(target=server.serve_forever, name="kvservice-metrics", daemon=True)
     thread.start()

@@ -147,7 +147,8 @@ class ShardServer:
         if await asyncio.to_thread(is_listening, socket_path):
             raise ServiceConflict(
                 f"a shard of service {config.settings.service!r} already serves node {config.node_id} at "
-                f"{socket_path}: end it (`kvservice down` does, or says how), or choose another --service name"
+                f"{socket_path}: end it (`kvservice down` does, or says how), or choose another --node of `kvservice "
+                "shard`, or another --service"
             )
         self._secret = secret = discovery.node_secret(directory)
         if config.lookup_addresses:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,7 +16,7 @@ from kvservice.auth.tls import TlsFiles, is_loopback, listen, open_tls
 from kvservice.cli import certs, doctor
 from kvservice.client.channels import Channels
 from kvservice.config import load_config, tls_of_environment
-from kvservice.errors import ConfigError, Forbidden, KVServiceError
+from kvservice.errors import ConfigError, Forbidden, KVServiceError, ServiceConflict
 from kvservice.wire.status import connect_hint, error_from_rpc
 from tests.integration.certificates import AUTHORITY, STRANGER, write
 
@@ -331,3 +333,30 @@ def test_names_in_a_certificate_say_who_it_is() -> None:
             node.check_speaks_for(name, address)
     assert caller_of(Connection((b"client.kvservice",))) == Caller(True, False, True)
     assert caller_of(Connection((b"other", b"xkvservice"))) == Caller(True, False, False)
+
+
+# -- where to listen ----
+
+GRPC: Any = None  # a server that is not asked: gRPC writes lines of its own when it cannot bind
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_taken_port_says_which_option_to_change(files: Path, encrypted: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="Address already in use; choose another --port"):
+            listen(GRPC, address, TlsFiles(files) if encrypted else None, allow_plaintext=True)
+
+
+def test_a_host_of_another_machine_says_so() -> None:
+    with pytest.raises(ConfigError, match="choose another --host"):
+        listen(GRPC, "192.0.2.1:0", None, allow_plaintext=True)
+
+
+def test_a_socket_that_is_served_says_what_to_change(tmp_path: Path) -> None:
+    path = tmp_path / "s.sock"
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(path))
+        taken.listen()
+        with pytest.raises(ServiceConflict, match="choose another --service, --node or --partition"):
+            listen(GRPC, f"unix:{path}", None, allow_plaintext=False)

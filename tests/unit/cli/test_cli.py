@@ -286,6 +286,8 @@ def test_two_services_of_one_name_on_one_machine_are_refused(foreground: Foregro
     second = command(foreground.runtime, "up", "--no-ray", "--service", foreground.service, "--pool-bytes", "16MiB")
     assert second.returncode == 1
     assert "already serves" in second.stderr
+    shard = command(foreground.runtime, "shard", "--node", "local", "--service", foreground.service)
+    assert shard.returncode == 1 and "choose another --node of `kvservice shard`" in shard.stderr
     assert find_shards(foreground.service, foreground.runtime)  # the first one goes on
 
 

@@ -93,12 +93,13 @@ def test_the_endpoint_serves_on_ipv6() -> None:
         assert got(f"{url}/livez")[:2] == (200, "ok\n")
 
 
-def test_a_taken_port_costs_the_endpoint_and_nothing_else() -> None:
+def test_a_taken_port_costs_the_endpoint_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         serve_endpoint([], Condition, taken.getsockname()[1])()
         assert taken.fileno() >= 0
+    assert "no metrics and no probes are served; choose another --metrics-port" in caplog.text
 
 
 def test_a_question_is_answered_on_the_loop(loop: asyncio.AbstractEventLoop) -> None:
