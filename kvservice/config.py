@@ -50,6 +50,8 @@ PORT_MAX = 65_535  # of TCP
 COMMAND_LINE = "the command line"
 MIRROR_BYTES = 512 * MiB  # room for ten million blocks; it takes only the memory that it uses
 REQUEST_TRIES = 2  # servers that get one request. The request may be what ends them, so it is not sent to a third.
+# What Kubernetes puts into every pod beside a Service whose name begins with kvservice.
+_OF_KUBERNETES = re.compile(r"(.+_)?(service_host|service_port(_.+)?|port(_\d+_(tcp|udp|sctp)(_.+)?)?)")
 _ADDRESS = re.compile(r"(dns:///)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}|unix:/[^,]+")
 
 
@@ -488,7 +490,26 @@ def load_config(
         found = given.get(str(error.attributes.get("key", "")))
         if found is None or found.origin == COMMAND_LINE:
             raise
-        raise ConfigError(f"{error.message} (from {found.origin})", **error.attributes) from error
+        hint = _hint_at_kubernetes(str(error.attributes["key"]), found)
+        raise ConfigError(f"{error.message} (from {found.origin}){hint}", **error.attributes) from error
+
+
+def _hint_at_kubernetes(name: str, given: Given) -> str:
+    """What to say of a wrong variable that looks as if nobody had set it."""
+    if given.origin != _origin(name) or not (
+        str(given.value).startswith("tcp://")
+        or (_OF_KUBERNETES.fullmatch(name) and name not in ServiceConfig.model_fields)
+    ):
+        return ""
+    return (
+        ". Kubernetes makes such variables for a Service named kvservice: name it otherwise, or turn them off with "
+        "`enableServiceLinks: false` in the pod"
+    )
+
+
+def _origin(name: str) -> str:
+    """How a value of the environment is said to come from there."""
+    return f"the variable {ENVIRONMENT_PREFIX}{name.upper()}"
 
 
 def gather_given(
@@ -501,7 +522,7 @@ def gather_given(
         name: Given(value, f"the file {path}") for name, value in ({} if path is None else read_file(path)).items()
     }
     for name, value in read_environment(variables).items():
-        given[name] = Given(value, f"the variable {ENVIRONMENT_PREFIX}{name.upper()}")
+        given[name] = Given(value, _origin(name))
     given.update({name: Given(value, COMMAND_LINE) for name, value in overrides.items() if value is not None})
     return given
 

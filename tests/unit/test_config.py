@@ -32,6 +32,24 @@ def test_an_unknown_variable_is_an_error_too() -> None:
         load_config(None, {"KVSERVICE_POOL_BYTE": "1GiB"})
 
 
+@pytest.mark.parametrize(
+    "name", ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_7400_TCP_ADDR", "LOOKUP_PORT"]
+)
+def test_a_variable_of_kubernetes_says_how_to_turn_it_off(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"enableServiceLinks: false. in the pod"):
+        load_config(None, {f"KVSERVICE_{name}": "tcp://10.0.0.1:7400"})
+    if name != "LOOKUP_PORT":  # a setting, too
+        with pytest.raises(ConfigError, match="for a Service named kvservice"):
+            load_config(None, {f"KVSERVICE_{name}": "7400"})
+
+
+def test_a_wrong_setting_says_nothing_of_kubernetes() -> None:
+    for wrong in ({"KVSERVICE_LOOKUP_PORT": "x"}, {"KVSERVICE_POOL_BYTE": "1GiB"}):
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, wrong)
+        assert "Kubernetes" not in caught.value.message
+
+
 @pytest.mark.parametrize("name", ["path", "environment", "self"])
 def test_a_name_of_no_setting_is_refused_whatever_it_is(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown setting '{name}'"):
