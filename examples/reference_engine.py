@@ -32,4 +32,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("give the folder of a model, for example models/SmolLM2-135M-Instruct, which `make model` makes")
     main(sys.argv[1])

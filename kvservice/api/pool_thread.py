@@ -20,6 +20,7 @@ from kvservice.auth.token import Token
 from kvservice.client.explanation import PoolWitness, ServiceWitnesses, explain
 from kvservice.client.members import find_members
 from kvservice.core.segment.geometry import plan_geometry
+from kvservice.errors import InvalidRequest
 from kvservice.session.options import Mode, PoolOptions
 from kvservice.session.pool_choice import choose_mode, embedded, open_service, service_of
 from kvservice.units import NodeId
@@ -55,7 +56,9 @@ class PoolThread:
     async def attach(
         self, model: str, layout: Layout, identity: Mapping[str, object], namespace: str, verify: Verify
     ) -> AttachedModel:
-        """Raises what the pool refuses with."""
+        """Raises what the pool refuses with, and InvalidRequest for what is no Layout."""
+        if not isinstance(layout, Layout):
+            raise InvalidRequest(f"layout is {layout!r:.100}; give a kvservice.Layout: what one block looks like")
         made = AttachedModel(self._open_pool, model, layout, identity, namespace, verify)
         await made.open()
         self.attached.append(made)

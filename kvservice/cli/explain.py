@@ -54,6 +54,8 @@ def draw(state: dict[str, Any]) -> RenderableType:
     if state["candidates"]:
         lines.append(f"several requests begin with {plain(repr(state['asked_for']))}; give more of the id:")
         lines += [f"  {plain(candidate)}" for candidate in state["candidates"]]
+    elif not state["requests"] and not state["keep_seconds"]:
+        lines.append(f"no node answered, so nothing is known of a request {plain(repr(state['asked_for']))}")
     elif not state["requests"]:
         minutes = state["keep_seconds"] / 60
         lines.append(

@@ -36,11 +36,17 @@ def run_shard(
         config: a ServiceConfig.
         host: the address that is bound and told to peers.
         segment_dir: the folder of the pool.
+
+    Raises ConfigError.
     """
     from kvservice.observe.logs import say
     from kvservice.shard.process import serve
     from kvservice.shard.server_config import ShardServerConfig
 
+    if not segment_dir.is_dir():
+        raise ConfigError(
+            f"--segment-dir is {segment_dir}, which is no folder: make it, or leave the option out for /dev/shm"
+        )
     place = ShardServerConfig(
         config,
         node_named(node),

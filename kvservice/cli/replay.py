@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
-from kvservice.errors import ConfigError
+from kvservice.errors import ConfigError, InvalidRequest
 from kvservice.units import MiB, format_bytes, parse_bytes
 
 
@@ -31,8 +31,8 @@ def replay(
     plot: Path | None,
     form: Format,
 ) -> None:
-    """Play everything and print it; blocks meanwhile. Raises KVServiceError if the file is not a trace or an option is
-    wrong."""
+    """Play everything and print it; blocks meanwhile. Raises InvalidRequest if the file is not a trace, ConfigError if
+    it is not there or an option is wrong."""
     from kvservice.replay.cluster import Below, Machine
     from kvservice.replay.study import DEFAULT_POLICIES, OPTIMUM, Plan, default_capacities, play_all, report
     from kvservice.replay.trace import read_trace
@@ -40,6 +40,8 @@ def replay(
     machine = Machine(token_bytes=_token_bytes(token_bytes))
     _check_moments(disk_writes, "--disk-write")
     _check_moments(objects_writes, "--objects-write")
+    if not path.exists():
+        raise ConfigError(f"cannot read {path}: there is no such file")
     if plot is not None:
         check_plot(plot)
     with Progress("replay") as progress:
@@ -58,7 +60,10 @@ def replay(
                 *(Below(objects=trace.unique_count, objects_write=write) for write in objects_writes),
             ],
         )
-        runs = len(plan.runs())
+        try:
+            runs = len(plan.runs())
+        except InvalidRequest as error:
+            raise ConfigError(f"--policy: {error.message}") from error
         found = play_all(
             trace, plan, processes, lambda done: progress.update(f"{int(done)} of {runs} runs have ended", done, runs)
         )

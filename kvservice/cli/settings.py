@@ -177,6 +177,7 @@ def _draw(found: list[Effective], wide: bool) -> RenderableType:
         table.add_column(column, overflow="fold", no_wrap=column == "SETTING")
     for each in found:
         style = "" if each.origin == "default" else "bold"
-        cells = (each.name, written(each) or each.default or "(empty)", each.origin)
+        value = ("no", "yes")[each.value] if isinstance(each.value, bool) else written(each)  # as the help has it
+        cells = (each.name, value or each.default or "(empty)", each.origin)
         table.add_row(*(Text(cell) for cell in cells), style=style)
     return table

@@ -15,6 +15,7 @@ from kvservice.core.block.marks import Mark
 from kvservice.errors import InvalidRequest, KVServiceError
 from kvservice.units import NodeId
 from kvservice.wire.codec import decode_holder
+from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
 log = logging.getLogger("kvservice.shard")
@@ -52,6 +53,7 @@ async def _nodes(channels: Channels, lookup: str) -> dict[str, str]:
         reply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=ASK_SECONDS)
         rows = [decode_holder(row.node) for row in reply.nodes if row.alive]
     except (grpc.aio.AioRpcError, InvalidRequest) as error:
-        log.warning("marks_not_asked", extra={"lookup": lookup, "reason": str(error)[:200]})
+        told = error if isinstance(error, InvalidRequest) else error_from_rpc(error, "the lookup partition")
+        log.warning("marks_not_asked", extra={"lookup": lookup, "reason": told.message})
         return {}
     return {row.node_id: row.peer_address for row in rows}

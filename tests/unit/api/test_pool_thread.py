@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
+import kvservice
 from kvservice.api.layout import Layout
 from kvservice.api.loop import LoopThread
 from kvservice.api.pool_thread import PoolThread
+from kvservice.errors import InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.session.options import Mode, PoolOptions
 from kvservice.units import MiB
@@ -57,3 +60,9 @@ async def test_work_that_is_given_up_ends_before_its_caller_goes_on() -> None:
         await waiting
     assert ended == ["let go"]
     thread.stop()
+
+
+@pytest.mark.parametrize("layout", [None, (16, 4096)])
+def test_what_is_no_layout_is_told_as_such(layout: Any) -> None:
+    with kvservice.connect(mode="embedded", memory="8MiB") as pool, pytest.raises(InvalidRequest, match="Layout"):
+        pool.attach("m", layout)

@@ -349,6 +349,8 @@ def test_a_shard_with_a_wrong_setting_says_which(runtime: Path) -> None:
     for name in ("a/b", "--", "n c", ".."):
         assert f"{name!r} cannot be a node's name" in command(runtime, "shard", "--node", name).stderr
     assert "service is '--'" in command(runtime, "status", "--service", "--").stderr
+    refused = command(runtime, "shard", "--node", "n0", "--segment-dir", str(runtime / "nope"))
+    assert refused.returncode == 2 and "which is no folder: make it, or leave the option out" in refused.stderr
 
 
 @pytest.mark.parametrize(("given", "is_there"), [((), True), (("--port", "0"), False)])

@@ -86,3 +86,8 @@ def settings_without_a_value(field: Any) -> bool:
 def test_the_help_says_what_0_or_no_value_does(name: str) -> None:
     field = ServiceConfig.model_fields[name]
     assert shown(field).default or re.search(r"[.] (?:0\b|Empty:|Without )", summary(field))
+
+
+def test_config_show_says_yes_and_no_as_the_help_does() -> None:
+    shown = CliRunner().invoke(app, ["config", "show", "head_shard", "accept_spill"]).stdout.splitlines()
+    assert [line.split()[:2] for line in shown[1:3]] == [["accept_spill", "no"], ["head_shard", "yes"]]

@@ -66,3 +66,11 @@ def test_the_reference_engine_loads_what_it_stored(tmp_path: Path, model_path: P
         ("warm", 160, 16),
     ], said
     assert [text for *_, text in found[:2]] == [text for *_, text in found[2:]]
+
+
+@pytest.mark.parametrize("name", ["reference_engine", "transformers_cache"])
+def test_an_example_without_its_model_asks_for_it(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"examples.{name}"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1 and "give the folder of a model" in done.stderr and "Traceback" not in done.stderr

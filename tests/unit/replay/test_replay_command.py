@@ -64,7 +64,9 @@ def test_wrong_input_is_named_with_its_line(tmp_path: Path, trace_file: Path) ->
     code, out, errors = run(broken)
     assert (code, out) == (ExitCode.PROBLEM, "") and "line 2" in errors and "Traceback" not in errors
     code, _, errors = run(trace_file, "--policy", "best")
-    assert code == ExitCode.PROBLEM and "choose from: default" in errors
+    assert code == ExitCode.USAGE and "--policy: there is no policy 'best'; choose from: default" in errors
+    code, out, errors = run(tmp_path / "nope.jsonl")
+    assert (code, out) == (ExitCode.USAGE, "") and "nope.jsonl: there is no such file" in errors
 
 
 def test_without_matplotlib_a_plot_is_refused_at_once(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

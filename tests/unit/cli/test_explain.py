@@ -1,0 +1,37 @@
+"""What `kvservice explain` says when there is no record of the request."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from kvservice.cli.explain import draw
+
+
+def said(**changes: object) -> str:
+    nothing: dict[str, Any] = {
+        "asked_for": "cmpl-1",
+        "requests": [],
+        "candidates": [],
+        "keep_seconds": 600.0,
+        "refused_engines": [],
+        "silent_nodes": [],
+        "silent_lookups": [],
+        "hints": [],
+        "hosts": {},
+    }
+    console = Console(width=400, no_color=True, file=io.StringIO())
+    console.print(draw({**nothing, **changes}))
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_a_request_that_no_node_remembers_says_for_how_long() -> None:
+    assert "A node keeps records for 10 minutes" in said()
+
+
+def test_without_an_answer_no_time_is_named() -> None:
+    told = said(keep_seconds=0.0, silent_nodes=["a"])
+    assert "no node answered, so nothing is known of a request 'cmpl-1'" in told and "minutes" not in told
+    assert "node a did not answer" in told
