@@ -26,10 +26,12 @@ from kvservice.cli.doctor_check import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.cli.extras import how_to_install
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
-from kvservice.units import MiB, format_bytes
+from kvservice.units import MiB, NodeId, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from kvservice.discovery import ShardRecord
 
 MARKS = {OK: "[green]ok[/]", WARNING: "[yellow]warning[/]", PROBLEM: "[red]problem[/]", ABSENT: "[dim]absent[/]"}
 MARK_WIDTH = max(len(status) for status in MARKS)
@@ -64,6 +66,7 @@ HUGE_ADVICE = (
 NETWORK_FILE_SYSTEMS = frozenset(
     {"cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "sshfs", "afs"}
 )
+ON_RAY = "read its log; `kvservice down` and `kvservice up` start it again"
 RAY_TOKEN = Path("~/.ray/auth_token")
 RAY_CURRENT = Path("/tmp/ray/ray_current_cluster")  # the file in which `ray start` notes the address that "auto" means
 
@@ -421,23 +424,45 @@ def ray_cluster() -> Iterator[Check]:
 
 def service_parts() -> Iterator[Check]:
     """Yields a row for every shard and lookup partition of the services that are registered on this machine."""
+    from kvservice.actors.leftovers import is_ray_node, is_running
     from kvservice.cli.status import collect
     from kvservice.client.lookup_overview import misplaced
     from kvservice.discovery import find_shards
 
-    services = sorted({record.service for record in find_shards(live_only=False)})
+    records = find_shards(live_only=False)
+    services = sorted({record.service for record in records})
     if not services:
         yield Check("service", ABSENT, "no service is registered on this machine", "kvservice up")
-    advice = "read its log; `kvservice down` and `kvservice up` start it again"
     for service in services:
         seen = collect(service)
-        rows = [("lookup", lookup.address, lookup.error) for lookup in seen.lookups]
-        rows += [("shard", f"{node.label} at {node.address}", node.error) for node in seen.nodes]
-        for kind, where, error in rows:
+        dead = {record.node_id: record for record in records if record.service == service and not is_running(record)}
+        again = next((_start_again(record) for record in dead.values() if not is_ray_node(record.node_id)), ON_RAY)
+        rows = [("lookup", lookup.address, lookup.error, again) for lookup in seen.lookups]
+        for node in seen.nodes:
+            advice = _start_again(found) if (found := dead.get(NodeId(node.node_id))) else ON_RAY
+            rows.append(("shard", f"{node.label} at {node.address}", node.error, advice))
+        for kind, where, error, advice in rows:
             status = PROBLEM if error else OK
-            yield Check(f"{kind} of {service}", status, f"{where}: {error or 'answers'}", advice * bool(error))
+            yield Check(f"{kind} of {service}", status, f"{where}: {error or 'answers'}", advice if error else "")
         for wrong in misplaced(seen.lookups):
             yield Check(f"lookup of {service}", PROBLEM, wrong, "start the shards again with all of them")
+
+
+def _start_again(record: ShardRecord) -> str:
+    """What to do about a shard of this machine whose process has ended."""
+    from kvservice.actors.leftovers import is_ray_node
+    from kvservice.cli.lifecycle import ALONE
+    from kvservice.lookup.mirror_file import mirror_path
+    from kvservice.memory.segment import segment_path
+
+    service, node = record.service, record.node_id
+    if is_ray_node(node):
+        return ON_RAY
+    segment = segment_path(service, node, SHARED_MEMORY)
+    left = sum(path.stat().st_blocks * 512 for path in (segment, mirror_path(segment)) if path.exists())
+    command = "kvservice up --no-ray" if node == ALONE else f"kvservice shard --node {node}"
+    frees = f"free {format_bytes(left)}" if left else "remove its files"
+    return f"run `{command}` for it again, or `kvservice down --service {service}` to {frees}"
 
 
 def _local_cluster() -> str | None:

@@ -26,6 +26,7 @@ from kvservice.errors import ConfigError, NoService, Unavailable
 from kvservice.units import format_bytes
 
 LOOPBACK = "127.0.0.1"
+ALONE = "local"  # the node's id of a service in the foreground
 # For `ray start --head`, which takes seconds; on a busy machine tens of seconds. Then `up` fails and names the log.
 RAY_START_SECONDS = 60.0
 RAY_STOP_SECONDS = 30.0  # For a Ray that this command started to end. Then its processes are killed.
@@ -115,9 +116,10 @@ def _tell_where(config: Any, console: Console) -> None:
 
 def down(service: str, address: str | None, *, keep_blocks: bool = False, disk_path: str = "") -> None:
     """Stop the service, and remove what earlier ones left on this machine; with `keep_blocks` not the blocks of its
-    disk tiers. `disk_path`: of this machine, as far as it is known here. Blocks. Raises NoService if there was
-    neither, Unavailable if processes run that were started without Ray; they must be ended where they were started."""
-    from kvservice.actors.leftovers import remove_leftovers
+    disk tiers, nor the memory of nodes without Ray. `disk_path`: of this machine, as far as it is known here. Blocks.
+    Raises NoService if there was neither, Unavailable if processes run that were started without Ray; they must be
+    ended where they were started."""
+    from kvservice.actors.leftovers import is_running, remove_dead, remove_leftovers
     from kvservice.client.members import services_here
     from kvservice.discovery import find_shards
     from kvservice.observe import logs
@@ -125,7 +127,13 @@ def down(service: str, address: str | None, *, keep_blocks: bool = False, disk_p
     logs.configure(level=logging.WARNING)
     console = new_console(stderr=True)
     found, stopped, no_ray = _stop_on_ray(service, address, keep_blocks=keep_blocks)
-    alone = [] if stopped else find_shards(service)
+    alone = [] if stopped else [record for record in find_shards(service, live_only=False) if is_running(record)]
+    if no_ray and not alone:
+        console.print(no_ray)
+    removed, owned = remove_dead(service, [record.node_id for record in alone], keep_memory=keep_blocks)
+    removed += [] if alone else remove_leftovers(service, [])
+    for path in removed:
+        console.print(f"removed {path}, which an earlier service left behind", soft_wrap=True)
     if alone:
         processes = ", ".join(f"node {record.node_id} as pid {record.pid}" for record in alone)
         pids = " ".join(str(record.pid) for record in alone)
@@ -133,11 +141,8 @@ def down(service: str, address: str | None, *, keep_blocks: bool = False, disk_p
             f"service {service!r} runs without Ray on this machine: {processes}. End it with Ctrl-C where it was "
             f"started, or with `kill {pids}`"
         )
-    if no_ray:
-        console.print(no_ray)
-    removed = remove_leftovers(service, [])
-    for path in removed:
-        console.print(f"removed {path}, which an earlier service left behind")
+    if owned and not stopped:
+        raise Unavailable(f"service {service!r} is starting or ending: a process has {owned[0]}; try again in a moment")
     if disk_path and not keep_blocks:
         removed += _remove_blocks(Path(disk_path) / service, console)
     found = found or bool(removed)
@@ -220,7 +225,7 @@ async def _foreground(config: Any) -> None:
         where, hide_seconds=hide, forget_seconds=forget, tls_dir=config.tls_dir, allow_plaintext=config.allow_plaintext
     )
     address = await lookup.start()
-    shard = ShardServer(ShardServerConfig(config, NodeId("local"), (address,)))
+    shard = ShardServer(ShardServerConfig(config, NodeId(ALONE), (address,)))
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     try:
         await shard.start()

@@ -109,25 +109,28 @@ def _ask_lookups(addresses: Sequence[str], tls: Any) -> tuple[dict[str, str], li
     return shards, silent, hints
 
 
-def services_here() -> list[str]:
+def services_here(*, live_only: bool = False) -> list[str]:
     """The names of the services that are registered on this machine."""
     from kvservice.discovery import find_shards
 
-    return sorted({record.service for record in find_shards(live_only=False)})
+    return sorted({record.service for record in find_shards(live_only=live_only)})
 
 
 def chosen_service(given: str | None) -> str:
-    """The service that a command asks: the one named by option or KVSERVICE_SERVICE, else the only one of this machine.
-    Raises ConfigError if there are several."""
+    """The service that a command asks: the one named by option or KVSERVICE_SERVICE, else the only one of this machine,
+    or the only one that runs. Raises ConfigError if there are several."""
     from kvservice.config import load_config
 
     name = load_config(service=given).service
     found = services_here()
     if given is not None or "KVSERVICE_SERVICE" in os.environ or name in found or not found:
         return name
-    if len(found) > 1:
-        raise ConfigError(f"several services are registered on this machine; choose --service {' or '.join(found)}")
-    return found[0]
+    running = found if len(found) == 1 else services_here(live_only=True)
+    if len(running) != 1:
+        dead = "" if running else "; `kvservice down --service NAME` removes what is left of one that has ended"
+        names = " or ".join(found)
+        raise ConfigError(f"several services are registered on this machine; choose --service {names}{dead}")
+    return running[0]
 
 
 def unknown_service(name: str) -> str:

@@ -28,7 +28,7 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -319,22 +319,49 @@ def segment_path(service: str, node_id: str, directory: Path = Path("/dev/shm"))
 
 def remove_stale(directory: Path, prefix: str) -> list[Path]:
     """Remove the segments with this name prefix that no process owns any more. Returns their paths."""
-    removed: list[Path] = []
-    for path in sorted(directory.glob(f"{prefix}*")):
-        try:
-            descriptor = open_private(path, os.O_RDWR)
-        except SegmentError:
-            continue  # not ours to remove
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            path.unlink(missing_ok=True)  # under the lock, so no process can become its owner in between
-            removed.append(path)
-        finally:
-            os.close(descriptor)
-    return removed
+    return [path for path in sorted(directory.glob(f"{prefix}*")) if remove_unowned(path)]
+
+
+def remove_unowned(path: Path) -> bool:
+    """Remove this segment unless a process owns it. Returns whether it was removed."""
+    return _if_unowned(path, lambda: path.unlink(missing_ok=True)) is True
+
+
+def is_owned(path: Path) -> bool:
+    """Whether a process owns the segment at this path."""
+    return _if_unowned(path, lambda: None) is False
+
+
+def _if_unowned(path: Path, act: Callable[[], None]) -> bool | None:
+    """Call `act` under the segment's lock, so that no process can become its owner in between. Returns whether it was
+    called; None if there is no segment of this user."""
+    try:
+        descriptor = open_private(path, os.O_RDWR)
+    except SegmentError:
+        return None  # not ours to remove
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        act()
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def is_segment_of(path: Path, node_id: str) -> bool:
+    """Whether the file is the segment of the node with this id. Its name does not say: a service's name may have the
+    character before the node's id too."""
+    try:
+        descriptor = open_private(path, os.O_RDONLY)
+    except SegmentError:
+        return False
+    try:
+        found = _read_control(descriptor)
+    finally:
+        os.close(descriptor)
+    return found is not None and found[2] == _node_mark(node_id)
 
 
 def open_private(path: Path, flags: int) -> int:

@@ -112,12 +112,13 @@ def down(
     service: Service = None,
     address: Address = None,
     keep_blocks: Annotated[
-        bool, typer.Option("--keep-blocks", help="Keep the blocks of disk tiers for the next `kvservice up`.")
+        bool, typer.Option("--keep-blocks", help="Keep the blocks of disk tiers for the next start.")
     ] = False,
 ) -> None:
     """Stop the service and remove what it made.
 
-    Blocks in shared memory are lost. A service that runs without Ray is ended where it was started."""
+    Blocks in shared memory are lost. A service that runs without Ray is ended where it was started; what it left when
+    it was killed is removed, with --keep-blocks all but its blocks."""
     from kvservice.cli import lifecycle
     from kvservice.client.members import chosen_service
     from kvservice.config import load_config
