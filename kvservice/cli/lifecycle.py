@@ -187,7 +187,8 @@ def _stop_on_ray(service: str, address: str | None, *, keep_blocks: bool) -> tup
 
 
 def run_foreground(config: Any) -> None:
-    """Run one node in this process: a lookup partition and a cache shard. Blocks until Ctrl-C or SIGTERM."""
+    """Run one node in this process: a lookup partition and a cache shard. Blocks until Ctrl-C, SIGTERM or a
+    closed terminal."""
     from kvservice.observe import logs
 
     logs.configure()
@@ -202,9 +203,10 @@ async def _foreground(config: Any) -> None:
     from kvservice.observe.endpoint import on_loop, serve_endpoint
     from kvservice.observe.lookup_metrics import LookupCollector
     from kvservice.observe.metrics import ShardCollector
-    from kvservice.shard.process import EndSignals, end_process, first_of
+    from kvservice.shard.process import end_process, first_of
     from kvservice.shard.server import ShardServer
     from kvservice.shard.server_config import ShardServerConfig
+    from kvservice.signals import EndSignals
     from kvservice.units import NodeId
 
     tracing.start(config.traces, "kvservice", service=config.service)

@@ -1,4 +1,5 @@
-"""Runs a copy worker as a process of its own, for `kvservice copy-worker`. SIGTERM and Ctrl-C stop it cleanly.
+"""Runs a copy worker as a process of its own, for `kvservice copy-worker`. SIGTERM, Ctrl-C and a closed
+terminal stop it cleanly.
 
 It exits with status 5 when a copy hangs, and with 6 when this process can no longer use its GPU. In both cases the
 supervisor should start it again.
@@ -16,6 +17,7 @@ from kvservice.copying.worker.devices import device_named
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.garbage import keep_tables
 from kvservice.observe.logs import say
+from kvservice.signals import end_signals
 
 STATUS_WEDGED = 5  # tells a supervisor that a copy hung; kvservice.cli.exits has the codes of all commands
 STATUS_DEVICE_LOST = 6  # likewise: this process lost its GPU
@@ -28,7 +30,7 @@ def run(config: CopyWorkerConfig, wanted: str) -> int:
     start."""
     # An Event would not do: a signal that arrives while this thread holds the Event's lock would wait for it for ever.
     signals: SimpleQueue[int] = SimpleQueue()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in end_signals():
         signal.signal(number, lambda number, _: signals.put(number))
     server = CopyWorker(config, device_named(wanted))
     record = server.start()

@@ -1,4 +1,5 @@
-"""Runs one lookup partition as a process of its own until SIGTERM or Ctrl-C, for `kvservice lookup`."""
+"""Runs one lookup partition as a process of its own until SIGTERM, Ctrl-C or a closed terminal, for `kvservice
+lookup`."""
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ from kvservice.observe import tracing
 from kvservice.observe.endpoint import on_loop, serve_endpoint
 from kvservice.observe.logs import say
 from kvservice.observe.lookup_metrics import LookupCollector
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from kvservice.signals import end_signals
 
 
 async def serve(
@@ -34,7 +34,7 @@ async def serve(
     tracing.start(traces, "kvservice-lookup", service=service)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in SIGNALS:
+    for number in end_signals():
         loop.add_signal_handler(number, stopped.set)
 
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
@@ -48,7 +48,7 @@ async def serve(
         if hint:
             say(hint)
         await stopped.wait()
-        for number in SIGNALS:
+        for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)  # a second signal kills the process; the next start replaces its socket
     finally:
         await asyncio.to_thread(end_metrics)

@@ -1,4 +1,4 @@
-"""Runs one node's shard as a process of its own until SIGTERM or Ctrl-C, for `kvservice shard`.
+"""Runs one node's shard as a process of its own until SIGTERM, Ctrl-C or a closed terminal, for `kvservice shard`.
 
 It ends with a drain of at most `grace_seconds`: the shard takes no new work, "ready" answers no, hot blocks go to other
 nodes unless they stay for the next start, readers finish, the directory is told, and only then the listeners close. A
@@ -9,7 +9,6 @@ the rest. Whatever has not ended by then ends with the process. No file is left 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -25,10 +24,10 @@ from kvservice.observe.logs import say
 from kvservice.observe.metrics import ShardCollector
 from kvservice.shard.server import ShardServer
 from kvservice.shard.server_config import ShardServerConfig
+from kvservice.signals import EndSignals, end_signals
 
 log = logging.getLogger("kvservice.shard")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.1  # for a stop that is given up to remove its files: they are few
 HURRY_SECONDS = 3.0  # for an orderly stop after a second signal: listeners give their calls a second each
 
@@ -66,28 +65,8 @@ async def serve(
         await end_process(server, asked, keep_segment=keep_segment)
         await asyncio.to_thread(end_metrics)
         await asyncio.to_thread(tracing.stop)
-        for number in SIGNALS:
+        for number in end_signals():
             signal.signal(number, signal.SIG_IGN)
-
-
-class EndSignals:
-    """What SIGTERM and Ctrl-C have asked for so far: the first one to end, a further one to hurry.
-
-    Make it in the main thread, on the loop that waits for it.
-    """
-
-    def __init__(self) -> None:
-        self.to_end = asyncio.Event()
-        self.to_hurry = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        # Not the loop's own handlers: they end with the loop, and a later signal would decide the exit status.
-        for number in SIGNALS:
-            signal.signal(number, self._tell)
-
-    def _tell(self, *_: object) -> None:
-        event = self.to_hurry if self.to_end.is_set() else self.to_end
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(event.set)
 
 
 async def end_process(server: ShardServer, asked: EndSignals, *, keep_segment: bool = False) -> None:

@@ -19,7 +19,7 @@ FUNCTION_LINES_MAX = 70
 SOURCE_FOLDERS = ("kvservice", "actors", "examples", "benchmarks", "scripts", "tests")
 
 # Everybody may import these.
-GROUND = frozenset({"aio", "breaker", "errors", "garbage", "private_files", "units", "version"})
+GROUND = frozenset({"aio", "breaker", "errors", "garbage", "private_files", "signals", "units", "version"})
 
 # Package → the other packages of kvservice that it may import. A package's place in the tree says what it may know.
 LAYERS: dict[str, frozenset[str]] = {
@@ -31,6 +31,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "units": frozenset(),
     "version": frozenset(),
     "private_files": frozenset(),
+    "signals": frozenset(),
     "config": frozenset(),
     "plugins": frozenset(),
     "core": frozenset(),

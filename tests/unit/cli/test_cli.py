@@ -141,7 +141,7 @@ def test_a_misspelt_variable_exits_2_and_names_the_nearest(runtime: Path) -> Non
     assert "did you mean 'pool_bytes'" in shown.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_service_in_the_foreground_ends_cleanly(foreground: Foreground, number: signal.Signals) -> None:
     state = json.loads(command(foreground.runtime, "status", "-o", "json", "--service", foreground.service).stdout)
     assert [row["node_id"] for row in state["nodes"]] == ["local"]
@@ -149,6 +149,40 @@ def test_a_service_in_the_foreground_ends_cleanly(foreground: Foreground, number
     assert (code, "Traceback" in output) == (0, False), output
     assert not (foreground.runtime / foreground.service).exists()
     assert not list(Path("/dev/shm").glob(f"kvservice-{foreground.service}-*"))
+
+
+PARTS = (
+    ["shard", "--node", "n0", "--pool-bytes", "16MiB"],
+    ["lookup", "--lookup-partitions", "1"],
+    ["copy-worker", "--node", "n0", "--device", "cpu"],
+)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part[0])
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_part_whose_terminal_closes_leaves_nothing(runtime: Path, part: list[str], nohup: bool) -> None:
+    """With `nohup` it goes on."""
+    service = f"hup-{os.getpid()}"
+    process = subprocess.Popen(
+        [*(["nohup"] if nohup else []), sys.executable, "-m", "kvservice", *part, "--service", service],
+        env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime), "KVSERVICE_TRANSPORT": "shm"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert any("serves" in line or "listens" in line for line in process.stdout)
+        process.send_signal(signal.SIGHUP)
+        if nohup:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)
+        else:
+            assert process.wait(30) == 0
+            assert not list(runtime.rglob("*.*")) and not list(Path("/dev/shm").glob(f"kvservice-{service}-*"))
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def test_the_demo_stopped_half_way_leaves_nothing_behind(runtime: Path) -> None:

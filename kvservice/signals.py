@@ -1,0 +1,38 @@
+"""The signals that end a process of the service in good order, so that it leaves no files.
+
+No heavy import in here: a command listens for its end before it loads what it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+
+
+def end_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, Ctrl-C and a closed terminal. Whoever starts the process with `nohup` wants the last one ignored."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGINT, *hangup)
+
+
+class EndSignals:
+    """What these signals have asked for so far: the first one to end, a further one to hurry.
+
+    Make it in the main thread, on the loop that waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.to_end = asyncio.Event()
+        self.to_hurry = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        # Not the loop's own handlers: they end with the loop, and a later signal would decide the exit status.
+        for number in end_signals():
+            signal.signal(number, self._tell)
+
+    def _tell(self, number: int, _: object) -> None:
+        event = self.to_hurry if self.to_end.is_set() else self.to_end
+        if event is self.to_hurry and number == signal.SIGHUP:
+            return  # the shell and the kernel both send one when a terminal closes, and nobody is in a hurry
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(event.set)
