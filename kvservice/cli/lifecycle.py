@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -24,6 +24,11 @@ from kvservice.cli.output import console as new_console
 from kvservice.cli.progress import Progress
 from kvservice.errors import ConfigError, NoService, Unavailable
 from kvservice.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvservice.lookup.server import LookupServer
+    from kvservice.shard.server import ShardServer
+    from kvservice.signals import EndSignals
 
 LOOPBACK = "127.0.0.1"
 ALONE = "local"  # the node's id of a service in the foreground
@@ -196,22 +201,21 @@ def run_foreground(config: Any) -> None:
 
 
 async def _foreground(config: Any) -> None:
+    from kvservice.signals import EndSignals
+
+    asked = EndSignals()  # before what takes a second to load, or Ctrl-C would cancel the start half-way
     from kvservice.core.directory.membership import patience
     from kvservice.discovery import lookup_address
     from kvservice.lookup.server import LookupServer
     from kvservice.observe import tracing
-    from kvservice.observe.endpoint import on_loop, serve_endpoint
-    from kvservice.observe.lookup_metrics import LookupCollector
-    from kvservice.observe.metrics import ShardCollector
-    from kvservice.shard.process import end_process, first_of
     from kvservice.shard.server import ShardServer
     from kvservice.shard.server_config import ShardServerConfig
-    from kvservice.signals import EndSignals
     from kvservice.units import NodeId
 
+    await asyncio.sleep(0)  # lets a signal be heard
+    if asked.to_end.is_set():
+        return
     tracing.start(config.traces, "kvservice", service=config.service)
-    console = new_console(stderr=True)
-    asked = EndSignals()
     hide, forget = patience(config.heartbeat_seconds)
     root = config.runtime_root
     where = lookup_address(
@@ -226,8 +230,22 @@ async def _foreground(config: Any) -> None:
     lookup = LookupServer(
         where, hide_seconds=hide, forget_seconds=forget, tls_dir=config.tls_dir, allow_plaintext=config.allow_plaintext
     )
-    address = await lookup.start()
-    shard = ShardServer(ShardServerConfig(config, NodeId(ALONE), (address,)))
+    try:
+        address = await lookup.start()
+        shard = ShardServer(ShardServerConfig(config, NodeId(ALONE), (address,)))
+        await _serve_alone(config, lookup, shard, asked)
+    finally:
+        await lookup.stop()
+        await asyncio.to_thread(tracing.stop)
+
+
+async def _serve_alone(config: Any, lookup: LookupServer, shard: ShardServer, asked: EndSignals) -> None:
+    """Start the shard, and stop it after a signal."""
+    from kvservice.observe.endpoint import on_loop, serve_endpoint
+    from kvservice.observe.lookup_metrics import LookupCollector
+    from kvservice.observe.metrics import ShardCollector
+    from kvservice.shard.process import end_process, first_of
+
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     try:
         await shard.start()
@@ -238,7 +256,7 @@ async def _foreground(config: Any) -> None:
                 LookupCollector(config.service, on_loop(loop, lookup.numbers)),
             ]
             end_metrics = serve_endpoint(collectors, on_loop(loop, shard.condition), config.metrics_port, LOOPBACK)
-        console.print(
+        new_console(stderr=True).print(
             f"service '{config.service}' runs on this machine, with {format_bytes(config.pool_bytes)} in /dev/shm; its "
             "logs follow here; Ctrl-C stops it"
         )
@@ -246,8 +264,6 @@ async def _foreground(config: Any) -> None:
     finally:
         await asyncio.to_thread(end_metrics)
         await end_process(shard, asked)
-        await lookup.stop()
-        await asyncio.to_thread(tracing.stop)
 
 
 def _connect_or_start(service: str, address: str | None, console: Console) -> bool:

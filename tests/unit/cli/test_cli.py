@@ -151,6 +151,33 @@ def test_a_service_in_the_foreground_ends_cleanly(foreground: Foreground, number
     assert not list(Path("/dev/shm").glob(f"kvservice-{foreground.service}-*"))
 
 
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kvservice.lookup.server":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = ["up", "--no-ray", "--pool-bytes", "16MiB", "--service", "early"]
+runpy.run_module("kvservice", run_name="__main__")
+"""
+
+
+def test_ctrl_c_before_a_service_serves_leaves_nothing(runtime: Path) -> None:
+    """It comes while the foreground loads what it runs, which takes most of the first second."""
+    shown = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT],
+        env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert not list(runtime.iterdir())
+
+
 PARTS = (
     ["shard", "--node", "n0", "--pool-bytes", "16MiB"],
     ["lookup", "--lookup-partitions", "1"],
