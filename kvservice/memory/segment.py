@@ -38,6 +38,7 @@ from kvservice.core.segment.geometry import CONTROL_BYTES, HEADER_BYTES, Geometr
 from kvservice.core.segment.header import SLOT_VERSION, SlotHeader, has_length, is_whole, pack_header, unpack_header
 from kvservice.errors import KVServiceError, SegmentError, ServiceConflict, another_version
 from kvservice.memory.map_ahead import MapAhead
+from kvservice.memory.room import how_to_make_room
 from kvservice.private_files import user_name
 from kvservice.units import BootEpoch, GiB, SlotIndex, format_bytes
 
@@ -458,9 +459,8 @@ def _reserve(descriptor: int, directory: Path, size: int) -> None:
                 raise SegmentError(f"cannot reserve {format_bytes(size)} in {directory}: {error.strerror}") from error
             problem = error
     raise SegmentError(
-        f"{directory} is too small: {format_bytes(size)} needed, {format_bytes(free)} free. Make it larger "
-        f"(mount -o remount,size={size // (1 << 30) + 1}G {directory}; docker run --shm-size; in Kubernetes an "
-        "emptyDir with medium: Memory and a sizeLimit), or lower the pool size",
+        f"{directory} is too small: {format_bytes(size)} needed, {format_bytes(free)} free; "
+        + how_to_make_room(directory, size, status.f_blocks * status.f_frsize, free),
         needed_bytes=size,
         free_bytes=free,
     ) from problem

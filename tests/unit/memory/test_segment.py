@@ -18,6 +18,8 @@ import pytest
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.header import SLOT_VERSION, SlotHeader
 from kvservice.errors import SegmentError, ServiceConflict, VersionMismatch
+from kvservice.memory import room
+from kvservice.memory.room import how_to_make_room
 from kvservice.memory.segment import Segment, remove_stale, segment_path
 from kvservice.units import BlockKey, BootEpoch, Generation, GiB, MiB, SlotIndex, SpanRoute
 
@@ -46,10 +48,19 @@ def test_all_memory_is_reserved_at_creation(path: Path) -> None:
 
 def test_too_small_shared_memory_is_a_clear_error(path: Path) -> None:
     """The error has numbers and a way out."""
-    with pytest.raises(SegmentError, match=r"too small.*needed.*free.*remount.*--shm-size") as caught:
+    with pytest.raises(
+        SegmentError, match=r"too small.*needed.*free.*this machine has only .* of memory; lower"
+    ) as caught:
         Segment.create(path, plan_geometry(100_000 * GiB), "node")
     assert caught.value.attributes["needed_bytes"] > caught.value.attributes["free_bytes"]  # type: ignore[operator]
     assert not path.exists()
+
+
+def test_the_advised_size_has_room_for_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for the mirror, which grows to half a GiB beside the pool."""
+    monkeypatch.setattr(room, "machine_memory", lambda: 256 * GiB)
+    advice = how_to_make_room(Path("/dev/shm"), needed=100 * GiB, total=24 * GiB, free=20 * GiB)
+    assert "size=105G /dev/shm" in advice and "--shm-size" in advice
 
 
 @pytest.mark.processes
