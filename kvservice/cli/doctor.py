@@ -224,22 +224,31 @@ def tls() -> Iterator[Check]:
 
 
 def shared_memory() -> Iterator[Check]:
-    from kvservice.config import ServiceConfig
+    """Checks that the pool fits. What the segments of its own service take is room: a start takes them up."""
+    from kvservice.config import ServiceConfig, gather_given, load_config
+    from kvservice.errors import ConfigError
+    from kvservice.lookup.mirror_file import MIRROR_SUFFIX
+    from kvservice.memory.room import how_to_make_room
+    from kvservice.memory.segment import segment_path
 
+    try:
+        config, chosen = load_config(), "pool_bytes" in gather_given()
+    except ConfigError:  # the check of the settings tells of it
+        config, chosen = ServiceConfig(), False
     usage = shutil.disk_usage(SHARED_MEMORY)
     segments = list(SHARED_MEMORY.glob("kvservice-*"))
     detail = f"{format_bytes(usage.total)} in {SHARED_MEMORY}, {format_bytes(usage.free)} free"
     detail += f", {len(segments)} segments of this project" if segments else ""
-    wanted = ServiceConfig().pool_bytes
-    if usage.free >= wanted or segments:
+    own = SHARED_MEMORY.glob(segment_path(config.service, "", SHARED_MEMORY).name + "*")
+    room = usage.free + sum(path.stat().st_size for path in own if not path.name.endswith(MIRROR_SUFFIX))
+    if room >= config.pool_bytes:
         yield Check("shared_memory", OK, detail)
-    elif usage.free < SHM_BYTES_MIN:
+    elif room < SHM_BYTES_MIN:
         yield Check("shared_memory", PROBLEM, detail, SHM_ADVICE)
     else:
-        advice = (
-            f"the default pool of {format_bytes(wanted)} does not fit; choose a smaller --pool-bytes, or {SHM_ADVICE}"
-        )
-        yield Check("shared_memory", WARNING, detail, advice)
+        pool = f"{'the' if chosen else 'the default'} pool of {format_bytes(config.pool_bytes)} does not fit"
+        advice = how_to_make_room(SHARED_MEMORY, config.pool_bytes, usage.total, room)
+        yield Check("shared_memory", PROBLEM if chosen else WARNING, f"{detail}; {pool}", advice)
 
 
 def logout() -> Iterator[Check]:

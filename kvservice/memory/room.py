@@ -15,7 +15,7 @@ def how_to_make_room(directory: Path, needed: int, total: int, free: int) -> str
     stays."""
     size, memory = total - free + needed + MIRROR_ROOM, machine_memory()
     if size > memory:
-        return f"this machine has only {format_bytes(memory)} of memory; lower --pool-bytes, or what the pool is set to"
+        return f"this machine has only {format_bytes(memory)} of memory; lower the pool size (--pool-bytes)"
     return (
         f"make it larger (mount -o remount,size={div_ceil(size, GiB)}G {directory}; docker run --shm-size; in "
         "Kubernetes an emptyDir with medium: Memory and a sizeLimit), or lower the pool size"

@@ -76,25 +76,35 @@ def test_text_shows_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("free", "segments", "status"),
+    ("free", "segments", "pool", "status"),
     [
-        (64 * GiB, 0, OK),
-        (1 * GiB, 0, WARNING),
-        (1 * GiB, 1, OK),  # what is missing is in use by a running service
-        (1 * MiB, 0, PROBLEM),
+        (64 * GiB, {}, "", OK),
+        (1 * GiB, {}, "", WARNING),
+        (1 * GiB, {"default-n0": 3 * GiB}, "", OK),  # what is missing is in use by this service
+        (1 * GiB, {"default-n0~mirror": 3 * GiB}, "", WARNING),  # a mirror takes less memory than its size
+        (1 * GiB, {"other-n0": 3 * GiB}, "", WARNING),
+        (1 * MiB, {}, "", PROBLEM),
+        (64 * GiB, {}, "100GiB", PROBLEM),  # as it was asked for, no start can work
+        (64 * GiB, {"other-n0": 64 * GiB}, "100GiB", PROBLEM),
+        (64 * GiB, {"default-n0": 36 * GiB}, "100GiB", OK),
+        (1 * GiB, {}, "512MiB", OK),
     ],
 )
 def test_shared_memory_that_is_too_small_says_how_to_get_more(
-    free: int, segments: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: int, segments: dict[str, int], pool: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Usage:
-        total = 64 * GiB
+        total = 128 * GiB
 
     Usage.free = free  # type: ignore[attr-defined]
     monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage)
-    for index in range(segments):
-        (tmp_path / f"kvservice-default-{index}").touch()
+    monkeypatch.setattr("kvservice.memory.room.machine_memory", lambda: 512 * GiB)
+    if pool:
+        monkeypatch.setenv("KVSERVICE_POOL_BYTES", pool)
+    for name, size in segments.items():
+        with (tmp_path / f"kvservice-{name}").open("wb") as file:
+            file.truncate(size)
     check = one(doctor.shared_memory)
     assert check.status == status
     assert ("--shm-size" in check.advice) is (status in (WARNING, PROBLEM))
