@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,12 @@ from rich.text import Text
 
 from kvservice.cli.output import Format, show
 from kvservice.cli.status import plain, span, table
-from kvservice.errors import ConfigError
+from kvservice.errors import ConfigError, NoService
 from kvservice.units import format_bytes, printable
 
 if TYPE_CHECKING:
     from kvservice.client.block_list import BlockFilter, BlockList, BlockRow
+    from kvservice.client.members import Members
 
 BLOCK_STATES = ("sealed", "leased")  # slots that hold a block, which is what people mean
 # Blocks that are read before they are sorted: 10,000 take a second or two. With more, only those of the first nodes and
@@ -70,7 +71,7 @@ def collect(service: str | None, lookup: Sequence[str] | None, selected: Selecti
 
     check(selected)
     members = find_members(service, lookup)
-    chosen = choose_nodes(members.shards, selected.node)
+    chosen = choose_nodes(members, selected.node)
     wanted = BlockFilter(selected.state or BLOCK_STATES, selected.model, selected.tenant, selected.key)
 
     async def read(wanted: BlockFilter) -> BlockList:
@@ -94,11 +95,14 @@ def check(selected: Selection) -> None:
         raise ConfigError(f"--key is {selected.key!r}; give the first of its {KEY_DIGITS_MAX} hex digits", key="key")
 
 
-def choose_nodes(shards: Mapping[str, str], wanted: str | None) -> dict[str, str]:
-    """The shards whose node's id begins with this. Raises ConfigError if there is none."""
-    chosen = {node: address for node, address in shards.items() if node.startswith(wanted or "")}
+def choose_nodes(members: Members, wanted: str | None) -> dict[str, str]:
+    """The shards whose node's id begins with this. Raises ConfigError if there is none, NoService if none is left."""
+    if not members.shards:
+        silent = f": {', '.join(sorted(members.gone))} {'are' if len(members.gone) > 1 else 'is'} silent"
+        raise NoService(f"no shard of service {members.service!r} answers{silent if members.gone else ''}")
+    chosen = {node: address for node, address in members.shards.items() if node.startswith(wanted or "")}
     if not chosen:
-        raise ConfigError(f"no node's id begins with {wanted!r}; there is {', '.join(sorted(shards)) or 'none'}")
+        raise ConfigError(f"no node's id begins with {wanted!r}; there is {', '.join(sorted(members.shards))}")
     return chosen
 
 

@@ -151,7 +151,7 @@ def _with_shards(
     from kvservice.client.operator import OperatorClient
 
     members = find_members(service, lookup)
-    shards = {node: address for name in nodes or [""] for node, address in choose_nodes(members.shards, name).items()}
+    shards = {node: address for name in nodes or [""] for node, address in choose_nodes(members, name).items()}
 
     async def run() -> T:
         client = OperatorClient(members.tls, Token.of_environment())

@@ -11,7 +11,8 @@ from rich.console import Console
 from kvservice.cli.blocks import SORTS, Selection, arrange, check, choose_nodes, draw
 from kvservice.cli.commands.look import Order
 from kvservice.client.block_list import BlockList, BlockRow
-from kvservice.errors import ConfigError
+from kvservice.client.members import Members
+from kvservice.errors import ConfigError, NoService
 
 ROW = BlockRow(
     "n0", 7, "sealed", 737_280, "search", "4f2a9c" + 26 * "0", "Llama", 3, "primary", "memory", 120.0, 60.0, 2
@@ -58,11 +59,22 @@ def test_every_order_of_the_command_line_can_be_sorted_by() -> None:
 
 
 def test_a_node_is_chosen_by_the_beginning_of_its_id() -> None:
-    shards = {"526d7a": "a", "526f00": "b"}
-    assert choose_nodes(shards, "526d") == {"526d7a": "a"}
-    assert choose_nodes(shards, None) == shards
+    members = Members("s", {"526d7a": "a", "526f00": "b"}, (), {}, (), (), None)
+    assert choose_nodes(members, "526d") == {"526d7a": "a"}
+    assert choose_nodes(members, None) == members.shards
     with pytest.raises(ConfigError, match="526d7a, 526f00"):
-        choose_nodes(shards, "x")
+        choose_nodes(members, "x")
+
+
+def test_a_service_without_a_shard_that_answers_is_none() -> None:
+    members = Members("s", {}, (), {"n0": "a", "n1": "b"}, (), (), None)
+    for wanted in (None, "", "n0"):
+        with pytest.raises(NoService, match="no shard of service 's' answers: n0, n1 are silent"):
+            choose_nodes(members, wanted)
+    with pytest.raises(NoService, match="answers: n0 is silent"):
+        choose_nodes(replace(members, gone={"n0": "a"}), None)
+    with pytest.raises(NoService, match=r"answers$"):
+        choose_nodes(replace(members, gone={}), None)
 
 
 def test_names_of_others_are_shown_and_do_nothing() -> None:
