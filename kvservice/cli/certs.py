@@ -60,11 +60,20 @@ class Owner:
 def run(directory: Path, days: int, *, renew: bool, owner: Owner | None = None, ca: Path | None = None) -> str:
     """Write ca.crt, ca.key, tls.crt and tls.key. If `ca` names a folder with a CA, that CA signs and its key is not
     copied. With `renew` only tls.crt and tls.key are written, for the owner of the old certificate. Returns text that
-    says what to do next. Raises ConfigError if files would be lost, or if there is no CA to sign with."""
+    says what to do next. Raises ConfigError if files would be lost or cannot be written, or if there is no CA to sign
+    with."""
+    try:
+        return _make(directory.absolute(), days, renew=renew, owner=owner, ca=ca)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write certificates to {directory}: {error.strerror}; name a folder that you can make or write"
+        ) from error
+
+
+def _make(directory: Path, days: int, *, renew: bool, owner: Owner | None, ca: Path | None) -> str:
     from kvservice.auth.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME, open_tls
     from kvservice.private_files import write_private
 
-    directory = directory.absolute()
     found = [name for name in (AUTHORITY_NAME, AUTHORITY_KEY_NAME, CERTIFICATE_NAME) if (directory / name).exists()]
     if renew:
         authority = _read_authority(ca or directory)

@@ -150,6 +150,13 @@ def check_plot(path: Path) -> None:
         raise ConfigError("--plot needs matplotlib; pip install matplotlib, or leave --plot out") from error
     if path.suffix not in (".png", ".svg", ".pdf") or not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: give a .png, .svg or .pdf file in an existing directory")
+    there = path.exists()
+    try:
+        path.open("ab").close()
+        if not there:
+            path.unlink()  # a run that is broken off leaves no empty picture
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}; name another file") from error
 
 
 def draw_plot(figures: dict[str, Any], path: Path) -> None:

@@ -224,6 +224,13 @@ def test_a_wrong_tls_setting_is_named(wrong: dict[str, object]) -> None:
 # -- certificates ----
 
 
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_certs_that_cannot_be_written_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"cannot write certificates to {tmp_path / name}: .*; name a folder"):
+        certs.run(tmp_path / name, 30, renew=False)
+
+
 def test_certs_are_the_services_own_and_their_keys_are_private(tmp_path: Path) -> None:
     directory = tmp_path / "made"
     words = certs.run(directory, 30, renew=False)

@@ -69,6 +69,14 @@ def test_wrong_input_is_named_with_its_line(tmp_path: Path, trace_file: Path) ->
     assert (code, out) == (ExitCode.USAGE, "") and "nope.jsonl: there is no such file" in errors
 
 
+def test_a_plot_that_cannot_be_written_is_refused_at_once(trace_file: Path, tmp_path: Path) -> None:
+    """A folder in its place stands for one without rights, which root does not know."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "replay.png").mkdir()
+    code, out, errors = run(trace_file, "--plot", tmp_path / "replay.png")
+    assert (code, out) == (ExitCode.USAGE, "") and "cannot be written: Is a directory; name another" in errors
+
+
 def test_without_matplotlib_a_plot_is_refused_at_once(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before anything is played."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
