@@ -27,6 +27,7 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockHash, BlockKey
 
 NULL_BLOCK = 0  # the id that vLLM gives to its null block; it never holds a request's data
+NOWHERE = -1  # in the table of one group: the engine has no such block any more. Never an id.
 Table: TypeAlias = "Sequence[Any]"  # of block ids, or of lists of them
 
 
@@ -96,7 +97,8 @@ class OneGroup:
 
     def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
         first = position * self.stride
-        return [(0, part, table[first + part]) for part in range(self.stride)]
+        blocks = table[first : first + self.stride]
+        return None if NOWHERE in blocks else [(0, part, blocks[part]) for part in range(self.stride)]
 
     def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
         first = position * self.stride

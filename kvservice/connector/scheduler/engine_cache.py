@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
-from kvservice.connector.cache_groups import NULL_BLOCK, Table
+from kvservice.connector.cache_groups import NOWHERE, Table
 from kvservice.units import BlockHash, BlockKey
 
 
@@ -45,11 +45,12 @@ def table_from_cache(
     stride: int,
 ) -> Table:
     """The blocks of a request that lost its own: where the engine still has positions [0, end), up to the first block
-    that it has not. A `known` position is not copied, so it needs no blocks."""
+    that neither the engine has nor the pool is `known` to have. A block that only the pool has is NOWHERE: who copies
+    decides anew what the pool has, and may know less by then."""
     table: list[int] = []
     for index in range(end * stride):
-        found = NULL_BLOCK if keys[index // stride] in known else cache.find(hashes[index])
-        if found is None:
+        found = cache.find(hashes[index])
+        if found is None and keys[index // stride] not in known:
             break
-        table.append(found)
+        table.append(NOWHERE if found is None else found)
     return table

@@ -8,6 +8,7 @@ import pytest
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.options import Offload
 from kvservice.connector.plan import StepPlan, StepReport
+from kvservice.connector.scheduler import known_keys
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
@@ -188,6 +189,58 @@ def test_block_that_a_preempted_request_lost_ends_its_store() -> None:
     engine.give_up(ids)
     engine.take(hashes(2, 2))  # another request takes the fourth block and the last one of this request
     assert stored(half, step(half, preempted=("r",))) == ids[:2]
+
+
+@pytest.mark.parametrize("offload", [Offload.EAGER, Offload.LAZY])
+def test_a_preempted_handoff_copies_what_the_engine_has(offload: Offload) -> None:
+    """Known keys do not count for a hand-off that never asked: its blocks are copied, and no others instead."""
+    line, engine, chain = Line(), EngineBlocks(32), hashes(1, 3)
+    half = half_with(line, engine, offload)
+    run_to_end(half, engine, "a", 1, 3)
+    stored(half, step(half))
+    half.on_new_request("p", chain, 0.0, may_read=False, wants=Prefill(HandoffId(bytes(16))))
+    ids = engine.share(chain)
+    half.allocated("p", ids, 0)
+    line.free = 0  # so it is put off
+    stored(half, step(half, ("p", chain, 3 * BLOCK, lambda: ids)))
+    line.free = 64
+    engine.give_up(ids)
+    assert stored(half, step(half, preempted=("p",))) == ids
+    half.check_invariants()
+
+
+def test_a_block_that_only_the_pool_has_is_copied_from_nowhere() -> None:
+    """The engine took the second block for another request. The pool was known to have it, which a hand-off ignores."""
+    line, engine, chain = Line(), EngineBlocks(32), hashes(1, 3)
+    half = half_with(line, engine, Offload.LAZY)
+    run_to_end(half, engine, "a", 1, 3)
+    stored(half, step(half))
+    half.on_new_request("p", chain, 0.0, may_read=False, wants=Prefill(HandoffId(bytes(16))))
+    ids = engine.share(chain)
+    half.allocated("p", ids, 0)
+    step(half, ("p", chain, 3 * BLOCK, lambda: ids))
+    engine.give_up(ids)
+    del engine.held[ids[1]]
+    assert stored(half, step(half, preempted=("p",))) == [ids[0], ids[2]]
+
+
+def test_a_key_forgotten_within_the_step_copies_no_other_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys were known when the table was made, and a hand-off of the same step pushed them out."""
+    monkeypatch.setattr(known_keys, "KNOWN_KEYS_MAX", 4)
+    line, engine, chain, other = Line(), EngineBlocks(64), hashes(1, 3), hashes(2, 3)
+    half = half_with(line, engine, Offload.LAZY)
+    run_to_end(half, engine, "a", 1, 3)
+    stored(half, step(half))
+    half.on_new_request("p", chain, 0.0, may_read=False)
+    ids = engine.share(chain)
+    half.allocated("p", ids, 0)
+    half.on_new_request("h", other, 0.0, may_read=False, wants=Prefill(HandoffId(bytes(16))))
+    others, _ = engine.take(other)
+    half.allocated("h", others, 0)
+    step(half, ("p", chain, 3 * BLOCK, lambda: ids), ("h", other, 3 * BLOCK, lambda: others))
+    engine.give_up(ids)
+    engine.give_up(others)
+    assert stored(half, step(half, preempted=("p", "h"))) == [*others, *ids[:2]]
 
 
 def test_preempted_layer_wise_load_is_not_stored() -> None:
