@@ -36,6 +36,11 @@ class PendingAcquires:
             self._by_request.setdefault(request_id, []).append(pending)
         return pending
 
+    def is_open(self, pending: PendingAcquire) -> bool:
+        """Whether its request still waits."""
+        with self._lock:
+            return pending in self._by_request.get(pending.request_id, [])
+
     def abandon(self, request_id: str) -> list[PendingAcquire]:
         """The request waits no more. Returns what it asked."""
         with self._lock:

@@ -379,7 +379,7 @@ class Session:
         result: AcquireResult | None = None
         pool, trace = self._pool, ""
         try:
-            if pool is not None:
+            if pool is not None and self._pending.is_open(pending):
                 asked = len(request.keys) - request.skip
                 with (
                     logs.about(pending.request_id),
@@ -408,7 +408,7 @@ class Session:
 
     def _cancel(self, abandoned: Iterable[PendingAcquire]) -> None:
         for pending in abandoned:
-            if pending.call is not None and pending.call.cancel():
+            if pending.call is None or pending.call.cancel():  # without a call it is not begun any more
                 self.counters["acquire_cancelled"] += 1
 
     async def _close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None:

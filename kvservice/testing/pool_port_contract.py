@@ -212,8 +212,8 @@ class PoolPortContract:
             await engine.pool.renew(engine.attachment.attachment_id, [], suspects=[ref])
             if part == "payload" and not (await engine.acquire(CHAIN[:1])).blocks:
                 await engine.store(CHAIN[:1])
-            found = await engine.acquire(CHAIN[:1])
-            return engine.holds(found.blocks[0], CHAIN[0]) and (found.blocks[0] == ref) == (part == "header")
+            refs = (await engine.acquire(CHAIN[:1])).blocks
+            return bool(refs) and engine.holds(refs[0], CHAIN[0]) and (refs[0] == ref) == (part == "header")
 
         await eventually_async(heals, "the block is whole again")
 

@@ -44,15 +44,20 @@ class Lookups:
     def ask(self, name: bytes, request_id: str) -> Presence:
         """Whether the chunk is here, as far as is known."""
         question = self._questions.get(name)
-        if question is None or (
-            question.answer is Presence.HERE and question.promise is None
-        ):  # loaded, and wanted again
+        if question is None or self._is_outdated(question, request_id):
             question = _Question(name, set() if question is None else question.requests)
             self._questions[name] = question
             self._new.append(question)
         question.requests.add(request_id)
         self._of_request.setdefault(request_id, set()).add(name)
         return question.answer
+
+    @staticmethod
+    def _is_outdated(question: _Question, request_id: str) -> bool:
+        """Whether the chunk is asked for anew: it was loaded and is wanted again, or it was missing for others."""
+        if question.answer is Presence.MISSING:
+            return request_id not in question.requests
+        return question.answer is Presence.HERE and question.promise is None
 
     def send(self) -> None:
         """Ask for everything that was new in this step."""

@@ -342,8 +342,9 @@ class SchedulerHalf:
         """
         attachment = self._session.attachment
         if attachment is None or plan.pool is None or not self._may_write or self._paused:
-            return []
+            return [request_id for request_id, *_ in scheduled] if self._may_write else []  # until there is a pool
         self._follow(attachment.attachment_id)
+        self._stores.follow(attachment.epoch, self._requests.values())
         self._stores.gather()
         lost = [part for part in (self._part_of_preempted(attachment, it) for it in preempted) if part is not None]
         parts, looked_at = list(lost), []
@@ -395,8 +396,7 @@ class SchedulerHalf:
         """Plan the copies of full blocks of one request that are not in the pool."""
         part = self._part_of(attachment, request, computed_tokens, block_ids)
         self._follow(attachment.attachment_id)
-        stores = self._stores.plan(attachment.attachment_id, [part]) if request.admitted else []
-        return stores[0] if stores else None
+        return next(iter(self._stores.plan(attachment.attachment_id, [part]) if request.admitted else ()), None)
 
     def _part_of_preempted(self, attachment: Attachment, request_id: str) -> StorePart | None:
         """What the request has full and not stored, as far as the engine still has it. It asks the pool for its blocks
@@ -472,15 +472,17 @@ class SchedulerHalf:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        if store_rest:
-            self._store_rest(request, hashes, computed_tokens, block_ids)
-        if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:
-            self._end_lease(request.attachment, request.result.lease_id)
-        self._session.expect(-request.expected)
-        self._session.abandon(request_id)
-        self._session.report(request.report())
-        request.move(RequestEvent.END)
-        self._handoffs.request_ended(request.writes)
+        try:
+            if store_rest:
+                self._store_rest(request, hashes, computed_tokens, block_ids)
+        finally:
+            if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:
+                self._end_lease(request.attachment, request.result.lease_id)
+            self._session.expect(-request.expected)
+            self._session.abandon(request_id)
+            self._session.report(request.report())
+            request.move(RequestEvent.END)
+            self._handoffs.request_ended(request.writes)
         return request.writes
 
     def _store_rest(
@@ -505,8 +507,7 @@ class SchedulerHalf:
 
     def _rest_goes_to(self) -> Attachment | None:
         """Where the blocks of a request that ended are stored. None if they are not."""
-        may_store = self._may_write and not self._paused and self._pins is not None
-        return self._session.attachment if may_store else None
+        return self._session.attachment if self._may_write and not self._paused and self._pins is not None else None
 
     def has_pending_work(self, now: float) -> bool:
         """Whether steps are needed even without requests, to start copies and loans and to learn how they ended."""

@@ -29,6 +29,10 @@ class KnownKeys:
     def __contains__(self, key: object) -> bool:
         return key in self._learnt
 
+    def learnt_since(self, key: BlockKey, ask_number: int) -> bool:
+        """Whether the key was learnt after the ask with this number was posted: for keys that no ask names."""
+        return self._learnt.get(key, -1) >= ask_number
+
     def next_ask(self) -> int:
         """The number of an ask that is posted now, from 1."""
         self._asks += 1

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvservice.connector.cache_groups import NOWHERE
 from kvservice.connector.plan import LendPlan, StepPlan
 from kvservice.units import BlockKey
 
@@ -67,8 +68,9 @@ class LoanBook:
         self._pins = pins
 
     def lend(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        """Lend blocks: `block_ids[i]` holds the whole block `keys[i]`, and its request has ended."""
-        blocks = tuple(zip(block_ids, keys, strict=False))
+        """Lend blocks: `block_ids[i]` holds the whole block `keys[i]`, and its request has ended. One that a window has
+        left is NOWHERE."""
+        blocks = tuple(pair for pair in zip(block_ids, keys, strict=False) if pair[0] != NOWHERE)
         if not self._seconds or self._pins is None or not blocks:
             return
         if self._is_short():

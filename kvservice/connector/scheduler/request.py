@@ -137,8 +137,8 @@ class EngineRequest:
 
     def report(self) -> RequestReport:
         """The report about the request, once it has ended."""
-        loaded = 0 if self.load_failed else self.loaded_blocks
         engine = min(self.engine_blocks, self.prompt_blocks)
+        loaded = 0 if self.load_failed else min(self.loaded_blocks, self.prompt_blocks - engine)
         computed = max(self.prompt_blocks - engine - loaded, 0)
         return RequestReport(
             self.request_id,

@@ -7,7 +7,7 @@ of it; the engine's blocks are pinned until then. Used on the scheduler's thread
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 
@@ -22,7 +22,7 @@ from kvservice.connector.scheduler.store_plan import GiveBack, OpenStore, Planne
 from kvservice.core.block.window_groups import WINDOW_BIT
 from kvservice.core.segment.refs import BlockRef
 from kvservice.observe import tracing
-from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
+from kvservice.units import AttachmentId, BlockHash, BlockKey, BootEpoch, HandoffId
 
 IN_FLIGHT_MAX = 4096  # Blocks. Beyond it stores are put off, so that copies do not pin the engine's whole cache.
 # Seconds. A store that no worker has reported by then no longer keeps an idle engine stepping.
@@ -55,6 +55,7 @@ class Stores:
         self._in_flight = 0  # blocks of all of them
         self._is_gathering, self._change = False, 0  # of what is expected
         self._last_id = 0
+        self._boot: BootEpoch | None = None
         self._step_began = 0.0
         self._stored: list[StoredBlock] = []
         # what `take_stored` named and `take_removed` did not, oldest first
@@ -74,6 +75,14 @@ class Stores:
             self._change += change
         else:
             self._session.expect(change)
+
+    def follow(self, boot: BootEpoch, requests: Iterable[EngineRequest]) -> None:
+        """Of a pool that has started anew, nothing is known to be there: what these requests have is stored again."""
+        if self._boot not in (None, boot):
+            for request in requests:
+                self.expect(request, request.stored - request.kept_out)
+                request.stored = request.kept_out
+        self._boot = boot
 
     def gather(self) -> None:
         """Tell the session of what is expected until the end of the next `plan` as one change: most of it is taken at

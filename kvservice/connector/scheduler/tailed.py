@@ -211,7 +211,7 @@ class TailedScheduler(SchedulerHalf):
         else:
             return
         head, key = keys
-        if key in self._known:
+        if self._known.learnt_since(key, request.ask_number):  # before, the pool may have evicted it unseen
             return
         slots = self._stores.take_slots(attachment.attachment_id, 1)
         if not slots:

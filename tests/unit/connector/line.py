@@ -30,8 +30,8 @@ LAYOUT = SlotLayout(layer_count=2, kv_head_count=2, cell_bytes=1024, block_token
 GEOMETRY = Geometry(1 << 20, 8)
 
 
-def attachment(number: int) -> Attachment:
-    return Attachment(AttachmentId(number), NodeId("n"), BootEpoch(1), 10.0, "/dev/shm/none", GEOMETRY, "")
+def attachment(number: int, boot: int = 1) -> Attachment:
+    return Attachment(AttachmentId(number), NodeId("n"), BootEpoch(boot), 10.0, "/dev/shm/none", GEOMETRY, "")
 
 
 def pool_info(of: Attachment) -> PoolInfo:
@@ -273,5 +273,5 @@ class Line:
     def lose(self) -> None:
         self.attachment = None
 
-    def attach(self, number: int) -> None:
-        self.attachment = attachment(number)
+    def attach(self, number: int, boot: int = 1) -> None:
+        self.attachment = attachment(number, boot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvservice.connector.cache_groups import NOWHERE
 from kvservice.connector.plan import StepPlan
 from kvservice.connector.scheduler.loan_book import FREE_SHARE_MIN, REPORT_SECONDS_MAX, LoanBook
 from kvservice.units import BlockKey
@@ -31,6 +32,13 @@ class Desk:
         [plan] = self.step(now).lends
         assert plan.blocks == tuple(zip((7, 8, 9), KEYS, strict=True))
         return plan.loan_id
+
+
+def test_a_block_that_a_window_has_left_is_not_lent() -> None:
+    desk = Desk()
+    desk.book.lend(KEYS, [NOWHERE, 8, 9])
+    [plan] = desk.step(0.0).lends
+    assert plan.blocks == ((8, KEYS[1]), (9, KEYS[2])) and desk.pins.pinned == {8: 1, 9: 1}
 
 
 def test_lent_blocks_are_pinned_until_all_workers_let_go() -> None:

@@ -21,6 +21,18 @@ def test_own_hit_loads_and_the_rest_add_up_to_the_prompt() -> None:
     assert line.reports["r"] == RequestReport("r", 5, 1, 3, 1)
 
 
+def test_blocks_that_came_back_after_a_preemption_are_not_of_the_prompt() -> None:
+    """It is loaded again, with what was generated for it meanwhile."""
+    line, chain = Line(), hashes(1, 6)
+    scheduler = half(line)
+    scheduler.on_new_request("r", chain[:2], 0.0)
+    line.answer(2)
+    scheduler.matched("r", 0, 2 * BLOCK + 2, 0.1)
+    request = scheduler._requests["r"]
+    request.loaded_blocks = 6
+    assert (request.report().loaded_blocks, request.report().computed_blocks) == (2, 0)
+
+
 def test_a_failed_load_is_computed_and_said() -> None:
     line = Line()
     scheduler = half(line)
