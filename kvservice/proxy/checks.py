@@ -32,7 +32,8 @@ class ServerChecks:
     """Runs the checks. Call `run` in a task and cancel it to stop. `soon` wakes it to check failed servers before the
     interval ends.
 
-    `on_sick` is called when a server that was healthy fails its checks.
+    `on_sick` is called at every failed check that finds or leaves a server sick: a failed request may have made it sick
+    first, and others may still wait at it.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ServerChecks:
         if server.healthy != was_healthy:
             event = "server_healthy" if server.healthy else "server_unhealthy"
             log.info(event, extra={"role": server.role.value, "server": server.url, "reason": server.reason})
-        if was_healthy and not server.healthy:
+        if reason and not server.healthy:
             self._on_sick(server)
         if server.healthy and server.role is Role.PREFILL and server.node is None and server.url not in self._probing:
             await self._probe(server)

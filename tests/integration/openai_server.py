@@ -58,6 +58,7 @@ class FakeServer:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _released: asyncio.Event = field(default_factory=asyncio.Event)
     _runner: web.AppRunner | None = None
+    _site: web.TCPSite | None = None
     _dying: asyncio.Task[None] | None = None
 
     @property
@@ -76,7 +77,8 @@ class FakeServer:
         app.router.add_post("/v1/chat/completions", self._complete)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await self._site.start()
         self.port = self._runner.addresses[0][1]
         return self
 
@@ -89,6 +91,11 @@ class FakeServer:
                 if connection.transport is not None:
                     connection.transport.abort()
             await runner.cleanup()
+
+    async def stop_listening(self) -> None:
+        """New connections are refused; those that are open stay as they are."""
+        assert self._site is not None
+        await self._site.stop()
 
     async def __aenter__(self) -> FakeServer:
         return await self.start()
