@@ -78,6 +78,10 @@ class ServerChecks:
             if upstream.kind_of(answer.status) is not AnswerKind.GOOD:
                 reason = f"/health answered {answer.status}"
         except UpstreamFault as error:
+            if error.fault is ServerFault.BUSY:
+                self._pool.check_impossible(server, str(error), asyncio.get_running_loop().time())
+                log.warning("check_impossible", extra={"server": server.url, "detail": str(error)})
+                return
             slow, reason = error.fault is ServerFault.TIMEOUT, str(error)
         except Exception as error:  # a server whose check never ended would never be checked again
             log.exception("check_failed", extra={"server": server.url})

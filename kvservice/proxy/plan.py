@@ -144,6 +144,9 @@ class Problem:
 
 NO_DECODE = Problem(503, "service_unavailable", "no decode server is healthy; see /health of this proxy")
 BUSY = Problem(503, "overloaded", "every decode server has as many requests in flight as --in-flight allows; retry", 1)
+NO_CONNECTION = Problem(
+    503, "overloaded", "this proxy has no file descriptor or port left for a connection to a decode server; retry", 1
+)
 DECODE_FAILED = Problem(502, "upstream_error", "the decode server failed and no other one could take the request")
 BROKEN = Problem(502, "upstream_error", "the decode server failed in the middle of its answer")
 TIMED_OUT = Problem(504, "timeout", "the request took longer than this proxy allows")
@@ -355,7 +358,8 @@ class Exchange:
                     self._pool.learnt(server, event.node)
         elif isinstance(event, DecodeFailed):
             self._lose(Role.DECODE, event.fault, now)
-            self._problem = BROKEN if self._is_streaming() else DECODE_FAILED
+            lost = NO_CONNECTION if event.fault is ServerFault.BUSY else DECODE_FAILED
+            self._problem = BROKEN if self._is_streaming() else lost
         elif isinstance(event, DecodeEnded | DecodeRefused):
             self._pool.answered(self._end(Role.DECODE))
         elif isinstance(event, Stopped):

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import aiohttp
 from aiohttp import web
@@ -22,9 +24,9 @@ from kvservice.proxy import bodies, upstream
 from kvservice.proxy.checks import ServerChecks
 from kvservice.proxy.client_log import ClientLog
 from kvservice.proxy.metrics import ProxyMetrics
-from kvservice.proxy.plan import BUSY, DECODE_FAILED, NO_DECODE, STOPPING, Problem
+from kvservice.proxy.plan import BUSY, DECODE_FAILED, NO_CONNECTION, NO_DECODE, STOPPING, Problem
 from kvservice.proxy.relay import ClientExchange, Surroundings, answer_response, problem_response
-from kvservice.proxy.servers import Role, Server, ServerPool
+from kvservice.proxy.servers import Role, Server, ServerFault, ServerPool
 from kvservice.proxy.settings import ProxySettings
 from kvservice.proxy.upstream import AnswerKind, UpstreamFault
 
@@ -32,6 +34,9 @@ log = logging.getLogger("kvservice.proxy")
 
 # Connections that wait for accept. More than a burst of clients opens at once; beyond it the kernel refuses them.
 BACKLOG = 512
+# For a client's connection without a request. Each holds a file descriptor. It is longer than the 60 s for which load
+# balancers keep theirs, so that the client closes first and sends no request into a connection that is being closed.
+IDLE_SECONDS = 75.0
 # For one server's answer to /v1/models. It needs no GPU: a server that takes longer is not well, and the next one is
 # asked.
 MODELS_SECONDS = 10.0
@@ -72,7 +77,12 @@ class Proxy:
         self._around = Surroundings(settings, self.pool, self._session, self.metrics, checks.soon)
         # Without this a client that disconnects would be noticed only at the next write to it.
         self._runner = web.AppRunner(
-            self._app(), handler_cancellation=True, access_log=None, logger=ClientLog(log), shutdown_timeout=1.0
+            self._app(),
+            handler_cancellation=True,
+            access_log=None,
+            logger=ClientLog(log),
+            shutdown_timeout=1.0,
+            keepalive_timeout=IDLE_SECONDS,
         )
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, settings.host, settings.port, backlog=BACKLOG)
@@ -173,7 +183,7 @@ class Proxy:
                 answer = await upstream.whole(response)
         except UpstreamFault as error:
             self.pool.failed(server, error.fault, asyncio.get_running_loop().time())
-            return None
+            return problem_response(NO_CONNECTION) if error.fault is ServerFault.BUSY else None
         finally:
             self.pool.release(server)
         return None if upstream.kind_of(answer.status) is AnswerKind.FAULTY else answer_response(answer)
@@ -240,6 +250,14 @@ async def serve(settings: ProxySettings) -> None:
         await asyncio.to_thread(tracing.stop)
 
 
+def raise_file_limit() -> None:
+    """Let the process have as many open files as it may: a request holds two or three, and 1,024 are a common limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS refuses its own hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def run(settings: ProxySettings) -> None:
     """Serve; blocks until the proxy has ended. Raises Unavailable if it cannot listen."""
+    raise_file_limit()
     asyncio.run(serve(settings))

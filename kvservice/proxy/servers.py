@@ -29,7 +29,7 @@ class ServerFault(Enum):
     BROKEN = "broken"  # the connection broke, or the server's health check failed meanwhile
     ERROR = "error"  # the answer says that the server is at fault
     TIMEOUT = "timeout"
-    BUSY = "busy"  # the server is healthy and refuses more work
+    BUSY = "busy"  # the server refuses more work, or this proxy has nothing left for a connection to it
 
     @property
     def blames_request(self) -> bool:
@@ -155,6 +155,12 @@ class ServerPool:
         server.slow_checks = server.slow_checks + 1 if slow else 0
         if not slow or server.slow_checks >= SLOW_CHECKS_MAX or not server.healthy:
             self._sicken(server, reason)
+
+    def check_impossible(self, server: Server, reason: str, now: float) -> None:
+        """Note a check that this proxy could not make. It says nothing about the server."""
+        self._checked(server, now)
+        if not server.healthy:
+            server.reason = reason
 
     def _checked(self, server: Server, now: float) -> None:
         server.checking = False

@@ -7,6 +7,7 @@ Runs on the proxy's event loop. A cancelled call closes its connection, which te
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from kvservice.units import MiB
 
 # The largest answer that is kept in memory until it is complete. A larger one counts as the server's error.
 WHOLE_BYTES_MAX = 64 * MiB
+
+# No connection for want of a file descriptor, a port or memory: the proxy's machine is at fault, not the server.
+_OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS})
 
 # Headers that concern one connection only, or that are rewritten here. Accept-Encoding is left out because the proxy
 # must be able to read the answers.
@@ -129,7 +133,8 @@ async def asked(
     except asyncio.TimeoutError as error:
         raise UpstreamFault(ServerFault.TIMEOUT, f"no complete answer within {total_seconds} s") from error
     except aiohttp.ClientConnectorError as error:
-        raise UpstreamFault(ServerFault.UNREACHABLE, f"{type(error).__name__}: {error}") from error
+        fault = ServerFault.BUSY if error.errno in _OWN_FAULTS else ServerFault.UNREACHABLE
+        raise UpstreamFault(fault, f"{type(error).__name__}: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
         raise UpstreamFault(ServerFault.BROKEN, f"{type(error).__name__}: {error}") from error
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.integration.proxy_lab import Lab
+from kvservice.proxy import server as proxy_server
+from kvservice.testing.eventually import eventually_async
+from tests.integration.proxy_lab import COMPLETIONS, Lab
 
 
 @pytest.fixture
@@ -30,3 +33,36 @@ async def test_requests_leave_a_server_that_a_request_found_dead(lab: Lab) -> No
     await hanging.until(lambda: hanging.seen[0].cancelled)
     other.release()
     assert [status for status, _ in await asyncio.gather(*asking)] == [200, 200, 200]
+
+
+async def test_without_descriptors_the_proxy_blames_itself(lab: Lab) -> None:
+    decode = await lab.server()
+    proxy = await lab.proxy([], [decode], check_seconds=0.05)
+    assert (await proxy.post({"prompt": "x"}))[0] == 200  # over the connection that the others use as well
+    (server,) = proxy.proxy.pool
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))  # those that are open stay open
+    try:
+        async with proxy.session.post(proxy.url + COMPLETIONS, json={"prompt": "x"}) as response:
+            assert response.status == 503 and response.headers["Retry-After"] == "1"
+            assert "no file descriptor" in (await response.json())["error"]["message"]
+        assert (await proxy.get("/v1/models"))[0] == 503
+        await asyncio.sleep(0.3)  # some checks
+        assert server.healthy and server.errors == 0
+        server.healthy = False
+        await eventually_async(lambda: "Too many open files" in server.reason, "a reason that names the limit")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await eventually_async(lambda: server.healthy, "a healthy decode server")
+    assert (await proxy.post({"prompt": "x"}))[0] == 200
+
+
+async def test_idle_connections_of_clients_are_closed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert proxy_server.IDLE_SECONDS < 120
+    monkeypatch.setattr(proxy_server, "IDLE_SECONDS", 0.1)
+    proxy = await lab.proxy([], [await lab.server()])
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.proxy.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), 10)  # until the connection is closed
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    writer.close()

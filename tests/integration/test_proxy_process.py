@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import signal
 import socket
 import sys
@@ -91,6 +92,16 @@ async def test_a_second_signal_ends_the_process_at_once() -> None:
         with pytest.raises(aiohttp.ClientError):
             await asking
         await decode.until(lambda: decode.seen[0].cancelled)
+
+
+async def test_it_may_open_as_many_files_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))  # which the process inherits
+    try:
+        async with FakeServer() as decode, proxy_process("--decode", decode.url) as proxy:
+            assert resource.prlimit(proxy.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_taken_port_and_a_wrong_address_are_said_plainly() -> None:

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.errors import ConfigError
-from kvservice.proxy.plan import DECODE_FAILED, LOST, CancelAttempt, RefuseClient, SendDecode, SendPrefill, State
+from kvservice.proxy.plan import (
+    DECODE_FAILED,
+    LOST,
+    NO_CONNECTION,
+    CancelAttempt,
+    RefuseClient,
+    SendDecode,
+    SendPrefill,
+    State,
+)
 from kvservice.proxy.servers import Role, ServerFault
 from kvservice.proxy.settings import ProxySettings
 from tests.unit.proxy.test_plan import World, in_state, names
@@ -28,7 +37,8 @@ def test_only_a_server_that_had_the_request_counts(fault: ServerFault) -> None:
     world.begin()
     for _ in range(3):
         assert names(world.decode_fails(fault)) == ["SendDecode"]
-    assert world.decode_fails(fault) == [RefuseClient(DECODE_FAILED)]
+    problem = NO_CONNECTION if fault is ServerFault.BUSY else DECODE_FAILED
+    assert world.decode_fails(fault) == [RefuseClient(problem)]
 
 
 def test_after_prefill_was_lost_one_decode_has_the_request() -> None:
