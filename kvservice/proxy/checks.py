@@ -91,6 +91,8 @@ class ServerChecks:
             self._pool.check_failed(server, reason, now, slow=slow)
         else:
             self._pool.check_passed(server, now)
+        if server.next_check_at <= now:
+            self.soon()
         if server.healthy != was_healthy:
             event = "server_healthy" if server.healthy else "server_unhealthy"
             log.info(event, extra={"role": server.role.value, "server": server.url, "reason": server.reason})

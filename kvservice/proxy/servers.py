@@ -50,6 +50,7 @@ class Server:
     slow_checks: int = 0
     next_check_at: float = 0.0
     checking: bool = False
+    failed_meanwhile: bool = False  # a request failed since the check under way began, which may know nothing of it
     node: str | None = None  # prefill only: the node whose shard gets the blocks that it computes, if known
     plain: bool = False  # prefill only: its last answer named no node, so it cannot hand anything off
 
@@ -125,6 +126,7 @@ class ServerPool:
             return
         server.errors += 1
         server.node = None
+        server.failed_meanwhile = True
         if not server.checking:
             server.next_check_at = now
         if fault is ServerFault.UNREACHABLE or server.errors >= ERRORS_MAX:
@@ -134,7 +136,7 @@ class ServerPool:
         """The servers whose health is to be checked now. Each is returned once, until its check is reported."""
         found = [server for server in self if not server.checking and server.next_check_at <= now]
         for server in found:
-            server.checking = True
+            server.checking, server.failed_meanwhile = True, False
         return found
 
     def seconds_to_next_check(self, now: float) -> float:
@@ -143,7 +145,11 @@ class ServerPool:
         return max(0.0, min([now + self._check_seconds, *times]) - now)
 
     def check_passed(self, server: Server, now: float) -> None:
+        """Note a passed check. If a request failed meanwhile, it counts for nothing, and the next check is due now."""
         self._checked(server, now)
+        if server.failed_meanwhile:
+            server.next_check_at = now
+            return
         server.slow_checks = 0
         server.errors = 0
         server.healthy, server.reason = True, ""

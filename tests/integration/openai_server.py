@@ -41,8 +41,8 @@ class Seen:
 
 @dataclass
 class FakeServer:
-    """`hold`: completions wait for `release`. `die_after`: the connection breaks after so many events. `dies_of`: a
-    prompt with this text ends the server, as a killed process."""
+    """`hold`: completions wait for `release`, `hold_health`: answers of /health do. `die_after`: the connection breaks
+    after so many events. `dies_of`: a prompt with this text ends the server, as a killed process."""
 
     node: str | None = "node-a"
     api_key: str | None = None
@@ -50,11 +50,13 @@ class FakeServer:
     healthy: bool = True
     status: int = 200
     hold: bool = False
+    hold_health: bool = False
     die_after: int | None = None
     dies_of: str | None = None
     tokens: tuple[str, ...] = TOKENS
     seen: list[Seen] = field(default_factory=list)
     probes: list[Seen] = field(default_factory=list)
+    checks_held: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _released: asyncio.Event = field(default_factory=asyncio.Event)
     _runner: web.AppRunner | None = None
@@ -116,7 +118,11 @@ class FakeServer:
                 await self._changed.wait()
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if self.healthy else 503)
+        status = 200 if self.healthy else 503  # as of now, however long the answer takes
+        if self.hold_health:
+            self.checks_held += 1
+            await self._released.wait()
+        return web.Response(status=status)
 
     async def _models(self, request: web.Request) -> web.Response:
         if refused := self._refused(request):

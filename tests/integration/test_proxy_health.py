@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvservice.proxy import server as proxy_server
+from kvservice.proxy.servers import ServerFault
 from kvservice.testing.eventually import eventually_async
 from tests.integration.proxy_lab import COMPLETIONS, Lab
 
@@ -66,3 +67,16 @@ async def test_idle_connections_of_clients_are_closed(lab: Lab, monkeypatch: pyt
     answer = await asyncio.wait_for(reader.read(), 10)  # until the connection is closed
     assert answer.startswith(b"HTTP/1.1 200 OK")
     writer.close()
+
+
+async def test_after_a_check_too_old_to_count_another_follows(lab: Lab) -> None:
+    decode = await lab.server(die_after=0)
+    proxy = await lab.proxy([], [decode], check_seconds=60)
+    (server,) = proxy.proxy.pool
+    decode.hold_health = True
+    assert (await proxy.post({"prompt": "x"}))[0] == 502
+    await eventually_async(lambda: decode.checks_held == 1, "a check under way")
+    proxy.proxy.pool.failed(server, ServerFault.UNREACHABLE, asyncio.get_running_loop().time())
+    decode.healthy = decode.hold_health = False
+    decode.release()
+    await eventually_async(lambda: server.reason == "/health answered 503", "the check after it", 20)

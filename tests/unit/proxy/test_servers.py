@@ -144,6 +144,20 @@ def test_a_failed_server_is_checked_at_once_and_comes_back() -> None:
     assert server.healthy and server.reason == "" and server.errors == 0
 
 
+@pytest.mark.parametrize("fault", [ServerFault.UNREACHABLE, ServerFault.BROKEN])
+def test_a_check_that_began_before_a_failure_says_nothing(fault: ServerFault) -> None:
+    pool = make_pool()
+    server = by_url(pool, "http://d1")
+    assert server in pool.due(SECONDS)
+    pool.failed(server, fault, 5.1)
+    healthy = server.healthy
+    pool.check_passed(server, 5.2)
+    assert server.healthy is healthy and server.errors == 1
+    assert pool.due(5.2) == [server]
+    pool.check_passed(server, 5.3)
+    assert server.healthy and server.errors == 0 and pool.due(5.3) == []
+
+
 def test_a_check_is_handed_out_once_until_it_is_reported() -> None:
     pool = make_pool(healthy=False)
     first = pool.due(0.0)
