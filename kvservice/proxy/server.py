@@ -23,7 +23,7 @@ from kvservice.observe import logs, tracing
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.checks import ServerChecks
 from kvservice.proxy.client_log import ClientLog
-from kvservice.proxy.metrics import ProxyMetrics
+from kvservice.proxy.metrics import PATHS, ProxyMetrics
 from kvservice.proxy.plan import BUSY, DECODE_FAILED, NO_CONNECTION, NO_DECODE, STOPPING, Problem
 from kvservice.proxy.relay import ClientExchange, Surroundings, answer_response, problem_response
 from kvservice.proxy.servers import Role, Server, ServerFault, ServerPool
@@ -60,6 +60,7 @@ class Proxy:
         )
         self.metrics = ProxyMetrics(self.pool)
         self._exchanges: set[ClientExchange] = set()
+        self._has_exchange: set[int] = set()  # ids of request objects, which have no hash
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopping = False
@@ -119,13 +120,33 @@ class Proxy:
             exchange.server_fell_sick(server)
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=self.settings.body_bytes_max, middlewares=[openai_errors])
+        app = web.Application(client_max_size=self.settings.body_bytes_max, middlewares=[self._counted, openai_errors])
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         return app
+
+    @web.middleware
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Middleware: count requests for completions that get no exchange. An exchange counts its own."""
+        if request.path not in PATHS:
+            return await handler(request)
+        loop = asyncio.get_running_loop()
+        began, status = loop.time(), "left"
+        try:
+            answer = await handler(request)
+            status = str(answer.status)
+            return answer
+        except Exception:  # a bug: aiohttp logs it and answers so
+            status = "500"
+            raise
+        finally:
+            if id(request) in self._has_exchange:
+                self._has_exchange.discard(id(request))
+            else:
+                self.metrics.request_ended(request.path, status, loop.time() - began)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         assert self._around is not None
@@ -140,6 +161,7 @@ class Proxy:
         if self._stopping:
             return problem_response(STOPPING)
         exchange = ClientExchange(self._around, request, body)
+        self._has_exchange.add(id(request))
         self._exchanges.add(exchange)
         self._idle.clear()
         parent = tracing.parent_in(request.headers)
