@@ -1,6 +1,6 @@
 """Asks every node of the service which engines are attached and how fast they are; for routers, every few seconds.
 
-A call to a lookup partition names the nodes, then each node's shard gets one call. Everything runs on the caller's
+The lookup partitions name the nodes, then each node's shard gets one call. Everything runs on the caller's
 loop. Nothing is raised when a process does not answer.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -19,7 +19,7 @@ from kvservice.client.channels import Channels
 from kvservice.core.messages import EngineStats, Holder
 from kvservice.errors import ConfigError, InvalidRequest
 from kvservice.units import NodeId
-from kvservice.wire.codec import decode_engine_stats, decode_holder
+from kvservice.wire.codec import decode_engine_stats, decode_live_nodes, newest_holders
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
 AT_ONCE_MAX = 32  # nodes asked in parallel, so that a router of a large cluster opens few calls at a time
@@ -41,10 +41,16 @@ class EngineStatsReader:
         self._token = token or Token()
         self.counters: Counter[str] = Counter()
 
-    async def read(self, lookup_addresses: Sequence[str], timeout: float) -> dict[NodeId, NodeEngineStats] | None:
-        """The statistics of every live node that answered; None when no lookup partition did.
+    async def read(
+        self,
+        lookup_addresses: Sequence[str],
+        timeout: float,
+        known: Mapping[NodeId, NodeEngineStats] | None = None,
+    ) -> dict[NodeId, NodeEngineStats] | None:
+        """The statistics of every live node that answered, and those in `known` of one that did not and has not
+        restarted since. None when no lookup partition knows a node.
 
-        Takes at most `timeout` seconds for each lookup partition that is tried, and `timeout` for all nodes together.
+        Takes at most `timeout` seconds for all lookup partitions, and `timeout` for all nodes together.
         """
         nodes = await self._nodes(lookup_addresses, timeout)
         if nodes is None:
@@ -53,7 +59,9 @@ class EngineStatsReader:
 
         async def ask(node: Holder) -> NodeEngineStats | None:
             async with permits:
-                return await self._ask(node, timeout)
+                answer = await self._ask(node, timeout)
+            last = known.get(node.node_id) if known else None
+            return last if answer is None and last is not None and last.node == node else answer
 
         answers = await asyncio.gather(*[ask(node) for node in nodes])
         self._channels.keep_only({*lookup_addresses, *(node.peer_address for node in nodes)})
@@ -63,16 +71,22 @@ class EngineStatsReader:
         await self._channels.close()
 
     async def _nodes(self, addresses: Sequence[str], timeout: float) -> list[Holder] | None:
-        for address in addresses:
+        """The live nodes that at least one lookup partition knows. None if no partition knows a node: one that has just
+        restarted waits until they announce themselves."""
+
+        async def ask(address: str) -> list[Holder] | None:
             stub = lookup_pb2_grpc.LookupServiceStub(self._channels.get(address))
             try:
-                reply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout / len(addresses))
-                return [decode_holder(row.node) for row in reply.nodes if row.alive]
+                reply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout)
+                return decode_live_nodes(reply) if reply.nodes else None
             except grpc.aio.AioRpcError as error:
                 self.counters[f"engine_stats_lookup_{error.code().name.lower()}"] += 1
             except InvalidRequest:
                 self.counters["engine_stats_lookup_malformed"] += 1
-        return None
+            return None
+
+        answers = [answer for answer in await asyncio.gather(*map(ask, addresses)) if answer is not None]
+        return newest_holders(node for answer in answers for node in answer) if answers else None
 
     async def _ask(self, node: Holder, timeout: float) -> NodeEngineStats | None:
         stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(node.peer_address))

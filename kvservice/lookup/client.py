@@ -28,7 +28,7 @@ from kvservice.errors import InvalidRequest
 from kvservice.lookup.mirror_reader import Mirror, MirroredLookup
 from kvservice.observe import tracing
 from kvservice.units import BlockKey, NodeId, SpanRoute
-from kvservice.wire.codec import decode_holder
+from kvservice.wire.codec import decode_holder, decode_live_nodes, newest_holders
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
@@ -167,17 +167,13 @@ class LookupClient:
         """Every live node that at least one lookup partition knows. Never raises."""
         request = lookup_pb2.LookupStatsRequest()
         calls = [self._stub(partition).LookupStats(request, timeout=timeout) for partition in self._partitions]
-        found: dict[NodeId, Holder] = {}
+        found: list[Holder] = []
         for reply in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(reply, BaseException):
                 self._counters["members_failed"] += 1
-                continue
-            for row in reply.nodes:
-                if row.alive:
-                    holder = decode_holder(row.node)
-                    if holder.node_id not in found or found[holder.node_id].epoch < holder.epoch:
-                        found[holder.node_id] = holder
-        return sorted(found.values(), key=lambda holder: holder.node_id)
+            else:
+                found += decode_live_nodes(reply)
+        return newest_holders(found)
 
     async def holders_of(
         self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float

@@ -129,7 +129,7 @@ class Holdings:
             addresses = self._believed(tuple(await asyncio.to_thread(self._find)))
             if addresses:
                 await self._connect(addresses)
-                found = await self._engine_stats.read(addresses, ENGINE_STATS_SECONDS)
+                found = await self._engine_stats.read(addresses, ENGINE_STATS_SECONDS, self.known.nodes)
                 if found is not None:
                     self.known = KnownNodes(found)
                     self.counters["refreshes"] += 1

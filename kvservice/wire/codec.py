@@ -53,7 +53,7 @@ from kvservice.units import (
     SpanRoute,
     printable,
 )
-from kvservice.wire.v1 import common_pb2, shard_pb2
+from kvservice.wire.v1 import common_pb2, lookup_pb2, shard_pb2
 
 NAME_CHARS_MAX = 512  # of a model, a namespace, a node id or an address; longer ones are refused
 BLOCKS_PER_MESSAGE_MAX = 8192  # as many as keys in a request; a Seal of more is refused, and the engine sends several
@@ -73,6 +73,19 @@ def decode_holder(info: common_pb2.NodeInfo) -> Holder:
     if info.epoch == 0:
         raise InvalidRequest(f"node {info.node_id} has boot epoch 0")
     return Holder(NodeId(info.node_id), info.peer_address, BootEpoch(info.epoch))
+
+
+def decode_live_nodes(reply: lookup_pb2.LookupStatsReply) -> list[Holder]:
+    return [decode_holder(row.node) for row in reply.nodes if row.alive]
+
+
+def newest_holders(holders: Iterable[Holder]) -> list[Holder]:
+    """Each node once, in its newest epoch: lookup partitions may know several. Sorted by node."""
+    found: dict[NodeId, Holder] = {}
+    for holder in holders:
+        if holder.node_id not in found or found[holder.node_id].epoch < holder.epoch:
+            found[holder.node_id] = holder
+    return sorted(found.values(), key=lambda holder: holder.node_id)
 
 
 def encode_geometry(geometry: Geometry) -> shard_pb2.Geometry:
