@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvservice.breaker import FAILURES_TO_OPEN
+from kvservice.breaker import FAILURES_TO_OPEN, OPEN_SECONDS_FIRST
 from kvservice.client import engine_link
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
@@ -86,6 +86,24 @@ async def test_a_peer_that_refuses_is_asked_again_a_failed_one_not(
     finally:
         await peers.close()
     assert scripted.calls == FAILURES_TO_OPEN + 2 * is_asked_again
+
+
+async def test_calls_that_fail_together_open_a_breaker_once(served: tuple[Scripted, str]) -> None:
+    scripted, address = served
+    scripted.statuses = [grpc.StatusCode.UNAVAILABLE]
+    now = 100.0
+    peers = PeerClient("shm", NodeId("me"), clock=lambda: now)
+    holder = Holder(NodeId("peer"), address, BootEpoch(1))
+    calls_under_way = 4 * FAILURES_TO_OPEN
+    try:
+        calls = [peers.locate(holder, CHAIN, NodeId("me"), 20.0) for _ in range(calls_under_way)]
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert scripted.calls == calls_under_way
+        now += OPEN_SECONDS_FIRST
+        with pytest.raises(KVServiceError, match="as the test says"):
+            await peers.locate(holder, CHAIN, NodeId("me"), 20.0)
+    finally:
+        await peers.close()
 
 
 async def test_an_answer_of_a_partition_forgives_its_failures(served: tuple[Scripted, str]) -> None:
