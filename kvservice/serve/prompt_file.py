@@ -24,7 +24,8 @@ def read_prompts(path: Path) -> list[Question]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # Not splitlines(): it also splits at U+2028 and others, which JSON allows within a string.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     try:
         values = [(1, json.loads(text))]
     except ValueError:
