@@ -138,7 +138,8 @@ class Authenticator:
             raise NotAttached(
                 "this connection is attached for another tenant: attach again with a connection of its own"
             )
-        bound.caller = caller
+        # The tenant stays as it was when the engine attached, so that the next look sees a change of its rights.
+        bound.caller = Bearer(bound.caller.tenant, caller.token)
 
     def keys_for(self, caller: Bearer) -> tuple[bytes, bytes]:
         assert self._files is not None

@@ -85,6 +85,24 @@ def test_an_engine_is_told_of_another_quota_by_attaching_again(tmp_path: Path) -
     assert pool.counters == {"attachments_revoked": 1}
 
 
+def test_a_new_token_does_not_hide_that_rights_changed(tmp_path: Path) -> None:
+    path, said, newer = tmp_path / "t.json", list[str](), "kvs_another-token-1234"
+    write(path, TOKEN, quota="50%")
+    files = TenantsFile(path)
+    authenticator = Authenticator(files, Pool())  # type: ignore[arg-type]
+    authenticator.bind(authenticator.caller(Call(TOKEN)), ATTACHMENT, said.append)  # type: ignore[arg-type]
+    write(path, newer, quota="50%")
+    assert files.look()
+    authenticator.renew(ATTACHMENT.attachment_id, authenticator.caller(Call(newer)))  # type: ignore[arg-type]
+    authenticator._take(files.current)
+    assert said == [], "the token that it attached with may go"
+    write(path, newer, quota="25%")
+    assert files.look()
+    authenticator.renew(ATTACHMENT.attachment_id, authenticator.caller(Call(newer)))  # type: ignore[arg-type]
+    authenticator._take(files.current)
+    assert said == ["this tenant's rights changed: attach again"]
+
+
 def test_secrets_go_where_nobody_listens() -> None:
     for peer, kind, wanted in (
         ("unix:/run/x", b"", True),
