@@ -76,6 +76,7 @@ class Supervisor:
         self._copy_workers: dict[tuple[str, int], _Part] = {}  # by Ray node id and index on the node
         self._left: tuple[str, ...] = ()  # the last Ray nodes whose shards were drained; they get none until `readmit`
         self._problems: dict[str, str] = {}
+        self._failed: list[Exception] = []  # of the calls of one round; the next round repeats them
         self._lock = threading.Lock()  # one round at a time, and none after stop
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="kvservice-supervisor", daemon=True)
@@ -124,6 +125,7 @@ class Supervisor:
             self._stopping.wait(ROUND_SECONDS)
 
     def _round(self) -> None:
+        self._failed = []
         try:
             nodes = listening_hosts(_alive_nodes(), self._config)
             self._drop(nodes)
@@ -136,10 +138,16 @@ class Supervisor:
                 self._ask_shards()
                 self._drain_shards(draining)
                 self._keep_copy_workers(nodes)
-            self._problems.pop("ray", None)
+            if self._failed:
+                self._note("ray", self._failed[0])
+            else:
+                self._problems.pop("ray", None)
         except (RayError, GetTimeoutError, KVServiceError, ValueError, OSError) as error:
             # Ray's control plane is away, or a node went meanwhile. Everything that runs goes on, and the next round
             # starts from the state that it finds.
+            self._note("ray", error)
+        except Exception as error:  # task boundary: the next round may succeed, and without rounds nothing is replaced
+            log.exception("round_failed")
             self._note("ray", error)
 
     def _drop(self, nodes: dict[str, str]) -> None:
@@ -218,15 +226,17 @@ class Supervisor:
         addresses = [part.answer["address"] for _, part in sorted(self._lookups.items()) if part.answer]
         if len(addresses) < self._config.lookup_partitions:
             return
+        calls = []
         for part in self._shards.values():
             # A shard that Ray restarted begins with the addresses of its first start.
-            told = (part.answer.get("epoch"), *addresses)
-            if part.running and not part.answer.get("left") and part.told != told:
-                ray.get(part.handle.set_lookup_addresses.remote(addresses), timeout=CALL_SECONDS)
-                part.told = told
+            if part.running and not part.answer.get("left") and part.told != (part.answer.get("epoch"), *addresses):
+                calls.append((part, part.handle.set_lookup_addresses.remote(addresses)))
+        for part in self._heard(calls):
+            part.told = (part.answer.get("epoch"), *addresses)
 
     def _drain_shards(self, draining: dict[str, float]) -> None:
         """Tell the shards of nodes that Ray takes away to leave. Shards that have left are not placed again."""
+        calls = []
         for ray_node, part in list(self._shards.items()):
             if part.answer.get("left"):
                 self._left = (*self._left, ray_node)[-NODES_MAX:]
@@ -235,8 +245,9 @@ class Supervisor:
                 del self._shards[ray_node]
             elif ray_node in draining and part.running and part.leaving != part.answer["epoch"]:
                 log.info("%s leaves, because Ray takes its node away in %.0f s", part.what, draining[ray_node])
-                ray.get(part.handle.leave.remote(draining[ray_node]), timeout=CALL_SECONDS)
-                part.leaving = part.answer["epoch"]
+                calls.append((part, part.handle.leave.remote(draining[ray_node])))
+        for part in self._heard(calls):
+            part.leaving = part.answer["epoch"]
 
     def _keep_copy_workers(self, nodes: dict[str, str]) -> None:
         if self._config.copy_workers == "off":
@@ -292,6 +303,23 @@ class Supervisor:
                 self._note(part.what, error)
             except (RayError, KVServiceError, GetTimeoutError) as error:  # the part is being restarted, or cannot start
                 self._note(part.what, error)
+
+    def _heard(self, calls: Sequence[tuple[_Part, Any]]) -> list[_Part]:
+        """The parts that have answered these calls. They run at once, so that one that fails or hangs keeps no other
+        part from hearing."""
+        if not calls:
+            return []
+        answered, _ = ray.wait([call for _, call in calls], num_returns=len(calls), timeout=CALL_SECONDS)
+        heard = []
+        for part, call in calls:
+            try:
+                if call not in answered:
+                    raise GetTimeoutError(f"{part.what} did not answer within {CALL_SECONDS:.0f} s")
+                ray.get(call, timeout=CALL_SECONDS)
+                heard.append(part)
+            except (RayError, KVServiceError, GetTimeoutError) as error:
+                self._failed.append(error)
+        return heard
 
     def _note(self, what: str, error: Exception) -> None:
         lines = str(error).strip().splitlines() or [type(error).__name__]
