@@ -268,18 +268,6 @@ def test_request_that_ends_takes_its_question_back(bench: Bench) -> None:
     assert answer.request_id == "r2", "the engine heard of a request that is gone"
 
 
-def test_a_question_taken_back_before_it_is_asked_is_never_asked(bench: Bench) -> None:
-    bench.start()
-    assert bench.loop is not None
-    waits = threading.Event()
-    bench.loop.call_soon_threadsafe(waits.wait, 10)  # both reach the session in one turn of its loop
-    bench.session.acquire("r", AcquireRequest(KEYS, 0, 60.0))
-    bench.session.abandon("r")
-    waits.set()
-    eventually(lambda: bench.session.counters["acquire_cancelled"] == 1, "the cancelled acquire")
-    assert bench.pool.counters["acquire"] == 0
-
-
 def test_request_id_used_again_at_once_is_answered(bench: Bench) -> None:
     """A client may send a request that it aborted again under its own id."""
     bench.start()

@@ -21,7 +21,7 @@ def test_own_hit_loads_and_the_rest_add_up_to_the_prompt() -> None:
     assert line.reports["r"] == RequestReport("r", 5, 1, 3, 1)
 
 
-def test_blocks_that_came_back_after_a_preemption_are_not_of_the_prompt() -> None:
+def test_no_more_blocks_are_loaded_than_the_prompt_has() -> None:
     """It is loaded again, with what was generated for it meanwhile."""
     line, chain = Line(), hashes(1, 6)
     scheduler = half(line)
