@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from kvservice.aio import in_thread
@@ -149,7 +150,7 @@ class AttachedProgram:
                 sealed = await self.session.store(mapped.attachment, items(first, refs)) if refs else []
             except KVServiceError:
                 return statuses, NO_POOL
-            kept = [status for status in sealed if status in (SealStatus.SEALED, SealStatus.DUPLICATE)]
+            kept = list(takewhile(lambda status: status in (SealStatus.SEALED, SealStatus.DUPLICATE), sealed))
             statuses += kept
             if len(kept) < len(part):
                 return statuses, FULL if len(kept) == len(sealed) else NO_POOL

@@ -21,7 +21,7 @@ import torch
 import kvservice
 from kvservice import InvalidRequest, Layout
 from kvservice.api.reasons import WORDS
-from kvservice.core.messages import AcquireResult, MissReason
+from kvservice.core.messages import AcquireResult, MissReason, SealStatus
 from kvservice.core.segment.refs import BlockRef
 from kvservice.testing.eventually import eventually
 from kvservice.units import Generation, KiB, MiB
@@ -215,6 +215,17 @@ def test_a_damaged_header_is_a_miss_until_it_is_written_again(cache: kvservice.C
     eventually(lambda: cache.get(range(12)).tokens == 12, "the pool makes the digest anew and keeps the block")
     with cache.get(range(12)) as hit:
         assert np.array_equal(hit.view, some(3))
+
+
+def test_only_leading_blocks_count_as_stored(cache: kvservice.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block behind one that was not sealed may be there, but nobody is told so."""
+    session = cache._attached._program.session
+
+    async def store(*_: object) -> list[SealStatus]:
+        return [SealStatus.SEALED, SealStatus.STALE, SealStatus.SEALED]
+
+    monkeypatch.setattr(session, "store", store)
+    assert cache.put(range(12), some(3)).stored == 1
 
 
 def test_another_layout_of_one_model_is_refused_by_name(pool: kvservice.Pool, cache: kvservice.Cache) -> None:
