@@ -139,7 +139,9 @@ class TierStore:
             if header is not None and header.block.fingerprint:
                 payload = (b"stale" * PAYLOAD_BYTES)[:PAYLOAD_BYTES]
                 digest = digest_payload(payload, key)
+                is_orphan = key in self.orphans
                 self.put(replace(header.block, fingerprint=bytes(16), digest=digest), payload, 0)
+                self.orphans.update([key] if is_orphan else [])  # nobody's file before, and nobody's now
 
 
 @dataclass(slots=True, eq=False)
