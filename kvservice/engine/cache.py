@@ -24,7 +24,7 @@ from pathlib import Path
 
 import transformers
 
-from kvservice.connector.cache_groups import OneGroup, Table
+from kvservice.connector.cache_groups import NOWHERE, OneGroup, Table
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
 from kvservice.connector.options import Share, slot_parts
@@ -111,12 +111,11 @@ def _text(value: object) -> str:
 NameOwnTail = Callable[[int, int], BlockHash | None]
 
 
-class WindowedTable(OneGroup):
-    """One KV cache group, whose blocks behind a sliding window may be released."""
+assert RELEASED == NOWHERE, "a group would store blocks that its window has left"
 
-    def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
-        places = super().stored(table, group, position)
-        return None if any(block_id == RELEASED for _, _, block_id in places or ()) else places
+
+class WindowedTable(OneGroup):
+    """One KV cache group, whose blocks behind a sliding window may be released: RELEASED is NOWHERE."""
 
     def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
         return [place for place in super().loaded(table, group, position, end) if place[2] != RELEASED]
