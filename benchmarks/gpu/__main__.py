@@ -74,11 +74,18 @@ assert all(sum(stage.seconds for stage in stages) <= PART_SECONDS for stages in 
 
 
 class Campaign:
-    def __init__(self, part: int, out: Path, driver: str = CUDA, environment: dict[str, str] | None = None) -> None:
-        """`environment` is what the stages get besides this process's."""
+    def __init__(
+        self,
+        part: int,
+        out: Path,
+        driver: str = CUDA,
+        environment: dict[str, str] | None = None,
+        seconds: float = PART_SECONDS,
+    ) -> None:
+        """`environment` is what the stages get besides this process's, `seconds` how long all of them may take."""
         self.part, self.out, self.driver = part, out, driver
         self.environment = environment or {}
-        self.deadline = time.monotonic() + PART_SECONDS
+        self.deadline = time.monotonic() + seconds
         out.mkdir(parents=True, exist_ok=True)
         self.log: IO[str] = (out / f"part{part}.log").open("w")
         self.lines = out / f"part{part}.jsonl"
@@ -230,9 +237,8 @@ def stand_in() -> dict[str, str]:
     return {"LD_LIBRARY_PATH": paths, "STAND_IN_DELAY_US": "10"}
 
 
-def run_part(part: int, out: Path, driver: str, stages: Sequence[Planned], environment: dict[str, str]) -> bool:
-    """Run these stages of a part. Returns whether all that ran were fine."""
-    campaign = Campaign(part, out, driver, environment)
+def run_part(campaign: Campaign, stages: Sequence[Planned]) -> bool:
+    """Run these stages of its part. Returns whether all that ran were fine."""
     try:
         spare = 0.0
         for stage in stages:
@@ -249,6 +255,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", type=int, choices=sorted(PARTS), help="default with the stand-in: both")
     parser.add_argument("--driver", choices=(CUDA, STAND_IN), default=CUDA)
     parser.add_argument("--stages", nargs="+", help="run only these stages of the part")
+    parser.add_argument(
+        "--seconds", type=float, default=PART_SECONDS, help="a part begins nothing after this; default %(default)s"
+    )
     parser.add_argument(
         "--out", type=Path, help="a folder; default benchmarks/results/gpu, or build/gpu for the stand-in"
     )
@@ -268,7 +277,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with carried() as found:
         environment = {**found, **(stand_in() if given.driver == STAND_IN else {})}
-        fine = [run_part(part, out, given.driver, stages, environment) for part, stages in wanted.items() if stages]
+        fine = [
+            run_part(Campaign(part, out, given.driver, environment, given.seconds), stages)
+            for part, stages in wanted.items()
+            if stages
+        ]
     return 0 if all(fine) else 1
 
 

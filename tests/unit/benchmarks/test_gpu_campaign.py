@@ -121,7 +121,7 @@ def test_time_that_a_stage_leaves_is_for_the_next_one(tmp_path: Path, monkeypatc
     monkeypatch.setattr("benchmarks.gpu.__main__.LEAST_SECONDS", 0.0)
     slow = "import time; time.sleep(2.5)"
     stages = [Planned("short", 60.0, ("-c", "pass")), Planned("long", 2.0, ("-c", slow))]
-    assert run_part(1, tmp_path, CUDA, stages, {})
+    assert run_part(Campaign(1, tmp_path, CUDA), stages)
     ends = json.loads((tmp_path / "part1.json").read_text())["figures"]["stages"]
     assert {name: end["how"] for name, end in ends.items()} == {"short": "ok", "long": "ok"}
 
