@@ -106,10 +106,10 @@ def write_headers(segment: Segment, case: Case, generation: int) -> None:
         segment.write_header(slot, header)
 
 
-def gigabytes_per_second(case: Case, ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+def gigabytes_per_second(case: Case, ways: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
     """Median over rounds in which the ways alternate, so that a busy machine slows all of them down."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         for name, way in ways.items():
             started = time.perf_counter()
             way()
@@ -154,7 +154,7 @@ def through(
     return handed
 
 
-def host_figures() -> list[dict[str, Any]]:
+def host_figures(rounds: int) -> list[dict[str, Any]]:
     figures: list[dict[str, Any]] = []
     for model, sizes in MODELS.items():
         case = Case(sizes, "lbhn")
@@ -164,7 +164,7 @@ def host_figures() -> list[dict[str, Any]]:
         with segment_of(case) as segment, worker_link(HOST, offer, segment, case.slot) as link:
             for direction, generation in ((Direction.STORE, 1), (Direction.LOAD, 2)):
                 write_headers(segment, case, generation)
-                figures.append({"model": model, **host_speeds(case, sizes, kv, segment, link, direction)})
+                figures.append({"model": model, **host_speeds(case, sizes, kv, segment, link, direction, rounds)})
         kv.close()
     return figures
 
@@ -176,6 +176,7 @@ def host_speeds(
     segment: Segment,
     link: WorkerLink,
     direction: Direction,
+    rounds: int,
 ) -> dict[str, Any]:
     import torch
 
@@ -201,7 +202,7 @@ def host_speeds(
         "in process": in_process,
         "worker": lambda: handed.append(through(link, direction, rows)),
     }
-    speeds = gigabytes_per_second(case, ways)
+    speeds = gigabytes_per_second(case, ways, rounds)
     block_copier.unbind()
     return {
         "direction": direction.name.lower(),
@@ -214,7 +215,7 @@ def host_speeds(
     }
 
 
-def gpu_figures() -> list[dict[str, Any]]:
+def gpu_figures(rounds: int) -> list[dict[str, Any]]:
     import torch
 
     from kvservice.copying.cuda.copies import CudaCopies, gather_launcher
@@ -256,9 +257,10 @@ def gpu_figures() -> list[dict[str, Any]]:
                         }
                         for name, copies in ways.items():
                             named[name] = _bound(copies, direction, case)
+                        named["block by block"] = _by_torch(torch, kv, case, order, segment, direction)
                         rows, handed = case.rows(generation), []
                         named["worker"] = lambda: handed.append(through(link, direction, rows, offer.mark))  # noqa: B023
-                        speeds = gigabytes_per_second(case, named)
+                        speeds = gigabytes_per_second(case, named, rounds)
                         figures.append(
                             {
                                 "model": model,
@@ -307,6 +309,32 @@ def _plain(torch: Any, kv: Any, case: Case, direction: Direction) -> Callable[[]
     return run
 
 
+def _by_torch(
+    torch: Any, kv: Any, case: Case, order: str, segment: Segment, direction: Direction
+) -> Callable[[], None]:
+    """What an engine's own process does with small runs: tensor copies of torch, block by block."""
+    from kvservice.connector.worker.block_copier import BlockCopier
+
+    region = case.region
+    layers, heads = len(region.layer_offsets), range(region.heads)
+    sizes = {"l": layers, "b": region.block_count, "h": region.heads, "n": region.tokens}
+    backing = kv.view(torch.bfloat16).view([*(sizes[name] for name in order), -1])
+    layered = backing.permute([*(order.index(name) for name in "lbhn"), 4])
+    block_copier = BlockCopier(list(layered.unbind(0)), heads)
+    block_copier.bind(segment.buffer, case.slot)
+    offsets = [case.geometry.payload_offset(slot, case.slot.payload_bytes) for slot in case.slots]
+
+    def run() -> None:
+        for block, offset in zip(case.blocks, offsets, strict=True):
+            if direction is Direction.LOAD:
+                block_copier.load(offset, block)
+            else:
+                block_copier.store(block, offset)
+        torch.cuda.synchronize()
+
+    return run
+
+
 def _vllm(torch: Any, kv: Any, case: Case, direction: Direction) -> dict[str, Callable[[], object]]:
     """vLLM's offloading copy of the same blocks: whole pages of each layer, for layouts where a page is contiguous."""
     page = case.slot.layer_bytes
@@ -349,12 +377,13 @@ def show(figures: list[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", action="store_true", help="measure the memory of a CPU engine")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="after one that does not count; default %(default)s")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     if not given.host and not is_present():
         print("no CUDA device: nothing measured (--host measures the same way of copying on a CPU engine's memory)")
         return 0
-    figures = host_figures() if given.host else gpu_figures()
+    figures = host_figures(given.rounds) if given.host else gpu_figures(given.rounds)
     show(figures)
     path = write_report("host_copies" if given.host else "gpu_copies", {"copies": figures}, given.out)
     print(f"written to {path}")

@@ -62,11 +62,11 @@ PARTS = {
         Planned("interference", 145, _module("interference"), _module("interference", "--try", "load", "store")),
     ),
     2: (
-        Planned("engine", 90, _module("engine")),
+        Planned("engine", 115, _module("engine")),
         Planned("first_token", 75, _module("first_token")),
         Planned("equality", 55, _module("equality")),
         Planned("sanitizer", 60, _module("suite", "sanitizer")),
-        Planned("benchmark", 100, _module("suite", "benchmark")),
+        Planned("benchmark", 75, _module("suite", "benchmark")),
         Planned("tests", 140, _module("suite", "tests")),
     ),
 }

@@ -73,7 +73,9 @@ def benchmark() -> int:
     stage.torch()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "gpu_copies.json")
-        status = subprocess.call([sys.executable, "-m", "benchmarks.gpu_copies", "--out", str(out)], cwd=ROOT)
+        status = subprocess.call(
+            [sys.executable, "-m", "benchmarks.gpu_copies", "--rounds", "3", "--out", str(out)], cwd=ROOT
+        )
         if out.exists():
             for row in json.loads(out.read_text())["figures"]["copies"]:
                 stage.record(f"{row['model']}, {row['layout']}, {row['direction']}", row)

@@ -29,7 +29,9 @@ File = Annotated[
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")]
 Quota = Annotated[
     str | None,
-    typer.Option(metavar="QUOTA", help="Most that it may hold of each node's pool: 25% or 8GiB; '' = no limit."),
+    typer.Option(
+        "--quota", metavar="QUOTA", help="Most that it may hold of each node's pool: 25% or 8GiB; '' = no limit."
+    ),
 ]
 DiskQuota = Annotated[
     str | None,

@@ -90,7 +90,9 @@ def drift(
     limit: Annotated[
         float, typer.Option(min=0.0, metavar="DRIFT", help="Exit with 1 if a block drifts further.")
     ] = 0.05,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the model computes, as torch names it.")] = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Where the model computes, as torch names it.")
+    ] = "cpu",
     dtype: Annotated[
         str, typer.Option(metavar="TYPE", help="Type of its numbers; auto: as its weights are stored.")
     ] = "auto",

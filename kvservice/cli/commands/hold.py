@@ -27,7 +27,7 @@ OnePrompt = Annotated[
     ),
 ]
 Model = Annotated[
-    str, typer.Option(metavar="MODEL", help="Name of the engines' model, as `kvservice status` shows it.")
+    str, typer.Option("--model", metavar="MODEL", help="Name of the engines' model, as `kvservice status` shows it.")
 ]
 Namespace = Annotated[
     str | None, typer.Option(metavar="NAME", help="Namespace of the engines, if the model is attached in several.")
@@ -150,8 +150,8 @@ def clear(
     namespace: Annotated[
         str | None, typer.Option(metavar="NAME", help="Blocks of engines in this namespace; '' for those without one.")
     ] = None,
-    tenant: Annotated[str, typer.Option(metavar="TENANT", help="Blocks of this tenant.")] = "",
-    model: Annotated[str, typer.Option(metavar="MODEL", help="Blocks of this model.")] = "",
+    tenant: Annotated[str, typer.Option("--tenant", metavar="TENANT", help="Blocks of this tenant.")] = "",
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Blocks of this model.")] = "",
     prompt: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Blocks of the prompts in this file, for the engines of --model."),

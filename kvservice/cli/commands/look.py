@@ -98,17 +98,18 @@ def top(
 
 def blocks(
     node: Annotated[
-        str | None, typer.Option(metavar="NODE", help="Only of this node; the beginning of its id is enough.")
+        str | None, typer.Option("--node", metavar="NODE", help="Only of this node; the beginning of its id is enough.")
     ] = None,
     state: Annotated[
         list[str] | None,
         typer.Option(
+            "--state",
             metavar="STATE",
             help="sealed, leased, reserved, writing, quarantined or free. Repeat for more. Default: the first two.",
         ),
     ] = None,
-    model: Annotated[str, typer.Option(metavar="MODEL", help="Only of this model; its whole name.")] = "",
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only of this tenant.")] = None,
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Only of this model; its whole name.")] = "",
+    tenant: Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="Only of this tenant.")] = None,
     key: Annotated[
         str, typer.Option(metavar="DIGITS", help="Only blocks whose key begins with these hex digits.")
     ] = "",
@@ -162,11 +163,11 @@ def console(
         str, typer.Option(metavar="ADDRESS", help="Address to listen on. Others than loopback need a certificate.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port. 0: any free one, printed at start.")
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port. 0: any free one, printed at start.")
     ] = 7480,
     name: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="DNS name by which browsers call the console. Repeat for more."),
+        typer.Option("--name", metavar="NAME", help="DNS name by which browsers call the console. Repeat for more."),
     ] = None,
     certificate: Annotated[
         Path | None,
@@ -207,6 +208,7 @@ def logs(
     node: Annotated[
         str | None,
         typer.Option(
+            "--node",
             metavar="NODE",
             autocompletion=offer_nodes,
             help="Node of this machine; the beginning of its name is enough. Default: all.",

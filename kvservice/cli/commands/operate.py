@@ -59,6 +59,7 @@ def drain(
     node: Annotated[
         str | None,
         typer.Option(
+            "--node",
             metavar="NODE",
             autocompletion=offer_nodes,
             help="Node whose shard leaves; the beginning of its name is enough.",

@@ -130,14 +130,21 @@ def down(
 def shard(
     context: typer.Context,
     node: Annotated[
-        str, typer.Option(envvar="KVSERVICE_NODE", metavar="NODE", help="Name of this machine, unique in the service.")
+        str,
+        typer.Option(
+            "--node", envvar="KVSERVICE_NODE", metavar="NODE", help="Name of this machine, unique in the service."
+        ),
     ],
     host: Annotated[
-        str, typer.Option(metavar="HOST", help="Address on which this node listens and which it gives to other nodes.")
+        str,
+        typer.Option(
+            "--host", metavar="HOST", help="Address on which this node listens and which it gives to other nodes."
+        ),
     ] = LOOPBACK,
     port: Annotated[
         int,
         typer.Option(
+            "--port",
             min=0,
             max=65535,
             metavar="PORT",
@@ -171,10 +178,11 @@ def shard(
 def lookup(
     context: typer.Context,
     partition: Annotated[int, typer.Option(min=0, metavar="N", help="Number of this lookup partition, from 0.")] = 0,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = LOOPBACK,
+    host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen on.")] = LOOPBACK,
     port: Annotated[
         int | None,
         typer.Option(
+            "--port",
             min=0,
             max=65535,
             metavar="PORT",
@@ -200,10 +208,15 @@ def copy_worker(
     node: Annotated[
         str,
         typer.Option(
-            envvar="KVSERVICE_NODE", metavar="NODE", help="Name of this machine, which its shard was started with."
+            "--node",
+            envvar="KVSERVICE_NODE",
+            metavar="NODE",
+            help="Name of this machine, which its shard was started with.",
         ),
     ],
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, or a GPU: its UUID, or its index here.")] = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="cpu, or a GPU: its UUID, or its index here.")
+    ] = "cpu",
     service: Annotated[
         str, typer.Option(envvar="KVSERVICE_SERVICE", metavar="NAME", help="Name of the installation.")
     ] = "default",
@@ -231,9 +244,9 @@ def proxy(
         list[str], typer.Option(metavar="URL", help="Decode server, e.g. http://host:8000. Repeat for more.")
     ],
     prefill: Annotated[list[str] | None, typer.Option(metavar="URL", help="Prefill server. Repeat for more.")] = None,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = LOOPBACK,
+    host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen on.")] = LOOPBACK,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port. 0: any free one, named in the log.")
+        int, typer.Option("--port", min=0, max=65535, metavar="PORT", help="Port. 0: any free one, named in the log.")
     ] = 8080,
     min_prefill_chars: Annotated[
         int, typer.Option(metavar="N", help="Prompts with fewer characters go straight to decode.")

@@ -39,11 +39,12 @@ def certs(
         typer.Option(help="node: may do everything. client: may only ask, for routers and commands."),
     ] = "node",
     node: Annotated[
-        list[str] | None, typer.Option(metavar="NODE", help="Restrict the certificate to this node. Repeat for more.")
+        list[str] | None,
+        typer.Option("--node", metavar="NODE", help="Restrict the certificate to this node. Repeat for more."),
     ] = None,
     address: Annotated[
         list[str] | None,
-        typer.Option(metavar="ADDRESS", help="Restrict it to shards at this address. Repeat for more."),
+        typer.Option("--address", metavar="ADDRESS", help="Restrict it to shards at this address. Repeat for more."),
     ] = None,
     ca: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Folder of the CA that signs. Default: a new CA is made.")
