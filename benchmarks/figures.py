@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from benchmarks import effect_figures, scale_figures, summary, tier_figures
 from benchmarks.committed import Figures, Results, Unclean, origin, seen_on
 from benchmarks.goals import NO_FIGURE, judged, read
+from benchmarks.gpu import tables as gpu_tables
 from benchmarks.memory import markdown as memory_table
 from benchmarks.peers.__main__ import bandwidth_rows, lookup_rows
 from benchmarks.report import RESULTS, ROOT
@@ -23,7 +24,7 @@ from kvservice.units import KiB
 
 _NAMES = (
     *("comparison.md", "performance.md", "performance-goals.md", "growth.md", "blend.md", "disk-worth.md"),
-    *("effectiveness.md", "codecs.md", "reliability.md", "serve.md"),
+    *("effectiveness.md", "codecs.md", "reliability.md", "serve.md", "gpu-campaign.md"),
 )
 _HOWTO = ("traces.md", "monitor.md", "share-engines.md", "size-the-pool.md", "memory-nodes.md")
 PAGES = tuple(ROOT / "docs" / name for name in (*_NAMES, *(f"howto/{name}" for name in _HOWTO)))
@@ -382,6 +383,9 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "tier-objects": dated("tier_objects", lambda results: tier_figures.objects(results.figures("tier_objects"))),
     "codecs": dated("codecs", lambda results: tier_figures.codecs(results.figures("codecs"))),
     "memory": dated("memory", lambda results: memory_table(results.figures("memory"))),
+    "gpu-copies": dated("gpu/part1", lambda results: gpu_tables.copies(results.document("gpu/part1"))),
+    "gpu-interference": dated("gpu/part1", lambda results: gpu_tables.interference(results.document("gpu/part1"))),
+    "gpu-first-token": dated("gpu/part2", lambda results: gpu_tables.first_token(results.document("gpu/part2"))),
     "tier-stall": dated("tier_stall", lambda results: tier_figures.stall(results.figures("tier_stall"))),
 }
 

@@ -74,7 +74,7 @@ def apart(driver: Driver) -> None:
     other_shm = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
     for what, before in {
         "IPC namespaces": ("unshare", "--ipc"),
-        "PID namespaces": ("unshare", "--pid", "--fork", "--kill-child"),
+        "PID namespaces": ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),  # as a container has one
         "/dev/shm": other_shm,
     }.items():
         STAGE.record(f"IPC over two {what}", words_of(lambda before=before: imported(driver, before=before)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -141,3 +142,22 @@ def test_an_engine_with_a_gpu_is_started_as_one_without() -> None:
     ]
     assert options[0] <= options[1]
     assert CONFIG.findall(with_gpu) == CONFIG.findall(without)
+
+
+def test_options_that_show_their_own_name_are_named() -> None:
+    """Typer 0.27 takes the metavar of an unnamed option for its name if they are alike: --node became --NODE."""
+    unnamed = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path in sorted((ROOT / "kvservice" / "cli").rglob("*.py"))
+        for argument in ast.walk(ast.parse(path.read_text()))
+        if isinstance(argument, ast.arg | ast.AnnAssign)
+        for call in ast.walk(argument)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "typer.Option" and not call.args
+        for word in call.keywords
+        if word.arg == "metavar" and ast.unparse(word.value)[1:-1].lower() == _name_of(argument)
+    ]
+    assert unnamed == []
+
+
+def _name_of(argument: ast.arg | ast.AnnAssign) -> str:
+    return argument.arg if isinstance(argument, ast.arg) else ast.unparse(argument.target)

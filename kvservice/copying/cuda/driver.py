@@ -17,6 +17,7 @@ LIBRARY = "libcuda.so.1"
 IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE, fixed by the driver
 
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
+MAP_FAILED = 205  # CUDA_ERROR_MAP_FAILED
 # Errors after which no call of this process succeeds: the context, or the whole driver, is unusable until the process
 # ends.
 FATAL = frozenset(
@@ -200,8 +201,12 @@ class Driver:
         return event.value or 0
 
     def open_event(self, handle: bytes) -> int:
+        """The event of another process. Raises TransferError, also if that process has another /dev/shm, through which
+        the driver shares events."""
         event = ctypes.c_void_p()
-        self.call("cuIpcOpenEventHandle", ctypes.byref(event), IpcHandle.of(handle))
+        result = self._library.cuIpcOpenEventHandle(ctypes.byref(event), IpcHandle.of(handle))
+        where = "; do both processes have the same /dev/shm?" if result == MAP_FAILED else ""
+        self._check("cuIpcOpenEventHandle", result, where)
         return event.value or 0
 
     def destroy_event(self, event: int) -> None:
