@@ -20,7 +20,7 @@ from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.connector.worker.block_copier import BlockCopier, BlockCopiers
 from kvservice.connector.worker.devices import check_device
 from kvservice.connector.worker.shared_kv import region_layout
-from kvservice.copying.cuda.copies import SMALL_RUN_BYTES, start_across
+from kvservice.copying.cuda.copies import start_across
 from kvservice.copying.cuda.driver import Driver
 from kvservice.copying.cuda.pinning import Pinning, PinningOnUse
 from kvservice.copying.message import Direction
@@ -29,11 +29,14 @@ from kvservice.core.segment.copy_runs import CopyTemplate, Offsets
 from kvservice.errors import KVServiceError, TransferError, UnsupportedLayout
 from kvservice.memory.runs import copy_blocks, copy_runs, in_one_pass
 from kvservice.observe.failpoints import failpoint
-from kvservice.units import BlockKey, SlotIndex
+from kvservice.units import BlockKey, KiB, SlotIndex
 
 log = logging.getLogger("kvservice.connector")
 
 HOST_BATCH = 512  # blocks that the processor copies in one call: some milliseconds, for a tenth of one of Python
+# Runs of this mean length and more are copied as one batch on a GPU, shorter ones by torch through a buffer there. A
+# guess: the benchmark of the campaign compares the two ("batched", "block by block").
+BATCHED_RUN_BYTES = 8 * KiB
 RUN_BATCH = 64  # Blocks copied by one call: enough to make calling cheap, few enough to return often.
 # For a worker to connect or to be replaced, which takes less. If copies run here for longer, the pool is pinned here
 # too.
@@ -390,7 +393,7 @@ class CudaCopier(RunCopier):
         if self._driver is not None and region is not None:
             address, template = region
             runs = template.expand([entry.block_id for entry in entries], self._part_offsets(template, entries))
-            is_large = runs.byte_count >= SMALL_RUN_BYTES * runs.lengths.size
+            is_large = runs.byte_count >= BATCHED_RUN_BYTES * runs.lengths.size
             if is_large and self._pinning.covers(int((runs.segment + runs.lengths).max())):
                 device, host = address + runs.engine, self._memory + runs.segment
                 start_across(self._driver, direction, device, host, runs.lengths, stream, is_pinned=True)

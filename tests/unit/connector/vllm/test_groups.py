@@ -32,7 +32,7 @@ from kvservice.connector.cache_groups import SeveralGroups
 from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.vllm import compat
 from kvservice.connector.vllm.group_rules import group_count, stored_groups
-from kvservice.copying.cuda.copies import SMALL_RUN_BYTES
+from kvservice.connector.worker.copier import BATCHED_RUN_BYTES
 from kvservice.core.block import window_groups
 from kvservice.core.block.window_groups import Window
 from kvservice.core.segment import layout
@@ -214,7 +214,7 @@ def test_states_alone_are_stored_behind_signposts(model: Path) -> None:
     ]
     spec = compat.engine_spec(config, found, bytes(16), "")
     assert [group.layout.payload_bytes for group in spec.window_groups] == [3 * (24 + 64)]
-    assert spec.layout.payload_bytes < SMALL_RUN_BYTES, "a GPU's driver would take host memory for its own"
+    assert spec.layout.payload_bytes < BATCHED_RUN_BYTES, "a GPU's driver would take host memory for its own"
     assert isinstance(grouping := compat.grouping(config, found, spec), SeveralGroups)
     assert grouping.stored(grouping.table(([7],)), 0, 0) == [(1, 0, 0)]
     states = {name: torch.ones(4, 1, 1, 88, dtype=torch.int8) for name in found.kv_cache_groups[0].layer_names}

@@ -13,14 +13,14 @@ import pytest
 
 from kvservice.copying import profiling
 from kvservice.copying.cuda import copies as cuda_copies
-from kvservice.copying.cuda.copies import CudaCopies, DirectCopies
+from kvservice.copying.cuda.copies import DIRECT_BATCH_BYTES, CudaCopies, DirectCopies
 from kvservice.copying.cuda.pinning import Pinning
 from kvservice.copying.message import Direction
 from kvservice.core.segment.copy_runs import CopyTemplate, DirectTemplate, RegionLayout
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import TransferError
-from kvservice.units import KiB, MiB
+from kvservice.units import MiB
 
 LAYERS, BLOCKS, HEADS, TOKENS, CELL = 2, 6, 4, 16, 64
 SLOT = SlotLayout(LAYERS, HEADS, TOKENS * CELL, TOKENS)
@@ -185,7 +185,7 @@ def test_copies_under_way_have_an_event_each() -> None:
     assert recorded == [100, 101, 100]
 
 
-@pytest.mark.parametrize(("way", "token_bytes"), [("batch", 64 * KiB), ("gather", 64)])
+@pytest.mark.parametrize(("way", "token_bytes"), [("batch", DIRECT_BATCH_BYTES), ("gather", 64)])
 def test_large_runs_between_engines_need_no_kernel(way: str, token_bytes: int) -> None:
     slot = SlotLayout(1, 1, token_bytes, 1)
     layout = RegionLayout(4 * token_bytes, 4, (0,), 1, 1, 1, token_bytes, token_bytes, 0, token_bytes, token_bytes)
