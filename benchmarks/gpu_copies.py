@@ -248,7 +248,10 @@ def gpu_figures(rounds: int) -> list[dict[str, Any]]:
                 if gather is not None:
                     ways["gathered"] = CudaCopies(driver, *addresses, pinning, gather, 1 << 40)
                 offer = CudaOffer(kv, lambda address, size: case.region)  # noqa: B023  used at once
-                with worker_link("0", offer.offer, segment, case.slot) as link:
+                with (
+                    worker_link("0", offer.offer, segment, case.slot) as link,
+                    _by_torch(torch, kv, case, order, segment) as by_torch,
+                ):
                     for direction, generation in ((Direction.STORE, 1), (Direction.LOAD, 2)):
                         write_headers(segment, case, generation)
                         named: dict[str, Callable[[], object]] = {
@@ -257,7 +260,7 @@ def gpu_figures(rounds: int) -> list[dict[str, Any]]:
                         }
                         for name, copies in ways.items():
                             named[name] = _bound(copies, direction, case)
-                        named["block by block"] = _by_torch(torch, kv, case, order, segment, direction)
+                        named["block by block"] = by_torch(direction)
                         rows, handed = case.rows(generation), []
                         named["worker"] = lambda: handed.append(through(link, direction, rows, offer.mark))  # noqa: B023
                         speeds = gigabytes_per_second(case, named, rounds)
@@ -309,9 +312,10 @@ def _plain(torch: Any, kv: Any, case: Case, direction: Direction) -> Callable[[]
     return run
 
 
+@contextmanager
 def _by_torch(
-    torch: Any, kv: Any, case: Case, order: str, segment: Segment, direction: Direction
-) -> Callable[[], None]:
+    torch: Any, kv: Any, case: Case, order: str, segment: Segment
+) -> Iterator[Callable[[Direction], Callable[[], None]]]:
     """What an engine's own process does with small runs: tensor copies of torch, block by block."""
     from kvservice.connector.worker.block_copier import BlockCopier
 
@@ -324,7 +328,7 @@ def _by_torch(
     block_copier.bind(segment.buffer, case.slot)
     offsets = [case.geometry.payload_offset(slot, case.slot.payload_bytes) for slot in case.slots]
 
-    def run() -> None:
+    def run(direction: Direction) -> None:
         for block, offset in zip(case.blocks, offsets, strict=True):
             if direction is Direction.LOAD:
                 block_copier.load(offset, block)
@@ -332,7 +336,10 @@ def _by_torch(
                 block_copier.store(block, offset)
         torch.cuda.synchronize()
 
-    return run
+    try:
+        yield lambda direction: lambda: run(direction)
+    finally:
+        block_copier.unbind()  # the segment cannot be closed before
 
 
 def _vllm(torch: Any, kv: Any, case: Case, direction: Direction) -> dict[str, Callable[[], object]]:

@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--driver", choices=(CUDA, STAND_IN), default=CUDA)
     parser.add_argument("--stages", nargs="+", help="run only these stages of the part")
     parser.add_argument(
-        "--seconds", type=float, default=PART_SECONDS, help="a part begins nothing after this; default %(default)s"
+        "--seconds", type=float, default=PART_SECONDS, help="how long a part may take; default %(default)s"
     )
     parser.add_argument(
         "--out", type=Path, help="a folder; default benchmarks/results/gpu, or build/gpu for the stand-in"

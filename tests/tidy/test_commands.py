@@ -150,7 +150,7 @@ def test_options_that_show_their_own_name_are_named() -> None:
         f"{path.relative_to(ROOT)}:{call.lineno}"
         for path in sorted((ROOT / "kvservice" / "cli").rglob("*.py"))
         for argument in ast.walk(ast.parse(path.read_text()))
-        if isinstance(argument, ast.arg | ast.AnnAssign)
+        if isinstance(argument, ast.arg | ast.Assign)
         for call in ast.walk(argument)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "typer.Option" and not call.args
         for word in call.keywords
@@ -159,5 +159,6 @@ def test_options_that_show_their_own_name_are_named() -> None:
     assert unnamed == []
 
 
-def _name_of(argument: ast.arg | ast.AnnAssign) -> str:
-    return argument.arg if isinstance(argument, ast.arg) else ast.unparse(argument.target)
+def _name_of(argument: ast.arg | ast.Assign) -> str:
+    """Of a parameter, or of a kind of option that several commands take."""
+    return argument.arg if isinstance(argument, ast.arg) else ast.unparse(argument.targets[0]).lower()
