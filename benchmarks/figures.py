@@ -383,9 +383,9 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "tier-objects": dated("tier_objects", lambda results: tier_figures.objects(results.figures("tier_objects"))),
     "codecs": dated("codecs", lambda results: tier_figures.codecs(results.figures("codecs"))),
     "memory": dated("memory", lambda results: memory_table(results.figures("memory"))),
-    "gpu-copies": dated("gpu/part1", lambda results: gpu_tables.copies(results.document("gpu/part1"))),
-    "gpu-interference": dated("gpu/part1", lambda results: gpu_tables.interference(results.document("gpu/part1"))),
-    "gpu-first-token": dated("gpu/part2", lambda results: gpu_tables.first_token(results.document("gpu/part2"))),
+    "gpu-copies": dated("gpu/part1", lambda results: gpu_tables.copies(results.figures("gpu/part1"))),
+    "gpu-interference": dated("gpu/part1", lambda results: gpu_tables.interference(results.figures("gpu/part1"))),
+    "gpu-first-token": dated("gpu/part2", lambda results: gpu_tables.first_token(results.figures("gpu/part2"))),
     "tier-stall": dated("tier_stall", lambda results: tier_figures.stall(results.figures("tier_stall"))),
 }
 

@@ -164,14 +164,13 @@ def host_figures(rounds: int) -> list[dict[str, Any]]:
         with segment_of(case) as segment, worker_link(HOST, offer, segment, case.slot) as link:
             for direction, generation in ((Direction.STORE, 1), (Direction.LOAD, 2)):
                 write_headers(segment, case, generation)
-                figures.append({"model": model, **host_speeds(case, sizes, kv, segment, link, direction, rounds)})
+                figures.append({"model": model, **host_speeds(case, kv, segment, link, direction, rounds)})
         kv.close()
     return figures
 
 
 def host_speeds(
     case: Case,
-    sizes: tuple[int, int, int, int],
     kv: SharedMemory,
     segment: Segment,
     link: WorkerLink,
@@ -180,30 +179,15 @@ def host_speeds(
 ) -> dict[str, Any]:
     import torch
 
-    from kvservice.connector.worker.block_copier import BlockCopier
-
-    layers, heads, tokens, cell = sizes
-    tensor = torch.frombuffer(kv.buffer, dtype=torch.bfloat16).view(layers, -1, heads, tokens, cell // 2)
-    block_copier = BlockCopier(list(tensor.unbind(0)), range(heads))
-    block_copier.bind(segment.buffer, case.slot)
-    offsets = [case.geometry.payload_offset(slot, case.slot.payload_bytes) for slot in case.slots]
     plain, target = np.ones(case.byte_count, np.uint8), np.ones(case.byte_count, np.uint8)
     rows, handed = case.rows(2 if direction is Direction.LOAD else 1), []
 
-    def in_process() -> None:
-        for block, offset in zip(case.blocks, offsets, strict=True):
-            if direction is Direction.LOAD:
-                block_copier.load(offset, block)
-            else:
-                block_copier.store(block, offset)
-
     ways: dict[str, Callable[[], object]] = {
         "memmove": lambda: ctypes.memmove(target.ctypes.data, plain.ctypes.data, case.byte_count),
-        "in process": in_process,
         "worker": lambda: handed.append(through(link, direction, rows)),
     }
-    speeds = gigabytes_per_second(case, ways, rounds)
-    block_copier.unbind()
+    with _by_torch(torch, torch.frombuffer(kv.buffer, dtype=torch.int8), case, "lbhn", segment) as by_torch:
+        speeds = gigabytes_per_second(case, {**ways, "in process": by_torch(direction)}, rounds)
     return {
         "direction": direction.name.lower(),
         "bytes": case.byte_count,
@@ -316,7 +300,7 @@ def _plain(torch: Any, kv: Any, case: Case, direction: Direction) -> Callable[[]
 def _by_torch(
     torch: Any, kv: Any, case: Case, order: str, segment: Segment
 ) -> Iterator[Callable[[Direction], Callable[[], None]]]:
-    """What an engine's own process does with small runs: tensor copies of torch, block by block."""
+    """What an engine's own process does without batches: tensor copies of torch, block by block."""
     from kvservice.connector.worker.block_copier import BlockCopier
 
     region = case.region
@@ -334,7 +318,8 @@ def _by_torch(
                 block_copier.load(offset, block)
             else:
                 block_copier.store(block, offset)
-        torch.cuda.synchronize()
+        if kv.is_cuda:
+            torch.cuda.synchronize()
 
     try:
         yield lambda direction: lambda: run(direction)

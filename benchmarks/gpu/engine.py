@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks.gpu.findings import Stage
 from kvservice.copying.device import HOST
@@ -189,35 +189,31 @@ def counted(engine: Any, *names: str) -> dict[str, Any]:
     return {"same tokens": True, **{name: counters[name] for name in names}}
 
 
-BEAMS = "four beams"
-MODES: dict[str, Callable[[Bench], dict[str, Any]]] = {
+Modes: TypeAlias = dict[str, Callable[[Bench], dict[str, Any]]]
+EVERYWHERE: Modes = {
     "cold and warm": warm,
     "layer by layer": lambda bench: warm(bench, layerwise="both"),
     "partly warm": partial,
     "four outputs": parallel,
-    BEAMS: beams,
+}
+BEAMS: Modes = {"four beams": beams}
+PREEMPTED: Modes = {
     "preempted by swap": lambda bench: preempted(bench, "swap"),
     "preempted by recompute": lambda bench: preempted(bench, "recompute"),
-    "handed over between two engines": handed_over,
-    "copies in a copy worker": copy_worker,
 }
+OVER_A_SHARD: Modes = {"handed over between two engines": handed_over, "copies in a copy worker": copy_worker}
 
 
-# Modes that start a shard, which takes seconds: once for each kind of model is enough.
-OVER_A_SHARD = ("handed over between two engines", "copies in a copy worker")
-PREEMPTED = ("preempted by swap", "preempted by recompute")
-
-
-def modes(kind: str, dtype: str) -> dict[str, Callable[[Bench], dict[str, Any]]]:
+def modes(kind: str, dtype: str) -> Modes:
     """Those that say something for this model."""
-    left_out: tuple[str, ...] = ()
-    if kind == WINDOW:
-        left_out += PREEMPTED  # it gives back the blocks that have left its window, so all requests fit
-    if dtype == "bfloat16":
-        left_out += (BEAMS,)  # sums of rounded scores: beams that lie close change places with the size of a batch
-    elif not CPU:
-        left_out += OVER_A_SHARD
-    return {name: mode for name, mode in MODES.items() if name not in left_out}
+    found = dict(EVERYWHERE)
+    if kind != WINDOW:  # a window gives back the blocks that have left it, so all requests fit
+        found |= PREEMPTED
+    if dtype == "float32":  # sums of rounded scores: beams that lie close change places with the size of a batch
+        found |= BEAMS
+    if dtype == "bfloat16" or CPU:  # once for each kind of model, because a shard takes seconds to start
+        found |= OVER_A_SHARD
+    return found
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def _check(what: str, error: _Error) -> None:
 
 def round_trip(gds: Any, driver: Driver, folder: Path) -> dict[str, Any]:
     """GPU memory to a file and back to other GPU memory."""
-    os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", "true")  # without the kernel module it refuses files otherwise
+    os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", "true")  # it may then do without its kernel module
     for name in ("cuFileDriverOpen", "cuFileHandleRegister"):
         getattr(gds, name).restype = _Error
     for name in ("cuFileWrite", "cuFileRead"):

@@ -93,7 +93,13 @@ def interference(rows: Rows) -> list[str]:
             if "steps" not in row:
                 lines.append(f"{what} {json.dumps(row)}")
                 continue
-            p50, p99, speed = (row[key] / alone[key] for key in ("step ms p50", "step ms p99", "TFLOP/s"))
-            ratios = f"p50 ×{p50:.2f}  p99 ×{p99:.2f}  TFLOP/s ×{speed:.2f}"
-            lines.append(f"{what} {ratios}  copies {row.get('copies GB/s', '-')} GB/s")
+            p50, p99, speed = ratios(row, alone)
+            said = f"p50 ×{p50:.2f}  p99 ×{p99:.2f}  TFLOP/s ×{speed:.2f}"
+            lines.append(f"{what} {said}  copies {row.get('copies GB/s', '-')} GB/s")
     return lines
+
+
+def ratios(row: Rows, alone: Rows) -> tuple[float, float, float]:
+    """Of an engine beside copies to the engine alone: median step, p99 of steps, speed of a large product."""
+    p50, p99, speed = (row[key] / alone[key] for key in ("step ms p50", "step ms p99", "TFLOP/s"))
+    return p50, p99, speed

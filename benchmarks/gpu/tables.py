@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-RUN_KIB = (4, 16, 64, 256, 1024, 2048)
+from benchmarks.gpu.summary import RUNS, SIZES, ratios
+
 WAYS = ("batch", "gather kernel and one copy")
 
 
@@ -15,12 +16,12 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def copies(document: dict[str, Any]) -> str:
+def copies(figures: dict[str, Any]) -> str:
     """GB/s of runs that lie apart, by their size."""
-    found = document["figures"]["findings"]["copies"]
+    found = figures["findings"]["copies"]
 
-    def speed(direction: str, size: int, way: str) -> str:
-        return f"{found[f'{direction} {size} KiB runs, {way}']['GB/s']:.3g}"
+    def speed(direction: str, size: str, way: str) -> str:
+        return f"{found[f'{direction} {size}{RUNS}{way}']['GB/s']:.3g}"
 
     head = ["runs of", *(f"{direction}, {way}" for direction in ("load", "store") for way in ("batch", "kernel"))]
     rows = [
@@ -30,7 +31,7 @@ def copies(document: dict[str, Any]) -> str:
             speed("direct", size, "batch"),
             speed("direct", size, "gather kernel"),
         ]
-        for size in RUN_KIB
+        for size in SIZES
     ]
     alone = {
         "one large copy to the GPU": "one copy, host to device",
@@ -44,22 +45,22 @@ def copies(document: dict[str, Any]) -> str:
     return f"{_table([*head, 'within the GPU, batch', 'kernel'], rows)}\n\nBeside that, in GB/s: {said}."
 
 
-def interference(document: dict[str, Any]) -> str:
+def interference(figures: dict[str, Any]) -> str:
     """An engine's steps beside copies, as ratios to the engine alone."""
-    found = document["figures"]["findings"]["interference"]
+    found = figures["findings"]["interference"]
     rows = []
     for name, row in found.items():
         kind, what = name.split(", ", 1)
         if what == "alone":
             continue
         alone = found[f"{kind}, alone"]
-        ratios = (f"{row[key] / alone[key]:.2f}" for key in ("step ms p50", "step ms p99", "TFLOP/s"))
-        rows.append([f"{kind.removeprefix('engine of ')}, {what}", *ratios, row.get("copies GB/s", "–")])
+        said = (f"{ratio:.2f}" for ratio in ratios(row, alone))
+        rows.append([f"{kind.removeprefix('engine of ')}, {what}", *said, row.get("copies GB/s", "–")])
     return _table(["engine's priority, and what ran", "step, p50", "step, p99", "TFLOP/s", "copies, GB/s"], rows)
 
 
-def first_token(document: dict[str, Any]) -> str:
-    found = document["figures"]["findings"]["first_token"]
+def first_token(figures: dict[str, Any]) -> str:
+    found = figures["findings"]["first_token"]
     rows = [
         [
             name.removeprefix("prompt of "),

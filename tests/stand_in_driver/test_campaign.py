@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from benchmarks.gpu.__main__ import PARTS
-from benchmarks.gpu.engine import MODES
+from benchmarks.gpu.engine import BEAMS, EVERYWHERE, OVER_A_SHARD, PREEMPTED
 from benchmarks.gpu.findings import FAILED, VARIABLE
 from tests.stand_in_driver.build import ROOT
 
@@ -152,7 +152,7 @@ def test_engine_says_the_same_in_each_mode(tmp_path: Path) -> None:
     pytest.importorskip("kvservice.engine.loop", reason="the reference engine has no loop yet")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = stage("engine", "--cpu", environment=environment, findings=tmp_path / "findings")
-    assert {name.split(", ")[-1] for name in found} == set(MODES)
+    assert {name.split(", ")[-1] for name in found} == set(EVERYWHERE | PREEMPTED | BEAMS | OVER_A_SHARD)
 
 
 def test_tokens_are_the_same_after_a_way_through_the_pool(bare: dict[str, str], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvservice.units import MiB
 
 log = logging.getLogger("kvservice.copying")
 
-# Pinned by one call. Other calls of the process wait as long: 129 ms for 256 MiB on an H200, so 32 ms for this.
+# Pinned by one call. Other calls of the process wait as long: 129 ms for 256 MiB on an H200, so about 32 ms for this.
 PIECE_BYTES = 64 * MiB
 
 
