@@ -5,7 +5,8 @@ Each stage is a process with a time limit of its own. It ends with one line that
 A stage that fails, hangs or is skipped does not stop the others. Findings and the log are written as they come.
 
 Needs torch, triton, numpy, xxhash, transformers and pytest; neither vLLM nor a network, and the project need not be
-installed. What else a machine lacks is taken from .whl, where `make gpu-carry` has put it.
+installed. What else a machine lacks is taken from .whl, where `make gpu-carry` has put it. The project's C modules are
+compiled in place first, if there is a C compiler.
 
 `--driver stand-in` needs no GPU: the stages that only call the driver run on one that stands in for CUDA's, and the
 others are skipped. Exit status: 0 when every stage that ran was fine, also if all were skipped, and 1 when one was not.
@@ -228,6 +229,14 @@ def carried() -> Iterator[dict[str, str]]:
         yield {} if done.returncode else {"PYTHONPATH": paths}
 
 
+def compile_modules() -> None:
+    """Compile the C modules of the project in place. Without them the stages run too, but their copies are slower."""
+    command = [sys.executable, "-c", "from setuptools import setup; setup()", "--quiet", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        print(f"the C modules were not compiled: {done.stderr.strip()[-200:]}", flush=True)
+
+
 def stand_in() -> dict[str, str]:
     """The environment of a process whose driver is the stand-in; compiles that. Raises CalledProcessError."""
     from tests.stand_in_driver.build import build
@@ -275,6 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count = sum(map(len, wanted.values()))
         print(f"no GPU here, nothing was measured: {why}; {count} stages skipped. DRIVER=stand-in needs none")
         return 0
+    if given.driver == CUDA:
+        compile_modules()
     with carried() as found:
         environment = {**found, **(stand_in() if given.driver == STAND_IN else {})}
         fine = [

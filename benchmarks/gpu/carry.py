@@ -20,7 +20,6 @@ from benchmarks.report import COMMIT_NOTE, ROOT, commit
 
 REQUIREMENTS = ROOT / "requirements" / "cuda.in"
 FOLDER = ROOT / ".whl"
-# The expert-parallel extensions are half of the wheel; the plugins are for object stores and vendors' storage.
 # What the service imports, besides what comes with torch, transformers and pytest. Locked in CUDA_LOCK.
 PACKAGES = (
     "annotated-types",
@@ -35,6 +34,7 @@ PACKAGES = (
     "xxhash",
 )
 CUDA_LOCK = ROOT / "requirements" / "cuda-py311.lock"
+# The expert-parallel extensions are half of the wheel; the plugins are for object stores and vendors' storage.
 LEFT_OUT = re.compile(r"^nixl_ep[_/]|libucx_perftest|\.scripts/|libplugin_(GPUNETIO|INFINIA|GUSLI|OBJ|AZURE|LIBFABRIC)")
 
 
