@@ -102,7 +102,8 @@ class Tier(Protocol):
 @runtime_checkable
 class KeepsMarks(Protocol):
     """What a shared tier may do besides: keep the marks of clears for nodes that were away. Both methods block, raise
-    TierError, and are called while the tier is open."""
+    TierError, and are called while the tier is open. It gives no block that it has had for as long as marks count
+    (core.block.marks.MARK_SECONDS): what cleared it may be forgotten."""
 
     def load_marks(self) -> tuple[Mark, ...]:
         """All marks that any node has kept here and that still count."""

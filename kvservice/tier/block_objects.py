@@ -14,7 +14,7 @@ from typing import Any
 
 from kvservice.aio import within
 from kvservice.breaker import FAILURES_TO_OPEN, Breaker
-from kvservice.core.block.marks import Mark
+from kvservice.core.block.marks import MARK_SECONDS, Mark
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
@@ -35,6 +35,9 @@ THERE_SECONDS = 600.0  # an object that was seen is believed to be there so long
 PREFIXES_MAX = 16_384  # about 2 MB
 PREFIX_SECONDS = 60.0  # what a probe found is believed so long; a read that finds a hole ends it sooner
 ABSENT_SECONDS = 5.0  # an object that was not there is not asked for again so long, though another node may write it
+# An object of a longer time ago counts as absent: the mark of a clear that covered it may be forgotten. A day before
+# that, because nodes hear of a clear some time after it, and clocks of stores differ.
+OBJECT_SECONDS = MARK_SECONDS - 86_400.0
 
 
 class BlockObjects:
@@ -117,11 +120,12 @@ class BlockObjects:
         return self._breaker.admits(now, FIRST_BYTE_SECONDS)
 
     async def get(self, key: BlockKey, bytes_max: int) -> memoryview | PullResult:
-        """The bytes of the object. STALE when it is not there, has no header, or has more than `bytes_max` bytes."""
+        """The bytes of the object. STALE when it is not there, is too old, has no header, or has more than `bytes_max`
+        bytes."""
         data: memoryview | None = None
         try:
             answer = await within(FIRST_BYTE_SECONDS, self._library.get_async(self._store, self._name(key)))
-            if FILE_HEADER_BYTES < answer.meta["size"] <= bytes_max:
+            if _counts(answer.meta) and FILE_HEADER_BYTES < answer.meta["size"] <= bytes_max:
                 data = memoryview(await within(BODY_SECONDS, answer.bytes_async()))
         except FileNotFoundError:
             pass
@@ -165,9 +169,8 @@ class BlockObjects:
         """Whether the object is there; None when the store does not say."""
         async with self._looking:
             self.counters["looks"] += 1
-            is_there = True
             try:
-                await within(LOOK_SECONDS, self._library.head_async(self._store, self._name(key)))
+                is_there = _counts(await within(LOOK_SECONDS, self._library.head_async(self._store, self._name(key))))
             except FileNotFoundError:
                 is_there = False
             except self._failures as error:
@@ -221,3 +224,8 @@ class BlockObjects:
         if self._breaker.failures == FAILURES_TO_OPEN:
             self.counters["store_left_alone"] += 1
             log.warning("object_store_left_alone", extra={"after": what, "error": str(why_unusable(self._url, error))})
+
+
+def _counts(meta: Any) -> bool:
+    """Whether an object with obstore's description `meta` is recent enough."""
+    return bool(meta["last_modified"].timestamp() > time.time() - OBJECT_SECONDS)

@@ -98,6 +98,24 @@ def test_objects_of_before_a_clear_are_written_again(tmp_path: Path, tier: Objec
     assert tier.counters()["writes_skipped"] == 1, "marks that are known change nothing"
 
 
+def test_an_object_that_outlived_the_marks_is_absent(tmp_path: Path, blocks: BlocksOfTier) -> None:
+    """Nobody knows any more what was cleared when it was written. The next write replaces it."""
+    blocks.write(1)
+    long_ago = time.time() - block_objects.OBJECT_SECONDS
+    os.utime(path_of(tmp_path, 1), (long_ago, long_ago + 60.0))
+    assert blocks.read(blocks.block(1))[0] == (PullResult.OK,)
+    os.utime(path_of(tmp_path, 1), (long_ago, long_ago))
+    other = ObjectTier(f"file://{tmp_path}/store", "team/a")
+    other.start()
+    try:
+        assert BlocksOfTier(other).probe(1) == 0
+    finally:
+        other.close()
+    assert blocks.read(blocks.block(1))[0] == (PullResult.STALE,)
+    assert blocks.write(1) == (WriteResult.OK,)
+    assert blocks.read(blocks.block(1))[0] == (PullResult.OK,)
+
+
 def test_a_damaged_object_is_replaced_by_the_next_write(tmp_path: Path, blocks: BlocksOfTier) -> None:
     blocks.write(1)
     path_of(tmp_path, 1).write_bytes(b"x" * (FILE_HEADER_BYTES + SIZE))
