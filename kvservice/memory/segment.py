@@ -22,6 +22,7 @@ import errno
 import fcntl
 import hashlib
 import logging
+import math
 import mmap
 import os
 import re
@@ -67,6 +68,7 @@ class Segment:
         self.path = path
         self.geometry = geometry
         self.existed = False  # True when create() found blocks of an earlier boot
+        self.used_at = math.inf  # when the boot that left them was last alive, in seconds since 1970
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, geometry.segment_bytes)
         self._map.madvise(mmap.MADV_DONTDUMP)  # a core dump would contain prompts, and is stored elsewhere
@@ -105,6 +107,8 @@ class Segment:
             os.close(descriptor)
             raise
         segment.existed = reusable
+        if reusable:
+            segment.used_at = os.fstat(descriptor).st_mtime  # the kernel does not touch it for writes to a mapping
         before = previous[1] if previous is not None and known else 0
         segment.epoch = BootEpoch(max(before + 1, epoch_floor))
         segment.write_control(node_id)
@@ -195,6 +199,12 @@ class Segment:
             raise SegmentError(
                 f"cannot open the segment {self.path} again: {error.strerror}", path=self.path
             ) from error
+
+    def touch(self, wall: float) -> None:
+        """Note in the file that this boot is alive at this time, in seconds since 1970."""
+        self.used_at = wall
+        with contextlib.suppress(OSError):
+            os.utime(self._descriptor, (wall, wall))
 
     def is_linked(self) -> bool:
         """Whether the path still names this memory; the file may have been removed or replaced."""

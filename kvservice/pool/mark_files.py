@@ -10,10 +10,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvservice.aio import DaemonThreads, in_thread, within
-from kvservice.core.block.marks import Mark, MarkKind, pack_marks, unpack_marks
+from kvservice.core.block.marks import MARK_SECONDS, Mark, MarkKind, pack_marks, unpack_marks
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.private_files import write_private
 
@@ -21,6 +22,17 @@ log = logging.getLogger("kvservice.pool")
 
 FILE_BYTES_MAX = 4 << 20  # far more than all marks and their keys take; a longer file is no file of marks
 KEEP_SECONDS = 10.0  # for all files to be written
+CLEAR_AGAIN_SECONDS = 3600.0  # longer than a request reads blocks
+
+
+def unfinished(marks: Sequence[Mark], used_at: float, wall: float) -> list[Mark]:
+    """The clears to do again in memory whose last boot was alive until `used_at`; now it is `wall`.
+
+    A block that was being read when it was cleared may still have been there when that boot ended. A mark of the future
+    is of a clock that was set back since.
+    """
+    since = max(min(used_at, wall) - CLEAR_AGAIN_SECONDS, wall - MARK_SECONDS)
+    return [replace(mark, at=min(mark.at, wall)) for mark in marks if mark.at > since]
 
 
 class MarkFiles:

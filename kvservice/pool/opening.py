@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 
+from kvservice.core.block.marks import MARK_SECONDS
 from kvservice.core.segment.geometry import Geometry
 from kvservice.memory.liveness import has_writers
 from kvservice.memory.segment import Segment
@@ -23,10 +25,12 @@ async def open_segment(path: Path | None, directory: Path, geometry: Geometry, n
         if path is None:
             return Segment.nameless(directory, geometry, node_id)
         segment = Segment.create(path, geometry, node_id, epoch_floor=epoch)
-        if not segment.existed or not has_writers(segment) or segment.is_understood():
+        # Nobody may know any more what was cleared since.
+        is_old = segment.used_at < time.time() - MARK_SECONDS
+        if not is_old and (not segment.existed or not has_writers(segment) or segment.is_understood()):
             return segment
         # It is not known which slots engines still write. They keep the old memory, so they write into no new block.
-        log.warning("damaged_segment_replaced", extra={"path": str(path)})
+        log.warning("old_segment_replaced" if is_old else "damaged_segment_replaced", extra={"path": str(path)})
         segment.retire()
         segment.unlink()
         segment.close()

@@ -55,7 +55,7 @@ from kvservice.observe.failpoints import failpoint
 from kvservice.observe.timings import Timings
 from kvservice.pool.answers import PoolAnswers
 from kvservice.pool.digests import Digests
-from kvservice.pool.mark_files import MarkFiles
+from kvservice.pool.mark_files import MarkFiles, unfinished
 from kvservice.pool.meeting import PeerMeetings
 from kvservice.pool.open_calls import Later, OpenCalls, Waiter
 from kvservice.pool.opening import close_new, open_segment
@@ -75,7 +75,6 @@ log = logging.getLogger("kvservice.pool")
 CHECK_SECONDS = SAMPLE_SECONDS
 # The least step of the wall clock that the core hears of. Clocks of nodes may differ by five times as much.
 CLOCK_STEP_SECONDS = 1.0
-CLEAR_AGAIN_SECONDS = 3600.0  # longer than a request reads blocks
 MARKS_SECONDS = 3.0  # for a shared tier to open and say what was cleared; then the node starts without
 ARM_SECONDS = 0.001  # between two looks at when something is due next, while events come all the time
 CHECK_SLOTS_MAX = 20_000  # a pool with more slots is not checked: a check would block the loop for too long
@@ -188,9 +187,9 @@ class PoolRuntime(PoolAnswers):
         marks = await in_thread(self._mark_files.load)
         self._state.freshness.marks.add(marks)
         await self._adopt()
-        # A block that was being read when it was cleared may still have been in memory when the last boot ended.
-        late = self._state.freshness.wall(self._clock()) - CLEAR_AGAIN_SECONDS
-        await self._clear([mark for mark in marks if mark.at > late])
+        wall = self._state.freshness.wall(self._clock())
+        await self._clear(unfinished(marks, self._segment.used_at, wall))
+        self._segment.touch(wall)
         rules = [rules_of(spec) for spec in self._config.tiers]
         shared = [each.name for each in rules if each.is_shared and each.name in self._tiers.names]
         for work in (*self._tiers.opening(), self._check_forever(), *map(self._tiers.follow_marks, shared)):
@@ -564,6 +563,7 @@ class PoolRuntime(PoolAnswers):
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             self._look_at_the_clock()
+            self._segment.touch(self._config.wall_clock())
             self._windows.sample(self._clock(), self._state.all_counters())
             if self._state.capacity <= CHECK_SLOTS_MAX:
                 try:
@@ -589,9 +589,8 @@ class PoolRuntime(PoolAnswers):
                 log.info("background_call_failed", extra={"error": error.message})
 
         task = self._loop.create_task(run())
-        task.add_done_callback(
-            lambda _: work.close()
-        )  # it never began, if the task was cancelled before its first turn
+        # It never began, if the task was cancelled before its first turn.
+        task.add_done_callback(lambda _: work.close())
         self._keep(task)
 
     def _keep(self, task: asyncio.Task[None]) -> None:

@@ -32,6 +32,9 @@ class MemoryPort(Protocol):
     geometry: Geometry
     epoch: BootEpoch
     existed: bool
+    used_at: float  # when the boot that left its blocks was last alive, in seconds since 1970
+
+    def touch(self, wall: float) -> None: ...
 
     def write_header(self, slot: SlotIndex, header: SlotHeader) -> None: ...
 

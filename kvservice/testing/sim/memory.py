@@ -7,6 +7,7 @@ A payload has two halves that are written at different moments, so that a reader
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class SegmentMemory:
         self.epoch = BootEpoch(0)
         self.path = Path("simulated")
         self.existed = True
+        self.used_at = math.inf
         self.writers: set[bytes] = set()  # engines whose liveness lock is held; the lock lives in the memory
         self.claimed: set[bytes] = set()  # engines whose slots the shard is taking back
         self._headers: dict[SlotIndex, bytes] = {}
@@ -107,6 +109,9 @@ class SegmentMemory:
 
     def unlink(self) -> None:
         self.lose()
+
+    def touch(self, wall: float) -> None:
+        self.used_at = wall
 
     def is_linked(self) -> bool:
         return True
