@@ -88,10 +88,20 @@ class TierFolder:
         """
         with self._making:
             if not os.fstat(self.descriptor).st_nlink:
-                _put_in_place(_open_folder(self.path, make=True), self.descriptor)
-            if not os.fstat(self._lock).st_nlink:
+                self._move_to(_open_folder(self.path, make=True))
+            elif not os.fstat(self._lock).st_nlink:
                 _put_in_place(_lock(self.descriptor, self.path, make=True), self._lock)
             self._make_folders()
+
+    def _move_to(self, folder: int) -> None:
+        """Go on in this folder once it is ours: others' threads use `descriptor` as soon as it means the new one."""
+        try:
+            lock = _lock(folder, self.path, make=True)
+        except BaseException:
+            os.close(folder)
+            raise
+        _put_in_place(lock, self._lock)
+        _put_in_place(folder, self.descriptor)
 
     def _make_folders(self) -> None:
         for name in (*FOLDERS, DRAFTS):

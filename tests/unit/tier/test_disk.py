@@ -189,6 +189,25 @@ def test_a_folder_that_somebody_emptied_is_made_again(tmp_path: Path, what: str)
     assert len(found_in(place)) == 3
 
 
+def test_a_folder_that_another_took_meanwhile_is_left_to_it(tmp_path: Path) -> None:
+    """It was removed, and made again by a process that owns it by now."""
+    first = StartedTier(DiskTier(tmp_path / "blocks"))
+    shutil.rmtree(tmp_path / "blocks")
+    second = StartedTier(DiskTier(tmp_path / "blocks"))
+    try:
+        theirs = some(1)
+        assert second.write(theirs) == (WriteResult.OK,)
+        for number in range(2, 5):
+            assert first.write(some(number)) == (WriteResult.FAILED,)
+        assert first.result_of(theirs[0]) is STALE and second.result_of(theirs[0]) is OK
+        second.close()
+        mine = some(5)
+        assert first.write(mine) == (WriteResult.OK,) and first.result_of(mine[0]) is OK, "it is nobody's now"
+    finally:
+        second.close()
+        first.close()
+
+
 def test_the_log_says_when_writes_begin_to_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
