@@ -140,6 +140,13 @@ class TierFolder:
         finally:
             os.close(descriptor)
 
+    def changed_at(self, name: str) -> float:
+        """When the file of this name was last written, in seconds since 1970; 0.0: there is none. Raises OSError."""
+        try:
+            return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mtime
+        except FileNotFoundError:
+            return 0.0
+
     def has(self, key: BlockKey) -> bool:
         """Whether there is a file of this name, whatever is in it."""
         return os.access(name_of(key), os.F_OK, dir_fd=self.descriptor, follow_symlinks=False)

@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ import pytest
 
 from kvservice.codec.base import Coded, Numbers
 from kvservice.codec.coder import Coder
+from kvservice.core.block.marks import MARK_SECONDS
 from kvservice.core.segment.blockfile import BlockFileHeader
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import CodecError, TierError
@@ -206,6 +208,22 @@ def test_a_folder_that_another_took_meanwhile_is_left_to_it(tmp_path: Path) -> N
     finally:
         second.close()
         first.close()
+
+
+@pytest.mark.parametrize("what", ["index", "files", "both"])
+def test_blocks_of_unknown_age_do_not_outlive_the_marks(tmp_path: Path, what: str) -> None:
+    """Nobody knows any more what was cleared while the folder was not used."""
+    tier = StartedTier(DiskTier(tmp_path))
+    block, payload = some(1)
+    tier.write((replace(block, stored_at=0.0), payload), some(2))
+    tier.close()
+    long_ago = time.time() - MARK_SECONDS
+    for path in (tmp_path / "index", *tmp_path.glob("*/*.safetensors")):
+        if what == "both" or (path.name == "index") == (what == "index"):
+            os.utime(path, (long_ago, long_ago))
+    known = [found.key for found in found_in(tmp_path)]
+    assert (block.key in known) == (what != "both"), "it is only as old as its file, and its folder, say"
+    assert some(2)[0].key in known, "the core looks at a time that is known"
 
 
 def test_the_log_says_when_writes_begin_to_fail(
