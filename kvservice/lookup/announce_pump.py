@@ -80,13 +80,9 @@ class AnnouncePump:
         if not tasks:
             return
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(tasks)
         finally:
             await self._end_tasks()
-        for task in done:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                log.critical("announcements_stopped", exc_info=error)
-                raise error
 
     def kick(self) -> None:
         """Look for changes to send. Called after each change."""
@@ -115,6 +111,20 @@ class AnnouncePump:
         await end_tasks(tasks)
 
     async def _serve(self, partition: int) -> None:
+        complained = ""
+        while not self._announcer.fenced:
+            try:
+                await self._announce_all(partition)
+            except Exception as error:  # task boundary: nothing else announces this node, which stays hidden without it
+                self._announcer.begin_again(partition)
+                if str(error) != complained:
+                    complained = str(error)
+                    log.exception("announcements_failed", extra={"partition": partition})
+                await asyncio.sleep(BACKOFF_SECONDS_MAX)
+        self._fence()
+
+    async def _announce_all(self, partition: int) -> None:
+        """Announce until a newer boot of this node is heard of."""
         announcer, kick = self._announcer, self._kicks[partition]
         failures = 0
         heard_at = -self._heartbeat_seconds + self._clock()
@@ -134,7 +144,6 @@ class AnnouncePump:
                 failures += 1
                 pause = min(BACKOFF_SECONDS_FIRST * 2 ** min(failures - 1, 10), BACKOFF_SECONDS_MAX)
                 await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
-        self._fence()
 
     async def _deliver(self, partition: int, update: Update, failures: int) -> bool:
         """Send one update. Returns whether the lookup partition answered."""

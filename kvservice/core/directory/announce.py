@@ -137,6 +137,12 @@ class Announcer:
         self._streams[partition].in_flight = False
         self.counters["announce_failed"] += 1
 
+    def begin_again(self, partition: int) -> None:
+        """Whatever went wrong with the updates of this partition: the next one begins a full announcement."""
+        stream = self._streams[partition]
+        stream.in_flight = False
+        self._demand_full(stream)
+
     def _change(self, key: BlockKey, route: SpanRoute, added: bool) -> None:
         if not self._streams:
             return
