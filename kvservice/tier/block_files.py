@@ -45,6 +45,7 @@ ENDING = ".safetensors"
 LOCK_NAME, DRAFTS = "lock", "new"
 FOLDERS = tuple(f"{number:02x}" for number in range(256))  # by the first byte of the key: some thousand files in each
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_PASSING = (*_NO_ROOM, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # may work later
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -76,7 +77,7 @@ class TierFolder:
                 os.unlink(f"{DRAFTS}/{name}", dir_fd=self.descriptor)
         except OSError as error:
             self.close()
-            raise TierError(f"the disk tier cannot use {path}: {error.strerror}: {_WHAT_TO_DO}", path=path) from error
+            raise cannot_use(path, error) from error
         except BaseException:
             self.close()
             raise
@@ -163,13 +164,22 @@ class TierFolder:
 _WHAT_TO_DO = "set disk_path to a folder of this user on a disk with room, or to nothing to go without this tier"
 
 
+def cannot_use(path: Path, error: OSError) -> TierError:
+    """The error for people. Its attribute `transient` says whether the same may work later."""
+    return TierError(
+        f"the disk tier cannot use {path}: {error.strerror}: {_WHAT_TO_DO}",
+        path=path,
+        transient=error.errno in _PASSING,
+    )
+
+
 def _open_folder(path: Path, *, make: bool) -> int:
     try:
         if make:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise TierError(f"the disk tier cannot use {path}: {error.strerror}: {_WHAT_TO_DO}", path=path) from error
+        raise cannot_use(path, error) from error
     owner = os.fstat(descriptor).st_uid
     try:
         if owner != os.geteuid():
@@ -178,7 +188,7 @@ def _open_folder(path: Path, *, make: bool) -> int:
             os.fchmod(descriptor, 0o700)
     except OSError as error:
         os.close(descriptor)
-        raise TierError(f"the disk tier cannot use {path}: {error.strerror}: {_WHAT_TO_DO}", path=path) from error
+        raise cannot_use(path, error) from error
     except BaseException:
         os.close(descriptor)
         raise

@@ -22,7 +22,7 @@ from kvservice.errors import TierError, TransferError
 from kvservice.observe.failpoints import failpoint
 from kvservice.tier.answers import read_answers, write_answers
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
-from kvservice.tier.block_files import BlockFiles, TierFolder
+from kvservice.tier.block_files import BlockFiles, TierFolder, cannot_use
 from kvservice.tier.disk_io import DiskIO, choose_way
 from kvservice.tier.found_blocks import find_blocks
 from kvservice.tier.index import IndexLog, pack_erased, pack_row
@@ -67,7 +67,7 @@ class DiskTier:
             found = find_blocks(self._folder)
         except OSError as error:
             self._folder.close()
-            raise TierError(f"the disk tier cannot read {self._path}: {error.strerror}", path=self._path) from error
+            raise cannot_use(self._path, error) from error
         except BaseException:
             self._folder.close()
             raise

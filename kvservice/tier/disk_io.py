@@ -58,12 +58,15 @@ def choose_way(folder: TierFolder, wanted: DiskIO) -> FileWay:
 
     What was asked for comes first. Then direct access follows where the table allows it, then the page cache. Blocks
     for some writes and reads. Raises TierError when the folder keeps no bytes, or direct access was demanded in vain.
+    Its attribute `transient` says that the disk was full.
     """
     refused: list[str] = []
+    is_full = False
     for way in _ways(folder, wanted):
-        problem = _try(folder, way)
+        problem, result = _try(folder, way)
         if not problem:
             return replace(way, refused=tuple(refused))
+        is_full = is_full or result is WriteResult.FULL
         refused.append(f"{way.name.value}: {problem}")
         log.warning("disk_io_refused", extra={"disk_io": way.name.value, "reason": problem, "path": str(folder.path)})
         if wanted is DiskIO.DIRECT:
@@ -72,6 +75,7 @@ def choose_way(folder: TierFolder, wanted: DiskIO) -> FileWay:
         f"{folder.path} does not keep what is written there ({'; '.join(refused)}): set disk_path to a folder on "
         "another file system, or disk_io to auto",
         path=folder.path,
+        transient=is_full,
     )
 
 
@@ -86,15 +90,15 @@ def _ways(folder: TierFolder, wanted: DiskIO) -> Iterator[FileWay]:
         yield FileWay(DiskIO.BUFFERED, replace(access, direct=False), VectoredIO)
 
 
-def _try(folder: TierFolder, way: FileWay) -> str:
-    """Why a block that is written this way does not come back; "" when it does."""
+def _try(folder: TierFolder, way: FileWay) -> tuple[str, WriteResult]:
+    """Why a block that is written this way does not come back, "" when it does; and what became of the write."""
     written, found = aligned_memory(PROOF_BYTES)[:PROOF_BYTES], aligned_memory(PROOF_BYTES)[:PROOF_BYTES]
     written[:] = os.urandom(PROOF_BYTES)
     block = TierBlock(PROOF_KEY, PROOF_BYTES, digest_payload(written, PROOF_KEY), 0, SpanRoute(0))
     try:
         io = way.make()
     except TransferError as error:
-        return error.message
+        return error.message, WriteResult.FAILED
     files = BlockFiles(folder, io, Coder(), direct=way.access.direct)
     try:
         result, _ = files.write(block, written)
@@ -102,11 +106,11 @@ def _try(folder: TierFolder, way: FileWay) -> str:
             folder.remove(key)  # blocks on a full disk are worth more than the few that make room for the proof
             result, _ = files.write(block, written)
         if result is not WriteResult.OK:
-            return f"writing a block: {files.problem or result.value}"
+            return f"writing a block: {files.problem or result.value}", result
         result_read = files.read(block, found).result
         if result_read is not PullResult.OK or found != written:
-            return f"reading the block back: {files.problem or result_read.value}"
-        return ""
+            return f"reading the block back: {files.problem or result_read.value}", result
+        return "", result
     finally:
         folder.remove(PROOF_KEY)
         files.close()

@@ -210,6 +210,30 @@ def test_a_folder_that_another_took_meanwhile_is_left_to_it(tmp_path: Path) -> N
         first.close()
 
 
+@pytest.mark.parametrize(
+    ("place", "name", "number", "is_transient"),
+    [
+        (os, "mkdir", errno.ENOSPC, True),
+        (os, "mkdir", errno.EIO, True),
+        (os, "mkdir", errno.EACCES, False),
+        (VectoredIO, "write", errno.ENOSPC, True),
+        (VectoredIO, "write", errno.EIO, False),  # it does not keep what is written there
+    ],
+)
+def test_a_disk_that_is_full_at_the_start_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: object, name: str, number: int, is_transient: bool
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, fail)
+        with pytest.raises(TierError, match=os.strerror(number)) as refused:
+            DiskTier(tmp_path / "blocks").start()
+        assert refused.value.attributes["transient"] is is_transient
+    assert found_in(tmp_path / "blocks") == []
+
+
 @pytest.mark.parametrize("what", ["index", "files", "both"])
 def test_blocks_of_unknown_age_do_not_outlive_the_marks(tmp_path: Path, what: str) -> None:
     """Nobody knows any more what was cleared while the folder was not used."""
