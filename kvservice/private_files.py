@@ -8,6 +8,7 @@ on the calling thread.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pwd
 import socket
@@ -44,6 +45,19 @@ def write_private(path: Path, data: bytes, mode: int = 0o600) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)  # for example when the disk is full
         raise
+    _sync_names(path.parent)
+
+
+def _sync_names(directory: Path) -> None:
+    """Without this a file that was replaced may be the old one again after a loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that sync no directories
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def user_name(uid: int) -> str:
