@@ -26,6 +26,7 @@ import math
 import mmap
 import os
 import re
+import stat
 import struct
 import time
 import zlib
@@ -376,9 +377,14 @@ def is_segment_of(path: Path, node_id: str) -> bool:
 
 
 def open_private(path: Path, flags: int) -> int:
+    """Open a regular file of this user. Anybody may make files beside it: one that is a pipe must not be waited for.
+
+    Raises SegmentError.
+    """
     of_process = _OF_PROCESS.fullmatch(str(path)) is not None  # the kernel's link to an open file, not a user's link
     try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | (0 if of_process else os.O_NOFOLLOW), 0o600)
+        flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if of_process else os.O_NOFOLLOW)
+        descriptor = os.open(path, flags, 0o600)
     except OSError as error:
         advice = (
             "; the workers of an engine with a pool of its own need its user and PID namespace" if of_process else ""
@@ -386,10 +392,14 @@ def open_private(path: Path, flags: int) -> int:
         raise SegmentError(f"cannot open the segment {path}: {error.strerror}{advice}", path=path) from error
     except ValueError as error:  # a zero byte, or characters that a file name cannot have
         raise SegmentError(f"{str(path)!a} is not a valid path of a segment", path=ascii(str(path))) from error
-    owner = os.fstat(descriptor).st_uid
-    if owner != os.geteuid():
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid():
         os.close(descriptor)
-        raise SegmentError(f"the segment {path} belongs to {user_name(owner)}: remove it, or ask them to", path=path)
+        owner = user_name(status.st_uid)
+        raise SegmentError(f"the segment {path} belongs to {owner}: remove it, or ask them to", path=path)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise SegmentError(f"{path} is no file, as a segment is: remove it", path=path)
     return descriptor
 
 

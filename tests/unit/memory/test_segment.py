@@ -20,7 +20,7 @@ from kvservice.core.segment.header import SLOT_VERSION, SlotHeader
 from kvservice.errors import SegmentError, ServiceConflict, VersionMismatch
 from kvservice.memory import room
 from kvservice.memory.room import how_to_make_room
-from kvservice.memory.segment import Segment, remove_stale, segment_path
+from kvservice.memory.segment import Segment, is_owned, is_segment_of, remove_stale, remove_unowned, segment_path
 from kvservice.units import BlockKey, BootEpoch, Generation, GiB, MiB, SlotIndex, SpanRoute
 
 GEOMETRY = plan_geometry(12 * MiB)
@@ -270,6 +270,16 @@ def test_nameless_memory_goes_with_its_last_mapping(tmp_path: Path) -> None:
 def test_path_of_a_process_that_is_gone_says_what_workers_need() -> None:
     with pytest.raises(SegmentError, match="user and PID namespace"):
         Segment.attach(Path("/proc/4194304/fd/3"), GEOMETRY)
+
+
+def test_a_pipe_in_the_place_of_a_segment_is_not_waited_for(path: Path) -> None:
+    """Any user of the machine can make one there."""
+    os.mkfifo(path)
+    assert not is_segment_of(path, "node") and not is_owned(path) and not remove_unowned(path)
+    for make in (lambda: Segment.create(path, GEOMETRY, "node"), lambda: Segment.attach(path, GEOMETRY)):
+        with pytest.raises(SegmentError, match="is no file, as a segment is: remove it"):
+            make()
+    assert path.is_fifo()
 
 
 def test_a_link_in_the_place_of_a_segment_is_not_followed(path: Path, tmp_path: Path) -> None:
