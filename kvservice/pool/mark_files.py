@@ -82,9 +82,12 @@ class MarkFiles:
     def keep(self, marks: Sequence[Mark]) -> None:
         """Write all files anew. Raises Unavailable when one cannot be written: a restart might forget the marks."""
         data = pack_marks(marks)
+        problems: list[str] = []
         for path in self._paths:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_private(path, data)
-            except (OSError, ConfigError) as error:
-                raise Unavailable(f"the marks of what was cleared cannot be kept in {path}: {error}") from error
+            except (OSError, ConfigError) as error:  # the next file may outlive this one
+                problems.append(f"{path}: {error}")
+        if problems:
+            raise Unavailable(f"the marks of what was cleared cannot be kept in {'; '.join(problems)}")

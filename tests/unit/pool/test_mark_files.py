@@ -30,9 +30,12 @@ def test_a_damaged_file_is_a_clear_of_everything(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    """And it keeps the marks from no other file, which may be the one that outlives the pool."""
     (tmp_path / "plain").write_text("")
-    with pytest.raises(Unavailable, match="cannot be kept"):
-        MarkFiles([tmp_path / "plain" / "marks"]).keep(MARKS)
+    paths = (tmp_path / "plain" / "marks", tmp_path / "disk" / "n0.marks")
+    with pytest.raises(Unavailable, match=f"cannot be kept in {paths[0]}"):
+        MarkFiles(paths).keep(MARKS)
+    assert MarkFiles(paths[1:]).load() == MARKS
 
 
 def test_a_file_that_cannot_be_read_is_a_clear_of_everything(tmp_path: Path) -> None:
