@@ -568,8 +568,8 @@ class PoolRuntime(PoolAnswers):
             if self._state.capacity <= CHECK_SLOTS_MAX:
                 try:
                     self._state.check_invariants()
-                except AssertionError as error:
-                    self._fence(f"fenced: {error}")
+                except Exception as error:  # noqa: BLE001  a state that cannot even be checked contradicts itself
+                    self._fence(f"fenced: {error if isinstance(error, AssertionError) else repr(error)}")
                     return
 
     def _look_at_the_clock(self) -> None:
