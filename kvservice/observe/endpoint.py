@@ -19,7 +19,9 @@ import logging
 import platform
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from socketserver import TCPServer
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -41,6 +43,8 @@ ANSWER_SECONDS = 3.0
 IDLE_SECONDS = 10.0  # a connection that sends nothing is closed after this: it would keep its thread
 # Threads, one a connection: some probes, several Prometheus and a person at a browser. A thread takes about 100 KiB.
 CONNECTIONS_MAX = 32
+# After a connection that could not be accepted. Without a free descriptor the next attempt fails as well, at once.
+PAUSE_SECONDS = 0.2
 ANY_ADDRESS = "0.0.0.0"
 
 
@@ -145,6 +149,19 @@ class _Server(ThreadingWSGIServer):
         self._open: dict[int, socket.socket] = {}  # by descriptor, the oldest first
         self._lock = threading.Lock()
         super().__init__(*arguments)
+
+    def server_bind(self) -> None:
+        """Without http.server's lookup of the host's name: it would block the caller for as long as DNS is silent."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(PAUSE_SECONDS)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import threading
 import time
@@ -91,6 +92,34 @@ def test_probes_are_told(condition: Condition | None, live: int, ready: int, sai
 def test_the_endpoint_serves_on_ipv6() -> None:
     with served(host="::1") as url:
         assert got(f"{url}/livez")[:2] == (200, "ok\n")
+
+
+def test_the_endpoint_asks_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serving begins on an event loop, which a silent name server would block for ten seconds."""
+    monkeypatch.setattr(socket, "getfqdn", lambda *_: pytest.fail("a name was looked up"))
+    monkeypatch.setattr(socket, "gethostbyaddr", lambda *_: pytest.fail("a name was looked up"))
+    with served(host="127.0.0.2") as url:
+        assert got(f"{url}/livez")[0] == 200
+
+
+def test_without_descriptors_the_endpoint_waits_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, attempts = socket.socket.accept, list[float]()
+
+    def counted(listener: socket.socket) -> tuple[socket.socket, object]:
+        attempts.append(time.monotonic())
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", counted)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with served() as url, socket.socket() as client:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))  # those that are open stay open
+            client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            time.sleep(1.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert 1 <= len(attempts) <= 1.0 / endpoint.PAUSE_SECONDS + 2
+        assert got(f"{url}/livez")[0] == 200
 
 
 def test_a_taken_port_costs_the_endpoint_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
