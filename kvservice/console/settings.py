@@ -64,7 +64,7 @@ class Certificate:
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             self._stamp = self._read_stamp()
-            self._load()
+            self._load(self.context)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
                 f"cannot serve with {certificate} and {key}: {error}; both are PEM, and the key is not encrypted",
@@ -77,15 +77,16 @@ class Certificate:
             stamp = self._read_stamp()
             if stamp == self._stamp:
                 return False
-            self._load()
+            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # a pair that does not fit spoils its context
+            self._load(self.context)
         except (OSError, ssl.SSLError):
             return False
         self._stamp = stamp
         return True
 
-    def _load(self) -> None:
+    def _load(self, context: ssl.SSLContext) -> None:
         certificate, key = self._files
-        self.context.load_cert_chain(certificate, key, password="")  # without one OpenSSL would ask on the terminal
+        context.load_cert_chain(certificate, key, password="")  # without one OpenSSL would ask on the terminal
 
     def _read_stamp(self) -> tuple[tuple[int, int, int], ...]:
         found = [path.stat() for path in self._files]
