@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from kvservice.descriptors import raise_file_limit
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.garbage import keep_tables
 from kvservice.observe import logs
@@ -32,6 +33,7 @@ class HostedServer:
 
     def __init__(self, start: Callable[[], Coroutine[Any, Any, T]]) -> None:
         logs.configure()  # to stderr, which Ray writes into a file of this process
+        raise_file_limit()
         self._start = start
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()

@@ -205,6 +205,7 @@ async def _foreground(config: Any) -> None:
 
     asked = EndSignals()  # before what takes a second to load, or Ctrl-C would cancel the start half-way
     from kvservice.core.directory.membership import patience
+    from kvservice.descriptors import raise_file_limit, say_when_short
     from kvservice.discovery import lookup_address
     from kvservice.lookup.server import LookupServer
     from kvservice.observe import tracing
@@ -216,6 +217,8 @@ async def _foreground(config: Any) -> None:
     if asked.to_end.is_set():
         return
     tracing.start(config.traces, "kvservice", service=config.service)
+    raise_file_limit()
+    say_when_short(logging.getLogger("kvservice.shard"))
     hide, forget = patience(config.heartbeat_seconds)
     root = config.runtime_root
     where = lookup_address(

@@ -24,6 +24,7 @@ from kvservice.console.feed import PageFeed
 from kvservice.console.questions import Questions
 from kvservice.console.settings import Certificate, ConsoleSettings
 from kvservice.console.source import Json, Source
+from kvservice.descriptors import say_when_short
 from kvservice.errors import Exhausted, InvalidRequest, KVServiceError, Unavailable
 from kvservice.proxy.client_log import ClientLog
 
@@ -203,6 +204,7 @@ async def serve(settings: ConsoleSettings, source: Source, say: Callable[[str], 
     """Serve until SIGINT or SIGTERM, and `say` where. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
+    say_when_short(log)
     console = Console(settings, source)
     try:
         await console.start()

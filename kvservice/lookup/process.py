@@ -7,6 +7,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 
+from kvservice.descriptors import raise_file_limit
 from kvservice.garbage import keep_tables
 from kvservice.lookup.server import LookupServer
 from kvservice.observe import tracing
@@ -32,6 +33,7 @@ async def serve(
     `host`. Raises ConfigError when the address cannot be bound.
     """
     tracing.start(traces, "kvservice-lookup", service=service)
+    raise_file_limit()
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in end_signals():

@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import resource
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 import aiohttp
 from aiohttp import web
 
 from kvservice.aio import end_tasks, is_set_within, within
+from kvservice.descriptors import raise_file_limit, say_when_short
 from kvservice.errors import InvalidRequest, Unavailable
 from kvservice.garbage import keep_tables
 from kvservice.observe import logs, tracing
@@ -257,6 +256,7 @@ async def serve(settings: ProxySettings) -> None:
     """Serve until SIGINT or SIGTERM. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
+    say_when_short(log)
     proxy = Proxy(settings)
     tracing.start(settings.traces, "kvservice-proxy")
     await proxy.start()
@@ -270,13 +270,6 @@ async def serve(settings: ProxySettings) -> None:
     finally:
         await proxy.stop()
         await asyncio.to_thread(tracing.stop)
-
-
-def raise_file_limit() -> None:
-    """Let the process have as many open files as it may: a request holds two or three, and 1,024 are a common limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # macOS refuses its own hard limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def run(settings: ProxySettings) -> None:

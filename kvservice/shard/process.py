@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvservice.aio import end_tasks
+from kvservice.descriptors import raise_file_limit, say_when_short
 from kvservice.garbage import keep_tables
 from kvservice.observe import tracing
 from kvservice.observe.endpoint import on_loop, serve_endpoint
@@ -45,6 +46,8 @@ async def serve(
     The stop leaves no file, or only the segment with `keep_segment`.
     """
     tracing.start(config.settings.traces, "kvservice-shard", node=config.node_id, service=config.settings.service)
+    raise_file_limit()
+    say_when_short(log)
     server = ShardServer(config, wall_clock)
     asked = EndSignals()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,18 @@ def test_fresh_shards_meet_and_map_before_anybody_asks(transport: str) -> None:
             libraries = Path(f"/proc/{pid}/maps").read_text()
             assert "torch" not in libraries, "it takes 180 MiB and two seconds of the start"
             assert transport == "shm" or "nixl" in libraries
+
+
+def test_they_may_open_as_many_files_as_the_system_allows() -> None:
+    """1,024 are a common limit, and a lookup partition has connections of every node."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))  # which the processes inherit
+    try:
+        with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=POOL) as cluster:
+            for name in (*cluster.nodes, "lookup0"):
+                assert resource.prlimit(cluster.pid(name), resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_who_only_places_shards_imports_none() -> None:

@@ -19,13 +19,16 @@ FUNCTION_LINES_MAX = 70
 SOURCE_FOLDERS = ("kvservice", "actors", "examples", "benchmarks", "scripts", "tests")
 
 # Everybody may import these.
-GROUND = frozenset({"aio", "breaker", "errors", "garbage", "private_files", "signals", "units", "version"})
+GROUND = frozenset(
+    {"aio", "breaker", "descriptors", "errors", "garbage", "private_files", "signals", "units", "version"}
+)
 
 # Package → the other packages of kvservice that it may import. A package's place in the tree says what it may know.
 LAYERS: dict[str, frozenset[str]] = {
     "": frozenset({"api"}),
     "aio": frozenset(),
     "breaker": frozenset(),
+    "descriptors": frozenset(),
     "garbage": frozenset(),
     "errors": frozenset(),
     "units": frozenset(),
