@@ -25,7 +25,8 @@ _decided: dict[str, str] = {}  # what this module has put into the environment
 
 
 def head_record(service: str) -> Path:
-    """The file where `up` notes the Ray cluster that it started: {"pid", "address", "token_path", "tls_dir"}."""
+    """The file where `up` notes the Ray cluster that it started: {"pid", "token_path", "tls_dir"}, and "address" once
+    it has one."""
     return default_runtime_root() / f"{HEAD_PREFIX}{service}.json"
 
 

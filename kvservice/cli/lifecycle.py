@@ -180,6 +180,9 @@ def _stop_on_ray(service: str, address: str | None, *, keep_blocks: bool) -> tup
         return False, False, ""
     head = ray_auth.head_record(service)
     found, stopped, no_ray = head.exists(), False, ""
+    if found and address is None and _recorded_address(head) is None:  # `up` was killed before anything could join it
+        _stop_head(head)
+        return found, stopped, no_ray
     try:
         with Progress("stopping") as progress:
             progress.update(f"service '{service}'")
@@ -280,7 +283,11 @@ def _connect_or_start(service: str, address: str | None, console: Console) -> bo
         deploy.connect(_recorded_address(ray_auth.head_record(service)))
     except Unavailable:
         console.print("there is no Ray cluster on this machine; starting a local one, which `kvservice down` stops")
-        deploy.connect(_start_head(service, console))
+        try:
+            deploy.connect(_start_head(service, console))
+        except BaseException as error:  # Ctrl-C, too: Ray is in a session of its own and does not hear of it
+            _stop_head(ray_auth.head_record(service), keep_log=isinstance(error, Unavailable))
+            raise
         return True
     return False
 
@@ -290,7 +297,7 @@ def _start_head(service: str, console: Console) -> str:
     from ray.util import get_node_ip_address
 
     from kvservice.actors import ray_auth
-    from kvservice.private_files import make_directory
+    from kvservice.private_files import make_directory, write_private
 
     record = ray_auth.head_record(service)
     make_directory(record.parent)
@@ -319,20 +326,16 @@ def _start_head(service: str, console: Console) -> str:
             start_new_session=True,
             env=environment,
         )
+    token_path = auth.get(ray_auth.TOKEN_PATH, "")
+    note = {"pid": process.pid, "token_path": token_path, "tls_dir": str(tls_dir or "")}
+    write_private(record, json.dumps(note).encode())  # at once: if this process is killed, `down` finds that one
     deadline = time.monotonic() + RAY_START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         found = _ADDRESS.search(words.read_text(errors="replace"))
         if found is not None:
-            token_path = auth.get(ray_auth.TOKEN_PATH, "")
-            note = {"pid": process.pid, "address": found.group(1), "token_path": token_path}
-            record.write_text(json.dumps({**note, "tls_dir": str(tls_dir or "")}))
+            write_private(record, json.dumps({**note, "address": found.group(1)}).encode())
             return found.group(1)
         time.sleep(0.02)
-    if process.poll() is None:
-        process.terminate()
-        process.wait(RAY_STOP_SECONDS)
-    record.with_suffix(".token").unlink(missing_ok=True)
-    shutil.rmtree(record.with_suffix(".tls"), ignore_errors=True)
     raise Unavailable(f"a local Ray did not start; its output is in {words}")
 
 
@@ -352,21 +355,21 @@ def _certificates_for_ray(directory: Path, host: str, console: Console) -> Path 
     return directory
 
 
-def _stop_head(record: Path) -> None:
-    """Stop the Ray cluster that `up` started, if it did."""
-    if not record.exists():
-        return
-    import ray
+def _stop_head(record: Path, *, keep_log: bool = False) -> None:
+    """Stop the Ray cluster that `up` started, if it did, and remove the files about it."""
+    from kvservice.actors import ray_auth
 
-    ray.shutdown()
-    pid = int(json.loads(record.read_text())["pid"])
-    deadline = time.monotonic() + RAY_STOP_SECONDS
-    if _is_ray(pid):
-        os.kill(pid, signal.SIGTERM)
-    while _is_ray(pid) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    record.unlink(missing_ok=True)
-    for suffix in (".log", ".token"):
+    pid = ray_auth.read_head(record).get("pid")
+    if isinstance(pid, int):
+        import ray
+
+        ray.shutdown()
+        deadline = time.monotonic() + RAY_STOP_SECONDS
+        if _is_ray(pid):
+            os.kill(pid, signal.SIGTERM)
+        while _is_ray(pid) and time.monotonic() < deadline:
+            time.sleep(0.2)
+    for suffix in (".json", ".token", *(() if keep_log else (".log",))):
         record.with_suffix(suffix).unlink(missing_ok=True)
     shutil.rmtree(record.with_suffix(".tls"), ignore_errors=True)
 
@@ -375,9 +378,10 @@ def _is_ray(pid: int) -> bool:
     """Whether this is the recorded process: not a later one with its number, and not a zombie, whose command line is
     empty."""
     try:
-        return b"ray" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
+    return b"start" in words and b"--head" in words
 
 
 def _tell_of_access(service: str, console: Console, *, started: bool) -> None:

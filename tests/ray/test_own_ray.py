@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -14,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from kvservice.actors.supervisor import listening_hosts
 from kvservice.cli import lifecycle
+from kvservice.cli.exits import ExitCode
 from kvservice.config import ServiceConfig
+from kvservice.testing.eventually import eventually
 
 pytestmark = pytest.mark.ray
 SERVICE = "own"
@@ -62,6 +67,22 @@ class Machine:
             timeout=150,
             check=False,
         )
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, *words], env=self.environment, stderr=subprocess.DEVNULL)
+
+    def processes(self) -> Iterator[psutil.Process]:
+        """Those that know of its folders."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("HOME") == str(self.root):
+                    yield process
+
+    def heads(self) -> Iterator[psutil.Process]:
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if lifecycle._is_ray(process.pid):
+                    yield process
 
     def kvservice(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.run("-m", "kvservice", *words)
@@ -134,3 +155,22 @@ def test_the_ray_that_up_starts_asks_for_token_and_certificate(machine: Machine)
     down = machine.kvservice("down", "--service", SERVICE)  # it joins Ray before it ends it
     assert down.returncode == 0 and "no Ray cluster" not in down.stderr, down.stderr
     assert not token.exists() and not certificates.exists() and not lifecycle._is_ray(head["pid"])
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_up_that_ends_while_ray_starts_leaves_no_ray(machine: Machine, number: signal.Signals) -> None:
+    """Ctrl-C stops it; after a SIGKILL `down` does, also if that Ray has come so far that it refuses strangers."""
+    up = machine.start("-m", "kvservice", "up", "--service", SERVICE, "--pool-bytes", "8MiB")
+    eventually(lambda: any(machine.heads()), "Ray to start", 60)
+    up.send_signal(number)
+    code = up.wait(60)
+    if number == signal.SIGINT:
+        assert code == ExitCode.INTERRUPTED
+    else:
+        log = machine.root / "k" / f"ray-head-{SERVICE}.log"
+        eventually(lambda: "block forever" in log.read_text(), "Ray to run", 120)
+        down = machine.kvservice("down", "--service", SERVICE)
+        assert down.returncode == 0, down.stderr
+    eventually(lambda: not any(machine.processes()), "all processes of Ray to end", 30)
+    assert not list((machine.root / "k").iterdir())
