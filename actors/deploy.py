@@ -214,7 +214,7 @@ def connect(address: str | None) -> None:
     except ConnectionError as error:
         raise Unavailable(f"no Ray cluster on this machine: {error}") from error
     endpoint = _endpoint(wanted)
-    ray_auth.prepare(None if endpoint is None else f"{endpoint[0]}:{endpoint[1]}")
+    ray_auth.prepare(None if endpoint is None else wanted)
     listens = endpoint is not None and _listens(*endpoint)
     if endpoint is not None and not listens:
         raise Unavailable(f"no Ray cluster at {wanted}: nothing listens there")
@@ -233,7 +233,7 @@ def connect(address: str | None) -> None:
 def _endpoint(address: str) -> tuple[str, int] | None:
     """Host and port of the control plane. None if the address is not host:port."""
     host, colon, port = address.rpartition(":")
-    return (host, int(port)) if colon and port.isdigit() and "/" not in host else None
+    return (host.strip("[]"), int(port)) if colon and port.isdigit() and "/" not in host else None
 
 
 def _listens(host: str, port: int) -> bool:

@@ -30,6 +30,7 @@ from kvservice.errors import KVServiceError
 from kvservice.garbage import keep_tables
 from kvservice.observe.failpoints import failpoint
 from kvservice.shard.server_config import ShardServerConfig
+from kvservice.units import bracketed
 
 log = logging.getLogger("kvservice.actors")
 
@@ -364,8 +365,8 @@ def _end_of(worker: Mapping[str, Any]) -> str:
 
 
 def _alive_nodes() -> dict[str, str]:
-    """Ray node id -> address of each node that is alive."""
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    """Ray node id -> address of each node that is alive, as it is written before a port."""
+    return {node["NodeID"]: bracketed(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 
 
 def listening_hosts(nodes: Mapping[str, str], config: ServiceConfig) -> dict[str, str]:

@@ -24,6 +24,11 @@ _SUFFIXES = {"": 1, "k": KiB, "m": MiB, "g": GiB, "t": GiB << 10}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])i?)?b?\s*", re.IGNORECASE)  # 4G, 4GB, 4Gi and 4GiB mean the same
 
 
+def bracketed(host: str) -> str:
+    """The host as it is written before a port: an IPv6 address gets brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def div_ceil(dividend: int, divisor: int) -> int:
     """The smallest integer that is at least dividend / divisor. The divisor is positive."""
     return -(-dividend // divisor)

@@ -99,7 +99,7 @@ def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
     for name in metrics:
         host, _, port = name.rpartition(":")
         try:
-            rows: list[Any] = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            rows: list[Any] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         except (OSError, ValueError) as error:
             problems.append(f"{name}: {error}")
             continue

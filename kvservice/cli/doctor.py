@@ -490,7 +490,7 @@ def _listens(address: str) -> bool:
     if not colon or not port.isdigit() or "/" in host:
         return True
     try:
-        with socket.create_connection((host, int(port)), CONNECT_SECONDS):
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS):
             return True
     except OSError:
         return False

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvservice.errors import ConfigError
-from kvservice.units import NodeId
+from kvservice.units import NodeId, bracketed
 
 # Parts of file names, certificates and JSON: no "/", no blank, and nothing that a command takes for an option.
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
@@ -124,8 +124,3 @@ def node_named(name: str) -> NodeId:
             key="node",
         )
     return NodeId(name)
-
-
-def bracketed(host: str) -> str:
-    """The host as it is written before a port: an IPv6 address gets brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

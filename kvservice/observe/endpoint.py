@@ -45,7 +45,7 @@ IDLE_SECONDS = 10.0  # a connection that sends nothing is closed after this: it 
 CONNECTIONS_MAX = 32
 # After a connection that could not be accepted. Without a free descriptor the next attempt fails as well, at once.
 PAUSE_SECONDS = 0.2
-ANY_ADDRESS = "0.0.0.0"
+ANY_ADDRESS = "::"  # of IPv4, too; where there is no IPv6, of IPv4 alone
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, ask: Callable[[], T]) -> Callable[[], T | None]:
@@ -152,6 +152,8 @@ class _Server(ThreadingWSGIServer):
 
     def server_bind(self) -> None:
         """Without http.server's lookup of the host's name: it would block the caller for as long as DNS is silent."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
@@ -201,9 +203,20 @@ class _Server(ThreadingWSGIServer):
 
 
 def _listen(address: str, port: int, application: _Application) -> ThreadingWSGIServer:
+    if address == ANY_ADDRESS and not _has_ipv6():
+        address = "0.0.0.0"
     family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
     class Server(_Server):
         address_family = family
 
     return make_server(str(place[0]), port, application, Server, handler_class=_Handler)
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind((ANY_ADDRESS, 0))
+            return True
+    except OSError:
+        return False

@@ -28,7 +28,7 @@ from kvservice.errors import KVServiceError
 from kvservice.lookup.client import LookupAnswer, LookupClient
 from kvservice.lookup.mirror_reader import find_mirror
 from kvservice.serve.warmer import Warmer
-from kvservice.units import BlockKey, NodeId
+from kvservice.units import BlockKey, NodeId, bracketed
 
 log = logging.getLogger("kvservice.serve")
 
@@ -51,7 +51,8 @@ class KnownNodes:
             return names.node_id(ray_node)
         if ray_node and NodeId(ray_node) in self.nodes:
             return NodeId(ray_node)
-        here = [node for node, found in self.nodes.items() if found.node.peer_address.rpartition(":")[0] == host]
+        place = bracketed(host or "")
+        here = [node for node, found in self.nodes.items() if found.node.peer_address.rpartition(":")[0] == place]
         return here[0] if len(here) == 1 else None
 
     def engines_at(self, node: NodeId | None, model: str, namespace: str) -> EngineKind | None:

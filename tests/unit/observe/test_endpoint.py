@@ -94,6 +94,16 @@ def test_the_endpoint_serves_on_ipv6() -> None:
         assert got(f"{url}/livez")[:2] == (200, "ok\n")
 
 
+def test_without_an_address_it_serves_both_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_ipv6 in (True, False):
+        monkeypatch.setattr(endpoint, "_has_ipv6", lambda has_ipv6=has_ipv6: has_ipv6)
+        with served(host=endpoint.ANY_ADDRESS) as url:
+            port = url.rpartition(":")[2]
+            assert got(f"http://127.0.0.1:{port}/livez")[0] == 200
+            if has_ipv6:
+                assert got(f"http://[::1]:{port}/livez")[0] == 200
+
+
 def test_the_endpoint_asks_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serving begins on an event loop, which a silent name server would block for ten seconds."""
     monkeypatch.setattr(socket, "getfqdn", lambda *_: pytest.fail("a name was looked up"))

@@ -38,10 +38,11 @@ def test_a_replica_belongs_to_the_shard_of_its_ray_node() -> None:
 
 
 def test_else_to_the_only_shard_of_its_host() -> None:
-    known = known_nodes(node("a", "10.0.0.1"), node("b", "10.0.0.2"), node("c", "10.0.0.2"))
+    known = known_nodes(node("a", "10.0.0.1"), node("b", "10.0.0.2"), node("c", "10.0.0.2"), node("d", "[fd00::1]"))
     assert known.node_of("0123", "10.0.0.1") == "a"
     assert known.node_of("0123", "10.0.0.2") is None, "two: nobody knows which"
     assert known.node_of(None, None) is None
+    assert known.node_of(None, "fd00::1") == "d", "it has no brackets where Ray says it"
 
 
 def test_engines_are_told_apart_by_model_and_namespace() -> None:
