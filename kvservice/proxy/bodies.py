@@ -23,6 +23,7 @@ CHARS_PER_TOKEN = 4  # Used for prompts that come as token ids. English text has
 # The most bytes of one server-sent event that are held back until it is complete. Beyond it they go out in pieces.
 EVENT_BYTES_MAX = 1 << 20
 PROBE_PROMPT = "Hello"
+DONE = b"[DONE]"  # the last event of every stream that is complete
 # Limits of one request body. Parsing JSON stops all other requests on the loop: a body that is nothing but empty lists
 # would stop them for seconds and take thirty times its size in memory. Beyond a limit the request is refused.
 LISTS_MAX = 1 << 20  # Lists and objects. Brackets in the text of a prompt count as well.
@@ -182,6 +183,15 @@ def model_of(answer: bytes) -> str | None:
     return model if isinstance(model, str) and model else None
 
 
+def is_json(answer: bytes | bytearray) -> bool:
+    """Whether this is a whole JSON text."""
+    try:
+        json.loads(answer)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def error_body(problem: Problem) -> bytes:
     """An error in the form that OpenAI clients expect."""
     error = {"message": problem.message, "type": problem.kind, "param": None, "code": problem.status}
@@ -190,7 +200,7 @@ def error_body(problem: Problem) -> bytes:
 
 def error_event(problem: Problem) -> bytes:
     """The last events of a stream that failed."""
-    return b"data: " + error_body(problem) + b"\n\ndata: [DONE]\n\n"
+    return b"data: " + error_body(problem) + b"\n\ndata: " + DONE + b"\n\n"
 
 
 class EventTail:

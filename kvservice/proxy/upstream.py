@@ -16,12 +16,14 @@ from enum import Enum
 import aiohttp
 from multidict import CIMultiDict
 
+from kvservice.proxy import bodies
 from kvservice.proxy.bodies import EventTail
 from kvservice.proxy.servers import Server, ServerFault
 from kvservice.units import MiB
 
 # The largest answer that is kept in memory until it is complete. A larger one counts as the server's error.
 WHOLE_BYTES_MAX = 64 * MiB
+CUT_SHORT = "the connection ended before the answer did"
 
 # No connection for want of a file descriptor, a port or memory: the proxy's machine is at fault, not the server.
 _OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS})
@@ -146,7 +148,15 @@ async def whole(response: aiohttp.ClientResponse) -> UpstreamAnswer:
         body += chunk
         if len(body) > WHOLE_BYTES_MAX:
             raise UpstreamFault(ServerFault.ERROR, f"the answer is larger than {WHOLE_BYTES_MAX} bytes")
+    if _ends_with_connection(response) and response.content_type == "application/json" and not bodies.is_json(body):
+        raise UpstreamFault(ServerFault.BROKEN, CUT_SHORT)
     return UpstreamAnswer(response.status, returned_headers(response.headers), bytes(body))
+
+
+def _ends_with_connection(response: aiohttp.ClientResponse) -> bool:
+    """Whether only the end of the connection ends the body, as with HTTP/1.0. A server that dies ends it as well."""
+    coding = response.headers.get("Transfer-Encoding", "").lower()
+    return "Content-Length" not in response.headers and "chunked" not in coding
 
 
 def is_event_stream(response: aiohttp.ClientResponse) -> bool:
@@ -162,9 +172,13 @@ async def pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     if not is_event_stream(response):
         yield (await whole(response)).body
         return
-    tail = EventTail()
+    tail, data = EventTail(), b""
     async for chunk in response.content.iter_any():
-        if data := tail.feed(chunk):
+        if events := tail.feed(chunk):
+            data = events
             yield data
-    if data := tail.rest():
-        yield data
+    rest = tail.rest()
+    if _ends_with_connection(response) and not (rest or data).rstrip().endswith(bodies.DONE):
+        raise UpstreamFault(ServerFault.BROKEN, CUT_SHORT)
+    if rest:
+        yield rest
