@@ -21,6 +21,7 @@ from kvservice.discovery import (
     SOCKET_NAME,
     ShardRecord,
     default_runtime_root,
+    find_shards,
 )
 from kvservice.lookup.mirror_file import MIRROR_SUFFIX, mirror_path
 from kvservice.memory.segment import is_owned, is_segment_of, remove_stale, remove_unowned, segment_path
@@ -74,8 +75,10 @@ def remove_dead(
     removed: list[Path] = []
     owned: list[Path] = []
     own = (runtime_root or default_runtime_root()) / service
+    records = find_shards(service, runtime_root, live_only=False)
+    elsewhere = {record.node_id: Path(record.segment_dir) for record in records if record.segment_dir}
     for node in sorted(_nodes_without_ray(service, own) - set(running)):
-        segment, directory = segment_path(service, node, DEV_SHM), own / node
+        segment, directory = segment_path(service, node, elsewhere.get(node, DEV_SHM)), own / node
         mirror = mirror_path(segment)
         held = [path for path in (segment, mirror) if is_owned(path)]
         if held or is_listening(str(directory / SOCKET_NAME)):

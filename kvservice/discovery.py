@@ -1,7 +1,7 @@
 """Finds the shards and copy workers of this machine through small JSON files that they write when they serve.
 
     <runtime root>/<service>/<node id>/shard.json    {"service", "node_id", "socket", "peer_address", "pid", "epoch",
-                                                     "lookup_addresses", "tls_dir", "log"}
+                                                     "lookup_addresses", "tls_dir", "log", "segment_dir"}
     <runtime root>/<service>/<node id>/shard.sock    Unix socket for the engines: frames, see wire/frames.py
     <runtime root>/<service>/<node id>/rpc.sock      Unix socket for gRPC: commands; without TLS the other shards, too
     <runtime root>/<service>/lookup-<i>.sock         Unix socket of lookup partition i, on one machine without TLS
@@ -56,6 +56,7 @@ SECRET_BYTES = 32  # 256 bits cannot be guessed. A file of another length is not
 EPOCH_MAX = (1 << 43) - 1
 # A record with 64 lookup addresses takes a few KiB. A larger file is not a record and is skipped.
 RECORD_BYTES_MAX = 256 << 10
+OPTIONAL_TEXTS = ("tls_dir", "log", "segment_dir")  # of a record: left out when they are empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class ShardRecord:
     lookup_addresses: tuple[str, ...] = ()  # host:port of every lookup partition, in partition order
     tls_dir: str = ""  # the directory of the shard's certificate; empty = the service has no TLS
     log: str = ""  # the file that has the shard's logs; empty = they go to a terminal, a pipe or a journal
+    segment_dir: str = ""  # the folder of the pool, where the memory of a killed shard stays; empty = /dev/shm
 
     @property
     def rpc_address(self) -> str:
@@ -199,7 +201,7 @@ def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:
     make_directory(directory)
     target = directory / RECORD_NAME
     fields = asdict(record)
-    for name in ("tls_dir", "log"):
+    for name in OPTIONAL_TEXTS:
         if not fields[name]:  # the reader takes a missing field as an empty one
             del fields[name]
     _write(target, json.dumps(fields).encode(), "register the shard")
@@ -242,7 +244,7 @@ def _shard_record(fields: Mapping[str, object]) -> ShardRecord | None:
         return None
     if not _are(str, fields, *texts) or not _are(int, fields, "pid", "epoch"):
         return None
-    if not all(isinstance(fields.get(name, ""), str) for name in ("tls_dir", "log")):
+    if not all(isinstance(fields.get(name, ""), str) for name in OPTIONAL_TEXTS):
         return None
     known = {name: value for name, value in fields.items() if name in ShardRecord.__slots__}  # a later version has more
     return ShardRecord(**{**known, "lookup_addresses": tuple(addresses)})  # type: ignore[arg-type]

@@ -467,9 +467,11 @@ def _start_again(record: ShardRecord) -> str:
     service, node = record.service, record.node_id
     if is_ray_node(node):
         return ON_RAY
-    segment = segment_path(service, node, SHARED_MEMORY)
+    segment = segment_path(service, node, Path(record.segment_dir or SHARED_MEMORY))
     left = sum(path.stat().st_blocks * 512 for path in (segment, mirror_path(segment)) if path.exists())
     command = "kvservice up --no-ray" if node == ALONE else f"kvservice shard --node {node}"
+    if record.segment_dir:
+        command += f" --segment-dir {record.segment_dir}"
     frees = f"free {format_bytes(left)}" if left else "remove its files"
     return f"run `{command}` for it again, or `kvservice down --service {service}` to {frees}"
 

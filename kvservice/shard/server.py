@@ -54,7 +54,7 @@ from kvservice.shard.engine_socket import EngineSocket
 from kvservice.shard.missed_marks import marks_of_others
 from kvservice.shard.operator import OperatorServicer
 from kvservice.shard.readiness import LIVE, ReadinessServicer
-from kvservice.shard.server_config import ShardServerConfig
+from kvservice.shard.server_config import DEV_SHM, ShardServerConfig
 from kvservice.shard.service import AdminServicer, PeerServicer
 from kvservice.tier.block_files import remove_blocks
 from kvservice.transfer import mapped
@@ -386,6 +386,7 @@ class ShardServer:
             self._lookup_addresses,
             config.settings.tls_dir,
             discovery.own_log(),
+            "" if config.segment_dir == DEV_SHM else str(config.segment_dir),
         )
         self._record = discovery.write_record(record, config.settings.runtime_root)
 

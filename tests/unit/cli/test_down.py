@@ -81,6 +81,18 @@ def test_memory_without_a_directory_is_found_too(memory: Path) -> None:
     assert leftovers.remove_dead("s", []) == ([path], [])
 
 
+def test_memory_in_a_folder_of_its_own_is_found_by_the_record(memory: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    path, _ = killed(elsewhere, "s")
+    record = replace(ROW, segment_dir=str(elsewhere))
+    write_record(record)
+    assert find_shards("s", live_only=False) == [record]
+    assert f"--segment-dir {elsewhere}" in doctor._start_again(record)
+    assert path in leftovers.remove_dead("s", [])[0]
+    assert not list(elsewhere.iterdir())
+
+
 def test_a_service_whose_name_begins_alike_is_left_alone(memory: Path) -> None:
     path, directory = killed(memory, "s-b")
     other, _ = killed(memory, "s", "n1")
