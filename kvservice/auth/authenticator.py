@@ -148,16 +148,19 @@ class Authenticator:
     # -- the file ----
 
     async def _watch(self, files: TenantsFile) -> None:
+        taken = files.current
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
-                if await asyncio.to_thread(files.look):
-                    self._take(files.current)
+                await asyncio.to_thread(files.look)
+                found = files.current
+                if found is not taken:  # also when it was read before and could not be taken: a revocation is in it
+                    self._take(found)
+                    taken = found
             except Exception:  # task boundary: an unexpected error with one file must not end the watching
                 log.exception("tenants_file_failed")
 
     def _take(self, tenants: Tenants) -> None:
-        self._pool.set_tenants(tenants.limits(room_of(self._pool.geometry), self._pool.disk_bytes), tenants.secrets())
         for attachment, bound in list(self._bound.items()):
             old = bound.caller
             new = tenants.by_name.get(old.tenant.name)
@@ -167,6 +170,7 @@ class Authenticator:
                 self._revoke(attachment, "this tenant's rights changed: attach again")
             else:
                 bound.caller = Bearer(new, old.token)
+        self._pool.set_tenants(tenants.limits(room_of(self._pool.geometry), self._pool.disk_bytes), tenants.secrets())
 
     def _revoke(self, attachment: AttachmentId, reason: str) -> None:
         bound = self._bound.pop(attachment, None)

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvservice.auth import authenticator as authenticator_module
 from kvservice.auth.authenticator import Authenticator, is_private
 from kvservice.auth.tenants import TenantsFile, hash_token, token_metadata
 from kvservice.core.messages import Attachment
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import Unauthenticated
+from kvservice.testing.eventually import eventually_async
 from kvservice.units import AttachmentId, BootEpoch, MiB, NodeId
 
 TOKEN = "kvs_0123456789abcdef"
@@ -113,3 +115,30 @@ def test_secrets_go_where_nobody_listens() -> None:
         ("ipv4:10.127.0.1:5", b"", False),
     ):
         assert is_private(Call(peer=peer, kind=kind)) is wanted  # type: ignore[arg-type]
+
+
+async def test_a_revocation_counts_though_the_file_could_not_be_taken_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is read once for each change, so what fails then is tried again."""
+    monkeypatch.setattr(authenticator_module, "LOOK_SECONDS", 0.01)
+    path, pool, said = tmp_path / "t.json", Pool(), list[str]()
+    write(path, TOKEN)
+    authenticator = Authenticator(TenantsFile(path), pool)  # type: ignore[arg-type]
+    authenticator.bind(authenticator.caller(Call(TOKEN)), ATTACHMENT, said.append)  # type: ignore[arg-type]
+    takes = iter([MemoryError(), MemoryError()])
+
+    def failing(limits: Any, secrets: Any) -> None:
+        for error in takes:
+            raise error
+        pool.limits = limits
+
+    monkeypatch.setattr(pool, "set_tenants", failing)
+    authenticator.start()
+    try:
+        write(path, "kvs_another-token-1234")
+        await eventually_async(lambda: said, "the revocation")
+        await eventually_async(lambda: pool.limits is not None, "the limits of the new file")
+    finally:
+        await authenticator.stop()
+    assert len(said) == 1 and "revoked" in said[0]
