@@ -134,6 +134,7 @@ class TenantsFile:
         self._stamp = _stamp(path)
         self._tenants = read_tenants(path)
         self._refused: object = None
+        self._complained: object = None
 
     @property
     def current(self) -> Tenants:
@@ -151,11 +152,11 @@ class TenantsFile:
                 return False
             self._tenants = read_tenants(self.path)
         except ConfigError as error:
-            if stamp != self._refused or stamp is None:
+            if (stamp, error.message) != self._complained:
                 log.warning("tenants_file_not_taken", extra={"reason": error.message, "path": str(self.path)})
-            self._refused = stamp
+            self._refused, self._complained = stamp, (stamp, error.message)
             return False
-        self._stamp, self._refused = stamp, None
+        self._stamp, self._refused, self._complained = stamp, None, None
         log.info("tenants_file_taken", extra={"path": str(self.path), "tenants": len(self._tenants.by_name)})
         return True
 
@@ -333,10 +334,11 @@ def _hex(value: Any, what: str) -> bytes:
     return bytes.fromhex(value)
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
-    """A value that changes when the file does, also when the path is a link that changes, as in a Kubernetes secret."""
+def _stamp(path: Path) -> tuple[int, ...]:
+    """A value that changes when the file does, or who may read it; also when the path is a link that changes, as in a
+    Kubernetes secret."""
     try:
         status = path.stat()
     except OSError as error:
         raise ConfigError(f"cannot read the tenants file {path}: {error.strerror}", key="tenants_file") from error
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino

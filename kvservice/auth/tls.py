@@ -69,6 +69,7 @@ class TlsFiles:
         self._look_at = clock() + LOOK_SECONDS
         self._refused: TlsStamp | None = None
         self._refused_until = 0.0
+        self._complained: object = None
 
     def current(self) -> tuple[int, Pems]:
         """(a number that grows with each change, the contents of the files).
@@ -127,11 +128,12 @@ class TlsFiles:
                 )
             self._stamp = stamp
         except (ConfigError, OSError) as error:
-            if stamp is None or stamp != self._refused:
+            if (stamp, str(error)) != self._complained:
+                self._complained = stamp, str(error)
                 log.warning("tls_files_not_taken", extra={"reason": str(error), "directory": str(self.directory)})
             self._refused, self._refused_until = stamp, now + RETRY_SECONDS
             return
-        self._refused = None
+        self._refused, self._complained = None, None
         if pems != self._pems:
             self._pems = pems
             self._version += 1

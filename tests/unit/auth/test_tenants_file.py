@@ -144,6 +144,22 @@ def test_a_broken_new_file_leaves_the_old_in_use(tmp_path: Path) -> None:
     assert files.look() and list(files.current.by_name) == ["other"]
 
 
+def test_a_file_that_may_be_read_at_last_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its time and size are what they were when it could not be read; a revocation would never count."""
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(whole(row())))
+    files = TenantsFile(path)
+    path.write_text(json.dumps(whole(row("other", secret=OTHER))))
+    path.chmod(0o622)  # refused whoever reads it
+    assert not files.look() and not files.look()
+    path.chmod(0o600)
+    assert files.look() and list(files.current.by_name) == ["other"]
+    path.unlink()
+    assert not files.look() and not files.look()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["tenants_file_not_taken"] * 2, "once for each reason"
+
+
 def test_callers_are_named_by_their_token_only() -> None:
     token = "kvs_0123456789abcdef"
     tenants = parse_tenants(whole(row(tokens=[hash_token(token).hex()])))
