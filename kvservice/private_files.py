@@ -27,16 +27,19 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 WHAT_TO_DO = "set KVSERVICE_RUNTIME_DIR to a directory of your own, below directories that only you and root can change"
 
 
-def write_private(path: Path, data: bytes, mode: int = 0o600) -> None:
+def write_private(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
     """Replace a file atomically, so that no reader sees half of it and nobody without permission ever sees it.
 
-    A symbolic link at `path` is replaced, not followed. Blocks until the bytes are on disk. Raises OSError.
+    `owner`: its user and group, by default this process's. A symbolic link at `path` is replaced, not followed. Blocks
+    until the bytes are on disk. Raises OSError.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            if owner is not None:
+                os.fchown(descriptor, *owner)
             os.fchmod(descriptor, mode)  # exact, whatever the umask is
             file.write(data)
             file.flush()

@@ -1,6 +1,7 @@
 """`kvservice tenants`: edits the file of tenants who may use a service. Shards read it again when it changes.
 
-The file is replaced as a whole and only its owner can read it. Tokens are printed once and never kept.
+The file is replaced as a whole. Only its owner can read it, and its group if that could; both stay, because shards may
+run as another user than the one who edits. Tokens are printed once and never kept.
 """
 
 from __future__ import annotations
@@ -238,7 +239,11 @@ def _edit(path: Path, change: Callable[[Any], None], fresh: Any = None) -> None:
             change(tenants)
             text = dump_tenants(tenants)
             parse_tenants(json.loads(text))
-            write_private(path, text.encode())
+            if path.exists():
+                had = path.stat()
+                write_private(path, text.encode(), had.st_mode & 0o660, (had.st_uid, had.st_gid))
+            else:
+                write_private(path, text.encode())
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:

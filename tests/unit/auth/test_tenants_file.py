@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -69,6 +70,19 @@ def test_the_commands_take_the_file_of_the_environment(tmp_path: Path, monkeypat
     monkeypatch.setenv("KVSERVICE_TENANTS_FILE", str(tmp_path / "tenants.json"))
     run("add", "team-a")
     assert "team-a" in run("list")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_whoever_could_read_the_file_still_can_after_an_edit(tmp_path: Path) -> None:
+    """A shard that runs as another user would not hear of a tenant that root has removed."""
+    file = tmp_path / "tenants.json"
+    run("add", "team-a", "--file", str(file))
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    os.chown(file, 12345, 12346)
+    file.chmod(0o644)
+    run("remove", "team-a", "--file", str(file))
+    found = file.stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (12345, 12346, 0o640)
 
 
 def test_a_token_goes_to_a_private_file_when_asked(tmp_path: Path) -> None:
