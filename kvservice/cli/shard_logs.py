@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections import deque
@@ -90,10 +92,16 @@ def _open(record: Any, lines: int, *, name: bool) -> FollowedLog:
 
 
 def _print_new(log: FollowedLog, *, name: bool) -> bool:
-    """Print what was added. Returns whether there was anything. A file that became shorter is read from its start."""
-    if log.path.exists() and log.path.stat().st_size < log.file.tell():
-        log.file.seek(0)
+    """Print what was added. Returns whether there was anything. A file that became shorter is read from its start, and
+    one that another has replaced to its end; then that one is followed."""
     new = log.file.readlines()
+    with contextlib.suppress(FileNotFoundError):  # it is being replaced
+        now = log.path.stat()
+        if not os.path.samestat(now, os.fstat(log.file.fileno())):
+            log.file.close()
+            log.file = log.path.open(encoding="utf-8", errors="replace")
+        elif now.st_size < log.file.tell():
+            log.file.seek(0)
     for line in new:
         _print(log.node if name else "", line)
     return bool(new)

@@ -1,0 +1,37 @@
+"""`kvservice logs --follow` of a file that is rotated meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvservice.cli import shard_logs
+from kvservice.discovery import ShardRecord
+from kvservice.units import BootEpoch, NodeId
+
+RECORD = ShardRecord("s", NodeId("n"), "/none.sock", "unix:/none", 1, BootEpoch(1))
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_rotated_log_is_followed_where_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], moved: bool
+) -> None:
+    path = tmp_path / "log"
+    path.write_text("one\ntwo\n")
+    followed = shard_logs._open(replace(RECORD, log=str(path)), 0, name=False)
+    with path.open("a") as log:
+        log.write("three\n")
+    if moved:
+        path.rename(tmp_path / "log.1")
+        assert shard_logs._print_new(followed, name=False)
+    else:
+        assert shard_logs._print_new(followed, name=False)
+        path.write_text("")  # as `copytruncate` does
+        assert not shard_logs._print_new(followed, name=False)
+    path.write_text("four\n")
+    for _ in range(3):
+        shard_logs._print_new(followed, name=False)
+    assert capsys.readouterr().out.splitlines() == ["three", "four"]
+    followed.file.close()
