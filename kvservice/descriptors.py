@@ -1,4 +1,5 @@
-"""File descriptors of a process that serves: it may open as many as the system allows, and says when it has none left.
+"""File descriptors of a process that serves: it may open as many as the system allows, and says when it has none left,
+or cannot listen.
 
 Only for processes that are ours alone.
 """
@@ -7,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import resource
+import socket
 import time
 from typing import Any
 
@@ -21,6 +25,16 @@ def raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS refuses its own hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def cannot_listen(address: str, error: OSError | UnicodeError, other_port: str = "choose another --port") -> str:
+    """Why a server cannot listen at this address, and which option to change."""
+    if isinstance(error, UnicodeError):
+        return f"cannot listen on {address}: this can be no name of a machine; choose another --host"
+    # asyncio's own text repeats the address; the numbers of resolvers are not those of the system
+    why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+    advice = other_port if error.errno in (errno.EADDRINUSE, errno.EACCES) else "choose another --host"
+    return f"cannot listen on {address}: {why}; {advice}"
 
 
 def say_when_short(log: logging.Logger) -> None:

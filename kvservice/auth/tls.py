@@ -12,7 +12,6 @@ by another CA never replaces one that works. `TlsFiles` may be used from any thr
 from __future__ import annotations
 
 import contextlib
-import errno
 import ipaddress
 import logging
 import os
@@ -28,6 +27,7 @@ from typing import Any, NoReturn, cast
 import grpc
 
 from kvservice.auth.identity import CLIENT_NAME, NODE_NAME
+from kvservice.descriptors import cannot_listen
 from kvservice.errors import ConfigError, ServiceConflict, plaintext_refused
 from kvservice.private_files import check_socket_path, is_listening, make_directory
 
@@ -237,9 +237,8 @@ def _check_free(address: str) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
             probe.listen(1)
-    except OSError as error:
-        advice = OTHER_PORT if error.errno in (errno.EADDRINUSE, errno.EACCES) else "choose another --host"
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}; {advice}") from error
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(cannot_listen(address, error, OTHER_PORT)) from error
 
 
 def _check_plaintext(address: str, tls: TlsFiles | None, allow_plaintext: bool) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,7 +23,7 @@ from kvservice.console.feed import PageFeed
 from kvservice.console.questions import Questions
 from kvservice.console.settings import Certificate, ConsoleSettings
 from kvservice.console.source import Json, Source
-from kvservice.descriptors import say_when_short
+from kvservice.descriptors import cannot_listen, say_when_short
 from kvservice.errors import Exhausted, InvalidRequest, KVServiceError, Unavailable
 from kvservice.proxy.client_log import ClientLog
 
@@ -79,12 +78,9 @@ class Console:
         site = web.TCPSite(self._runner, settings.host, settings.port, ssl_context=context)
         try:
             await site.start()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             await self._runner.cleanup()
-            why = os.strerror(error.errno or 0)  # asyncio's own text repeats the address
-            raise Unavailable(
-                f"cannot listen on {settings.host}:{settings.port}: {why}; choose another --port"
-            ) from error
+            raise Unavailable(cannot_listen(f"{settings.host}:{settings.port}", error)) from error
         self.port = self._runner.addresses[0][1]
         self._tasks = [asyncio.create_task(self.feed.run())]
         if self._certificate is not None:

@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from kvservice.aio import end_tasks, is_set_within, within
-from kvservice.descriptors import raise_file_limit, say_when_short
+from kvservice.descriptors import cannot_listen, raise_file_limit, say_when_short
 from kvservice.errors import InvalidRequest, Unavailable
 from kvservice.garbage import keep_tables
 from kvservice.observe import logs, tracing
@@ -88,12 +88,10 @@ class Proxy:
         self._site = web.TCPSite(self._runner, settings.host, settings.port, backlog=BACKLOG)
         try:
             await self._site.start()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             await self._runner.cleanup()
             await self._session.close()
-            raise Unavailable(
-                f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
-            ) from error
+            raise Unavailable(cannot_listen(f"{settings.host}:{settings.port}", error)) from error
         self.port = self._runner.addresses[0][1]
         self._checking = asyncio.create_task(checks.run())
         log.info("proxy_listening", extra={"host": settings.host, "port": self.port})
