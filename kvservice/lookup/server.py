@@ -138,17 +138,21 @@ class LookupServer:
 
     async def _maintain(self) -> None:
         look_at = self._clock()
+        complained = ""
         while True:
             try:
                 if self._clock() >= look_at:
                     look_at = self._clock() + LOOK_SECONDS
                     if not is_bound(self._address):  # its directory was removed; connections that are open stay open
                         await self._serve(self._address)
+                        complained = ""
                         log.warning("runtime_files_remade", extra={"address": self._address})
                 self._directory.expire(self._clock())
                 self._hub.publish()
                 looked_at = self._directory.sweep(SWEEP_KEYS)
-            except Exception:  # task boundary: expiry must go on, and the reason must be seen
-                log.exception("maintenance_failed")
+            except Exception as error:  # task boundary: expiry must go on, and the reason must be seen
+                if str(error) != complained:  # some causes last for hours, such as a directory that cannot be made
+                    complained = str(error)
+                    log.exception("maintenance_failed")
                 looked_at = 0
             await asyncio.sleep(SWEEP_PAUSE_SECONDS if looked_at else EXPIRE_SECONDS)
