@@ -120,7 +120,8 @@ async def asked(
     sent["Accept-Encoding"] = "identity"
     if body is not None:
         sent["Content-Type"] = "application/json"
-    timeout = aiohttp.ClientTimeout(total=total_seconds, sock_connect=connect_seconds)
+    # `connect` is also for the lookup of the name, which takes ten seconds and more with a silent name server
+    timeout = aiohttp.ClientTimeout(total=total_seconds, connect=connect_seconds, sock_connect=connect_seconds)
     method = "GET" if body is None else "POST"
     try:
         response = await session.request(

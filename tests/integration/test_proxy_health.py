@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from kvservice.proxy import server as proxy_server
-from kvservice.proxy.servers import ServerFault
+from kvservice.proxy import upstream
+from kvservice.proxy.servers import Role, Server, ServerFault
 from kvservice.testing.eventually import eventually_async
 from tests.integration.proxy_lab import COMPLETIONS, Lab
 
@@ -80,3 +82,27 @@ async def test_after_a_check_too_old_to_count_another_follows(lab: Lab) -> None:
     decode.healthy = decode.hold_health = False
     decode.release()
     await eventually_async(lambda: server.reason == "/health answered 503", "the check after it", 20)
+
+
+async def test_a_silent_name_server_costs_the_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(*_: object, **__: object) -> list[object]:
+        await asyncio.sleep(60)
+        return []
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
+    session = upstream.new_session()
+    began = time.monotonic()
+    try:
+        with pytest.raises(upstream.UpstreamFault, match="no connection within") as failed:
+            async with upstream.asked(
+                session,
+                Server(Role.DECODE, "http://decode.example:8000"),
+                COMPLETIONS,
+                connect_seconds=0.2,
+                total_seconds=None,
+                body=b"{}",
+            ):
+                pass
+    finally:
+        await session.close()
+    assert failed.value.fault is ServerFault.UNREACHABLE and time.monotonic() - began < 5
