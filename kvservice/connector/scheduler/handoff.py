@@ -101,8 +101,8 @@ def decode_params(handoff: Handoff) -> dict[str, object]:
 @dataclass(slots=True)
 class _Writing:
     attachment: AttachmentId
-    open_stores: int = 0
-    has_ended: bool = False  # the request has ended; its copies may not have
+    open_requests: int = 1  # more if a client gave several prompts one id
+    open_stores: int = 0  # their copies may end later than they do
 
 
 class HandoffPort(Protocol):
@@ -114,7 +114,7 @@ class HandoffPort(Protocol):
 
 
 class WriterHandoffs:
-    """The hand-offs that this engine writes for. Each is closed once its request and its last store have ended."""
+    """The hand-offs that this engine writes for. Each is closed once its requests and its last store have ended."""
 
     def __init__(self, session: HandoffPort) -> None:
         self._session = session
@@ -122,6 +122,9 @@ class WriterHandoffs:
 
     def open(self, handoff: HandoffId, counters: Counter[str]) -> HandoffId | None:
         """Begin to write for it. None without a pool."""
+        if (known := self._open.get(handoff)) is not None:
+            known.open_requests += 1
+            return handoff
         attachment = self._session.open_handoff(handoff)
         if attachment is None:
             counters["handoff_without_pool"] += 1
@@ -141,7 +144,7 @@ class WriterHandoffs:
 
     def request_ended(self, handoff: HandoffId | None) -> None:
         if handoff in self._open:
-            self._open[handoff].has_ended = True
+            self._open[handoff].open_requests -= 1
             self._settle(handoff)
 
     def end_all(self) -> None:
@@ -152,11 +155,12 @@ class WriterHandoffs:
 
     def _settle(self, handoff: HandoffId) -> None:
         writing = self._open[handoff]
-        if writing.has_ended and writing.open_stores == 0:
+        if not writing.open_requests and not writing.open_stores:
             del self._open[handoff]
             self._session.close_handoff(writing.attachment, handoff)
 
     def check_invariants(self) -> None:
         for writing in self._open.values():
+            assert writing.open_requests >= 0
             assert writing.open_stores >= 0
-            assert not writing.has_ended or writing.open_stores, "a hand-off that is over is still open"
+            assert writing.open_requests or writing.open_stores, "a hand-off that is over is still open"

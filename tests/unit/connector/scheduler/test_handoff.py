@@ -119,6 +119,24 @@ def test_prefill_whose_copy_fails_closes_its_handoff() -> None:
     assert line.closed == [ID] and not line.sealed
 
 
+def test_prompts_with_one_handoff_close_it_once_with_the_last() -> None:
+    """A client may send several prompts with the parameters of one call, for example a list of them."""
+    line, chains = Line(), {"r": hashes(1, 1), "s": hashes(2, 1)}
+    scheduler = half(line)
+    plans = []
+    for name, chain in chains.items():  # the second one comes while a copy of the first is under way
+        scheduler.on_new_request(name, chain, 0.0, may_read=False, wants=Prefill(ID))
+        scheduler.matched(name, 0, BLOCK, 0.0)
+        scheduler.allocated(name, [1, 2], 0)
+        plans.append(run_step(scheduler, name, chain, BLOCK))
+    for (name, chain), plan in zip(chains.items(), plans, strict=True):
+        scheduler.reported(report(plan))
+        assert not line.closed
+        assert scheduler.finished(name, chain, BLOCK, [1, 2], store_rest=True) == ID
+        scheduler.check_invariants()
+    assert line.closed == [ID] and len(line.sealed) == 2
+
+
 def test_prefill_without_a_pool_is_an_ordinary_request() -> None:
     line, chain = Line(), hashes(1, 1)
     line.lose()
