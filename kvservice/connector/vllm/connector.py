@@ -39,6 +39,7 @@ from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.connector.scheduler.ports import Wait
+from kvservice.connector.scheduler.prefill_speed import StepTimes
 from kvservice.connector.scheduler.request_terms import terms_of
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.shared.judge import Probation
@@ -124,7 +125,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._probation: Probation | None = None
         self._failures: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
-        self._step: tuple[float, int] | None = None  # (start, tokens) of the step in flight
+        self._steps = StepTimes(getattr(vllm_config, "max_concurrent_batches", 1) - 1)
         self._planning = PlanningFailures()
         self._copying = WorkerFailures()
         self._layerwise = self._options.layerwise
@@ -338,7 +339,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if tokens == 0 and self._session is not None:
             self._session.wait_for_answer(scheduler.idle_seconds())
         now = time.monotonic()
-        self._step = (now, tokens)
+        self._steps.begin(tokens, now)
         scheduler.begin_step(plan, now, is_idle=tokens == 0)
         if self._walk is not None:
             self._walk.plan_stores(scheduler, plan, output)
@@ -346,10 +347,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is None:
             return
-        if self._step is not None:
-            started, tokens = self._step
-            self._scheduler.computed(tokens, time.monotonic() - started)
-            self._step = None
+        if (step := self._steps.end(time.monotonic())) is not None:
+            self._scheduler.computed(*step)
         worker_meta = connector_output.kv_connector_worker_meta
         report = worker_meta.report if isinstance(worker_meta, WorkerMetadata) else None
         if report is not None:

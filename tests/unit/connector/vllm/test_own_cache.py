@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
 from kvservice.errors import ConfigError
@@ -53,6 +54,18 @@ def test_blocks_that_vllm_has_itself_are_not_asked_for(make: Callable[..., Pair]
 
     assert eventually(answer, "the answer") == (2 * BLOCK, True)
     assert pair.scheduler._scheduler._requests["b"].asked.skip == 4
+
+
+def test_step_planned_ahead_does_not_time_the_one_before(make: Callable[..., Pair]) -> None:
+    """With asynchronous scheduling vLLM plans a prompt's step before it hears of the end of a decode."""
+    pair = make(max_concurrent_batches=2)
+    speed = pair.scheduler._scheduler._speed
+    pair.scheduler.build_connector_meta(StepOutput({"decode": 1}))
+    pair.scheduler.build_connector_meta(StepOutput({"prompt": 2000}))
+    pair.scheduler.update_connector_output(KVConnectorOutput())
+    assert speed.seconds_for(1) == 0.0
+    pair.scheduler.update_connector_output(KVConnectorOutput())
+    assert speed.seconds_for(1) > 0.0
 
 
 @pytest.mark.parametrize(
