@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import cast
 
 from kvservice.connector.cache_groups import Grouping, Table
 from kvservice.connector.plan import StepPlan, StepReport, StorePlan
@@ -71,17 +70,19 @@ class LayeredLoads(Loads):
         else:
             self._offered.discard(request_id)
 
+    def take(self, request: EngineRequest, block_ids: Sequence[int], first: int, end: int) -> None:
+        """The engine takes the newest promise: its hashes [first, end). Call it before what may fail: from here on the
+        engine counts these blocks as its own, whether their load is planned or not."""
+        if request.request_id in self._offered:
+            hashes = frozenset(request.hashes[first:end])
+            self._layered[request.request_id] = LayeredLoad(request.request_id, hashes, tuple(block_ids[first:]))
+
     def plan(
         self, request: EngineRequest, attachment: AttachmentId, taken: AcquireResult, table: Table, first: int
     ) -> None:
         super().plan(request, attachment, taken, table, first)
-        request_id = request.request_id
-        if request_id in self._offered:
+        if request.request_id in self._layered:
             self._planned[-1] = replace(self._planned[-1], layered=True)
-            block_ids = cast("Sequence[int]", table)  # there is one group, or the load would not be layered
-            end = (request.skip + len(taken.blocks)) * self._grouping.stride
-            hashes = frozenset(request.hashes[first:end])
-            self._layered[request_id] = LayeredLoad(request_id, hashes, tuple(block_ids[first:]))
 
     def begin_step(self, plan: StepPlan) -> None:
         super().begin_step(plan)

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from kvservice.connector.cache_groups import Table
 from kvservice.connector.layerwise.loads import LayeredLoads, LayeredState
 from kvservice.connector.plan import StepReport
-from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request import EngineRequest
+from kvservice.connector.scheduler.store_plan import StorePart
 from kvservice.core.messages import Attachment
 from kvservice.units import BlockHash, HandoffId
 
@@ -48,6 +49,13 @@ class LayerwiseScheduler(SchedulerHalf):
         request = self._requests.get(request_id)
         hit = self._engine_blocks(computed_tokens)
         return hit > 0 and self._loads.conceals(None if request is None else request.hashes[:hit])
+
+    def allocated(self, request_id: str, block_ids: Table, external_tokens: int) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and external_tokens:
+            end = self._engine_blocks(request.local_tokens + external_tokens)
+            self._loads.take(request, block_ids, self._engine_blocks(request.local_tokens), end)
+        super().allocated(request_id, block_ids, external_tokens)
 
     def end_layered(self, report: StepReport | None) -> None:
         """A step has ended; no worker reads a slot for its layered loads any more. Call it with every step's report."""
@@ -90,6 +98,14 @@ class LayerwiseScheduler(SchedulerHalf):
             store = self._store_of(attachment, request, computed_tokens, block_ids)
             if store is not None:
                 self._loads.keep(request.request_id, store)
+
+    def _parts_of(
+        self, attachment: Attachment, request: EngineRequest, computed_tokens: int, block_ids: BlockIds
+    ) -> list[StorePart]:
+        """Nothing of a request whose load is not confirmed, also if planning it failed."""
+        if self._loads.is_unconfirmed(request.request_id):
+            return []
+        return super()._parts_of(attachment, request, computed_tokens, block_ids)
 
     def _part_of_preempted(self, attachment: Attachment, request_id: str) -> None:
         """Nothing: what the engine holds under a hash may be a layered load that is not confirmed."""

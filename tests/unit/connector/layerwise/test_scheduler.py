@@ -88,6 +88,33 @@ def test_request_that_would_share_unconfirmed_blocks_waits(known: bool) -> None:
     assert scheduler.matched("s", 2 * BLOCK, TOTAL, 0.1) == Promise(0), "nobody waits after the step"
 
 
+def test_blocks_of_a_load_that_was_not_planned_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM counts them as its own from the moment it took the promise, so others would find them in its cache."""
+    line = Line()
+    scheduler = half(line)
+    for name, number in (("r", 1), ("s", 2)):
+        scheduler.on_new_request(name, hashes(number, 4, shared=3), 0.0)
+        line.answer(3 if name == "r" else 0)
+    assert scheduler.matched("r", BLOCK, TOTAL, 0.1) == Promise(2 * BLOCK, layered=True)
+    monkeypatch.setattr("kvservice.connector.scheduler.loads.load_entries", explode)
+    with pytest.raises(OSError, match="planned"):
+        scheduler.allocated("r", IDS, 2 * BLOCK)
+    assert scheduler.matched("s", 3 * BLOCK, TOTAL, 0.1) == Wait()
+    plan = run_step(scheduler, "r", hashes(1, 4, shared=3), TOTAL)
+    assert not plan.loads and not plan.stores, "computed on bytes that never came"
+    scheduler.unplanned("r", IDS[1:])
+    scheduler.end_layered(None)
+    assert scheduler.matched("s", 0, TOTAL, 0.2) == Promise(0)
+    assert run_step(scheduler, "r", hashes(1, 4, shared=3), TOTAL).stores, "computed again"
+    scheduler.finished("r", hashes(1, 4, shared=3), 0, [], store_rest=False)
+    assert not line.leases
+    scheduler.check_invariants()
+
+
+def explode(*arguments: object) -> None:
+    raise OSError("planned")
+
+
 def test_load_of_the_next_step_is_not_ended_by_this_ones_report() -> None:
     line = Line()
     scheduler = half(line)
