@@ -20,6 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvservice.core.bounded_table import BoundedTable
+
 log = logging.getLogger("kvservice.connector")
 
 LOOK_SECONDS = 1.0  # Between two looks at the files: a change is noticed at most this much later.
@@ -27,7 +29,9 @@ RETRY_SECONDS = 5.0  # Until files that could not be read are read again; the en
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt"})
 CONFIG_NAME = "adapter_config.json"
 PIECE_BYTES = 1 << 20  # Bytes read at once: few calls, and little memory
-ADAPTERS_MAX = 10_000  # Beyond it the adapters used longest ago are forgotten; each is read again when it is used.
+# Beyond it the adapters used longest ago are forgotten; each is read again when it is used. No engine has so many loaded.
+ADAPTERS_MAX = 10_000
+NO_PATH = "\0"  # of a number that had two: equal to no path, because either may be loaded
 # By how much the clock of a file system may be behind this machine's. A file changed within it counts as changed.
 CLOCK_SECONDS = 2.0
 
@@ -61,8 +65,9 @@ class Adapters:
         self._locate = locate
         self._clock = clock
         self._since_ns = None if files_stay else int(((time.time() if since is None else since) - CLOCK_SECONDS) * 1e9)
-        self._paths: dict[int, str] = {}  # vLLM's number of an adapter -> its path when it was first asked for
-        self._adapters: dict[str, _Adapter] = {}
+        # vLLM's number of an adapter -> its path when it was first asked for
+        self._paths: BoundedTable[int, str] = BoundedTable(ADAPTERS_MAX)
+        self._adapters: BoundedTable[str, _Adapter] = BoundedTable(ADAPTERS_MAX)  # by path
         self._reader = ThreadPoolExecutor(1, "kvservice-adapters")  # its thread starts with the first adapter
         self.counters: Counter[str] = Counter()
 
@@ -70,17 +75,13 @@ class Adapters:
         """The adapter's identity, 32 bytes. None as long as it is not known; the reason is counted. `number` is vLLM's
         own: vLLM finds a loaded adapter by it, whatever path a later request gives."""
         now = self._clock()
-        if number and len(self._paths) < ADAPTERS_MAX and self._paths.setdefault(number, path) != path:
-            self._paths[number] = ""  # equal to no path, because either may be loaded
-        if number and self._paths.get(number) != path:
+        if number and (self._paths.get(number) or self._paths.put(number, path)) != path:
+            self._paths.put(number, NO_PATH)
             self.counters["adapter_ambiguous"] += 1
             return None
         adapter = self._adapters.get(path)
         if adapter is None:
-            if len(self._adapters) >= ADAPTERS_MAX:
-                self.counters["adapter_too_many"] += 1
-                return None
-            adapter = self._adapters[path] = _Adapter(self._reader.submit(self._read, path, None))
+            adapter = self._adapters.put(path, _Adapter(self._reader.submit(self._read, path, None)))
         self._take(path, adapter, now)
         if adapter.changed:
             self.counters["adapter_changed"] += 1

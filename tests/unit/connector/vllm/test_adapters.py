@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvservice.connector.vllm import lora
 from kvservice.connector.vllm.lora import LOOK_SECONDS, RETRY_SECONDS, Adapters
 from kvservice.testing.eventually import eventually
 
@@ -105,3 +106,19 @@ def test_an_adapter_that_comes_later_is_found(adapters: Adapters, tmp_path: Path
         time.sleep(0.005)
     adapter(tmp_path / "a", b"weights")
     assert len(eventually(look, "the digest of the adapter that came")) == 32
+
+
+def test_adapter_used_longest_ago_makes_room_and_is_read_again(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora, "ADAPTERS_MAX", 2)
+    adapters = Adapters(Path, clock, files_stay=True)
+    paths = {number: adapter(tmp_path / str(number), b"weights %d" % number) for number in (1, 2, 3)}
+
+    def identity(number: int) -> bytes:
+        return eventually(lambda: adapters.of(paths[number], number), f"the digest of adapter {number}")
+
+    assert len({identity(number) for number in (1, 2, 3)}) == 3
+    assert adapters.of(paths[1], 1) is None, "forgotten"
+    assert identity(1) == lora.identity_of(Path(paths[1]))
+    adapters.close()
