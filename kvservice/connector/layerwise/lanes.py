@@ -60,7 +60,7 @@ class LayerJob:
             self.mark.synchronize()
 
     def succeeded(self) -> bool:
-        return not self.failed
+        return not self.failed and self.copied == self.layer_count
 
 
 class LayerLane(Protocol):
@@ -104,11 +104,11 @@ class ThreadLane:
     def begin_loads(self, jobs: Sequence[LayerJob]) -> None:
         with self._changed:
             assert not self._loads, "the loads of an earlier forward have not ended"
+            self._start()
             self._loads = list(jobs)
             self._layer_count = jobs[0].layer_count if jobs else 0
             self._next = self._done = 0
             self._allowed = LAYERS_AHEAD
-            self._start()
 
     def wait_layer(self, layer: int) -> None:
         with self._changed:
@@ -126,8 +126,8 @@ class ThreadLane:
 
     def save_layer(self, job: LayerJob, layer: int) -> None:
         with self._changed:
-            self._saves.append((job, layer))
             self._start()
+            self._saves.append((job, layer))
 
     def close(self) -> None:
         with self._changed:
@@ -139,9 +139,12 @@ class ThreadLane:
     # -- inside, under the condition ----
 
     def _start(self) -> None:
+        """Wake the thread, which finds what is added before the lock is let go. If there can be none, nothing may be
+        added: it would be copied later, into what is somebody else's by then."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvservice-layers", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kvservice-layers", daemon=True)
+            thread.start()
+            self._thread = thread
         self._changed.notify_all()
 
     def _allow(self, layers: int) -> None:

@@ -72,7 +72,7 @@ class LayerwiseWorker(WorkerHalf):
             if started is not None:
                 self._layered.append(started)
         if self._layered:
-            self._lane.begin_loads([load.job for load in self._layered])
+            self._attempt(partial(self._lane.begin_loads, [load.job for load in self._layered]))
         return {load.request_id for load in plan.loads}
 
     def begin_layer(self, name: str) -> None:

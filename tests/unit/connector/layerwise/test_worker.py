@@ -262,6 +262,45 @@ def test_forward_that_skipped_a_wait_is_not_believed(segment: Segment, started: 
     assert worker.end_layered() == set(), "nothing is left of an earlier step"
 
 
+def test_load_whose_copies_never_ran_is_not_believed(segment: Segment, started: list[LayerwiseWorker]) -> None:
+    """The lane takes no loads while it has those of a forward whose end it was not told of."""
+    refs = written(segment, 2)
+    worker = worker_of(started, engine_tensors(ORDERS["LBHNC"]))
+    for request, block in (("a", 0), ("b", 1)):
+        worker.start_loads(load_plan(segment, layered(request, CopyEntry(block, refs[block], KEY))))
+        for name in NAMES:
+            worker.begin_layer(name)
+    assert worker.end_layered() == {"a"}
+
+
+def test_store_without_a_thread_fails_and_writes_nothing_later(
+    segment: Segment, started: list[LayerwiseWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine may have no thread left. Such a store ended never, and the engine's end waited for it."""
+    tensors, refs = engine_tensors(ORDERS["LBHNC"]), written(segment, 2)
+    worker = worker_of(started, tensors)
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    failed = [CopyEntry(2, write_header(segment, slot_index(0, 2), 1), KEY)]
+    plan = StepPlan(pool=info(segment), stores=[StorePlan(1, tuple(failed))])
+    worker.start_loads(plan)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for call in (lambda: worker.end_layer(NAMES[0], plan), lambda: worker.store(plan)):
+            with pytest.raises(RuntimeError):
+                call()
+        worker.start_loads(load_plan(segment, layered("r", CopyEntry(0, refs[0], KEY))))
+        for name in NAMES:
+            worker.begin_layer(name)
+        assert not worker.end_layered()
+    before = bytes(segment.payload(failed[0].ref.slot, LAYOUT.payload_bytes))
+    save(segment, worker, [CopyEntry(3, write_header(segment, slot_index(0, 3), 1), KEY)])
+    assert outcome(worker)
+    assert bytes(segment.payload(failed[0].ref.slot, LAYOUT.payload_bytes)) == before
+
+
 def test_layer_is_saved_while_the_next_is_computed(
     segment: Segment, started: list[LayerwiseWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
