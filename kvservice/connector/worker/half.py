@@ -242,7 +242,7 @@ class WorkerHalf:
             self._count("map_refused")
             self._unmap()
             return
-        except (KVServiceError, OSError) as error:
+        except (KVServiceError, OSError, RuntimeError) as error:  # the last for a thread that cannot be started
             log.error("cannot map the pool's memory: %s", error)
             self._count("map_failed")
             self._map_again_at = time.monotonic() + MAP_AGAIN_SECONDS

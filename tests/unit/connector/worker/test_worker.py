@@ -574,7 +574,10 @@ def test_copies_that_leave_the_engines_thread_are_not_deferred() -> None:
     assert not worker._defers
 
 
-def test_a_pool_that_could_not_be_mapped_is_tried_again(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "no descriptor"), RuntimeError("can't start new thread")])
+def test_a_pool_that_could_not_be_mapped_is_tried_again(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """No free descriptor, for example, is a matter of a moment."""
     tensors, real, tries = engine_tensors(ORDERS["LBHNC"]), Segment.attach, list[Path]()
     worker = WorkerHalf(BlockCopier(tensors, range(HEADS)), Verify.FULL)
@@ -582,7 +585,7 @@ def test_a_pool_that_could_not_be_mapped_is_tried_again(segment: Segment, monkey
     def attach(path: Path, geometry: Geometry) -> Segment:
         tries.append(path)
         if len(tries) == 1:
-            raise OSError(errno.EMFILE, "Too many open files")
+            raise error
         return real(path, geometry)
 
     monkeypatch.setattr(Segment, "attach", attach)
