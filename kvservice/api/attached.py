@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from kvservice.aio import in_thread
+from kvservice.api.arguments import seconds, text, whole_number
 from kvservice.api.hit import HeldBlocks, Hit
 from kvservice.api.layout import Arrays, Layout, Tokens, pack_tokens
 from kvservice.api.mapped import MappedPool
 from kvservice.api.program import AttachedProgram
 from kvservice.api.reasons import NO_POOL, TOO_LONG
+from kvservice.core.acquire.holds import HOLD_SECONDS_MAX
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, KEYS_PER_REQUEST_MAX, block_keys, chain_packed, span_route
 from kvservice.core.block.numbers import number_fields
 from kvservice.core.explain.records import check_request_id
@@ -116,8 +118,9 @@ class AttachedModel:
 
     async def get(self, tokens: Tokens, start: int, salt: str, timeout: float, request_id: str) -> Hit:
         keys_of, total = self._chain(tokens, salt)
-        _check_timeout(timeout)
-        request_id = check_request_id(request_id) or f"py-{secrets.token_hex(6)}"
+        timeout = seconds("timeout", timeout, TIMEOUT_SECONDS_MAX)
+        start = whole_number("start", start)
+        request_id = check_request_id(text("request_id", request_id)) or f"py-{secrets.token_hex(6)}"
         if not 0 <= start <= total:
             raise InvalidRequest(f"start is a block of the prompt, 0 to {total}, not {start}")
         if start >= min(total, KEYS_PER_REQUEST_MAX):  # there is nothing to ask for
@@ -147,7 +150,8 @@ class AttachedModel:
     async def warm(self, tokens: Tokens, salt: str, timeout: float, hold: float) -> int:
         """Make the prefix local without reading it, and hold it. Returns how many tokens of it are here."""
         keys_of, total = self._chain(tokens, salt)
-        _check_timeout(timeout)
+        timeout = seconds("timeout", timeout, TIMEOUT_SECONDS_MAX)
+        hold = seconds("hold", hold, HOLD_SECONDS_MAX)
         attachment = self._program.session.attachment
         if attachment is None or not total:
             return 0
@@ -217,7 +221,7 @@ class AttachedModel:
 
     async def _put(self, tokens: Tokens, arrays: Arrays, start: int, salt: str) -> PutResult:
         keys_of, total = self._chain(tokens, salt)
-        blocks = self.layout.blocks_of(arrays)
+        start, blocks = whole_number("start", start), self.layout.blocks_of(arrays)
         if start < 0 or start + len(blocks) > total:
             raise InvalidRequest(
                 f"the prompt has {total} whole blocks, not {len(blocks)} from block {start} on: a part of a block "
@@ -239,20 +243,15 @@ class AttachedModel:
 
     def _chain(self, tokens: Tokens, salt: str) -> tuple[Callable[[Attachment], list[BlockKey]], int]:
         """(the keys of the prompt's blocks under an attachment, the number of its whole blocks)."""
-        packed = pack_tokens(tokens)
+        packed, root = pack_tokens(tokens), text("salt", salt).encode()
         total = len(packed) // (4 * self.layout.block_tokens)
-        hashes = chain_packed(packed, self.layout.block_tokens, salt.encode(), KEYS_PER_REQUEST_MAX)
+        hashes = chain_packed(packed, self.layout.block_tokens, root, KEYS_PER_REQUEST_MAX)
         digest = self._program.fingerprint.digest
 
         def keys_of(attachment: Attachment) -> list[BlockKey]:
             return block_keys(digest, hashes, attachment.tenant_key or DEFAULT_TENANT_KEY)
 
         return keys_of, total
-
-
-def _check_timeout(seconds: float) -> None:
-    if not 0 <= seconds <= TIMEOUT_SECONDS_MAX:
-        raise InvalidRequest(f"timeout is 0 to {TIMEOUT_SECONDS_MAX:g} seconds, not {seconds}")
 
 
 def _dropped(blocks: Sequence[Any], statuses: Sequence[SealStatus], reason: str) -> PutResult:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.api.arguments import whole_number
 from kvservice.core.block.numbers import ACCEPTED
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import InvalidRequest
@@ -54,11 +55,11 @@ class Layout:
     accept_codec: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "block_tokens", whole_number("block_tokens", self.block_tokens))
+        object.__setattr__(self, "shape", tuple(whole_number("a size of the shape", size) for size in self.shape))
         object.__setattr__(self, "dtype", _type_name(self.dtype))
         if self.block_tokens <= 0 or not self.shape or min(self.shape) <= 0:
             raise InvalidRequest(f"block_tokens and every size of the shape must be positive: {self}")
-
         if self.accept_codec and not re.fullmatch(ACCEPTED, self.accept_codec):
             raise InvalidRequest(f"accept_codec is the name of a codec, such as int8, not {self.accept_codec!r}")
 

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any, TypeVar
 
 from kvservice.aio import in_thread
+from kvservice.api.arguments import name_of
 from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import Copy, MappedPool
 from kvservice.api.reasons import NO_POOL
@@ -45,11 +46,12 @@ class AttachedProgram:
         namespace: str,
     ) -> None:
         """`fields` are those of the fingerprint. Raises InvalidRequest."""
-        if not model:
+        if not name_of("model", model):
             raise InvalidRequest("a model needs a name: it says which blocks are equal")
         self.layout = layout
         self.fingerprint = Fingerprint.of(fields)
         self._engine_id = secrets.token_bytes(16)
+        namespace = name_of("namespace", namespace)
         spec = EngineSpec(self._engine_id, model, self.fingerprint, layout.slot_layout(), namespace)
         self.session = Session(open_pool, spec, self._may_reattach, stock_min=None, on_end=self._attachment_ended)
         self._mapped: MappedPool | None = None

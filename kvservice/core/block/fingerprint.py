@@ -38,13 +38,18 @@ class Fingerprint:
 
     @classmethod
     def of(cls, fields: Mapping[str, object]) -> Fingerprint:
-        """Sorts the fields by name and makes text of the values. Raises InvalidRequest for none, too many, too long."""
+        """Sorts the fields by name and makes text of the values. Raises InvalidRequest for none, too many, too long
+        ones, and those that no UTF-8 can be made of."""
         pairs = tuple(sorted((name, str(value)) for name, value in fields.items()))
         if not pairs or len(pairs) > FIELDS_MAX:
             raise InvalidRequest(f"a fingerprint has 1 to {FIELDS_MAX} fields, not {len(pairs)}")
         for name, value in pairs:
             if not name or len(name) > FIELD_CHARS_MAX or len(value) > FIELD_CHARS_MAX:
                 raise InvalidRequest(f"fingerprint field {name[:80]!r} is empty or longer than {FIELD_CHARS_MAX}")
+            try:
+                (name + value).encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(f"fingerprint field {name[:80]!r} is no text: {value[:80]!r}") from error
         return cls(pairs)
 
     @property

@@ -283,10 +283,39 @@ def test_without_a_shard_service_mode_is_unavailable(tmp_path: Any) -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("arguments", [{"timeout": -1}, {"timeout": float("nan")}, {"start": 3}])
-def test_a_get_refuses_what_makes_no_sense(cache: kvservice.Cache, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("get", {"timeout": -1}),
+        ("get", {"timeout": float("nan")}),
+        ("get", {"timeout": None}),
+        ("get", {"start": 3}),
+        ("get", {"start": 8 / 4}),
+        ("get", {"salt": "\ud800"}),
+        ("get", {"salt": b"salt"}),
+        ("get", {"request_id": 1}),
+        ("warm", {"hold": None}),
+        ("warm", {"hold": "1"}),
+    ],
+)
+def test_a_wrong_argument_is_refused_and_harms_nothing(
+    cache: kvservice.Cache, call: str, arguments: dict[str, Any]
+) -> None:
+    """A pool in this process has no wire that would refuse it first."""
     with pytest.raises(InvalidRequest):
-        cache.get(range(8), **arguments)
+        getattr(cache, call)(range(8), **arguments)
+    assert cache.put(range(8), some(2)).is_complete
+
+
+@pytest.mark.parametrize("name", ["\ud800", 5, "x" * 513, ""])
+def test_a_model_or_namespace_that_is_no_name_is_refused(pool: kvservice.Pool, name: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        pool.attach(name, LAYOUT)
+    if name:
+        with pytest.raises(InvalidRequest):
+            pool.attach("m", LAYOUT, namespace=name)
+    with pytest.raises(InvalidRequest):
+        pool.attach("m", LAYOUT, identity={"weights": "\ud800"})
 
 
 def test_threads_share_one_cache(cache: kvservice.Cache) -> None:

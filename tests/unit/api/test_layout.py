@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -21,8 +23,8 @@ def test_what_is_no_type_of_numbers_is_refused(kind: object) -> None:
         Layout(4, (2,), kind)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("tokens", "shape"), [(0, (2,)), (4, ()), (4, (2, 0)), (-1, (2,))])
-def test_sizes_that_are_not_positive_are_refused(tokens: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("tokens", "shape"), [(0, (2,)), (4, ()), (4, (2, 0)), (-1, (2,)), (4, (2.5,)), (4.0, (2,))])
+def test_sizes_that_are_not_positive_are_refused(tokens: Any, shape: Any) -> None:
     with pytest.raises(InvalidRequest):
         Layout(tokens, shape)
 
