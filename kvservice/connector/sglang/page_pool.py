@@ -200,15 +200,22 @@ class PagePool:
     # -- promises ----
 
     def _promise(self, term: bytes, promise: PagePromise, pages: Sequence[str]) -> bool:
-        """Promise these pages. False if their term has ended since they were asked for."""
+        """Promise these pages, in place of what was promised of them before. False if their term has ended since they
+        were asked for."""
         promise.unread = set(pages)
+        before: dict[int, PagePromise] = {}
         with self._lock:
             if term != self._term:
                 return False
             for number, page in enumerate(pages):
                 if page in self._promised:
-                    self._promised[page][0].unread.discard(page)
+                    other = self._promised[page][0]
+                    other.unread.discard(page)
+                    before[id(other)] = other
                 self._promised[page] = promise, number
+            done = [other for other in before.values() if not other.unread]
+        for other in done:
+            self._end(other)
         asyncio.get_running_loop().call_later(PROMISE_SECONDS, self._end, promise)
         return True
 

@@ -167,6 +167,21 @@ def test_what_is_never_read_is_given_back(thread: PoolThread, monkeypatch: pytes
     assert made.load([], wanted(pages[:1], [9])) == [True]  # asks again
 
 
+def test_what_is_promised_again_is_held_once(thread: PoolThread) -> None:
+    """SGLang asks for each request, and many begin with one prefix."""
+    memory, pages = HostMemory(), page_hashes(PROMPT)
+    made = storage(memory, thread=thread)
+    stored(memory, made, pages, [0, 1, 2, 3, 4, 5])
+    for _ in range(5):
+        assert made.find([], pages) == 6
+    (program,) = thread.attached
+    assert len(program.session._leases) == 1
+    assert made.find([], pages[:2]) == 2
+    assert len(program.session._leases) == 2, "the four pages behind are still promised"
+    assert made.load([], wanted(pages, [8, 9, 10, 11, 12, 13])) == [True] * 6
+    assert not program.session._leases
+
+
 def test_prompts_with_another_salt_share_nothing(thread: PoolThread) -> None:
     memory = HostMemory()
     made = storage(memory, thread=thread)
