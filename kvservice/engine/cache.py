@@ -125,7 +125,7 @@ class WindowedTable(OneGroup):
 class HostCopy:
     """The blocks of one preempted request, in the pool."""
 
-    name: str  # its request towards the scheduler half
+    name: str  # its request towards the scheduler half; random, so that no client's request is called so
     hashes: list[BlockHash]  # random, one a block
     host_ids: list[int]  # of the engine's books, in the same order; the last one again until the last slot is full
     is_asked: bool = False  # the pool was asked to hold them
@@ -355,7 +355,7 @@ class BothHalves:
         self._swap_count += 1
         seed = self._nonce + self._swap_count.to_bytes(8, "big")
         hashes = [BlockHash(hashlib.sha256(seed + i.to_bytes(4, "big")).digest()) for i in range(len(table))]
-        copy = HostCopy(f"{request_id}/swap{self._swap_count}", hashes, [host_id for _, host_id in pairs])
+        copy = HostCopy(f"{request_id}/swap-{os.urandom(8).hex()}", hashes, [host_id for _, host_id in pairs])
         is_stored = False
         with self._guard("swap_out"):
             self._half.on_new_request(copy.name, hashes, time.monotonic(), may_read=False)

@@ -307,6 +307,20 @@ def test_no_request_can_name_what_was_swapped(model: Any, monkeypatch: pytest.Mo
     assert seen[0]["swaps"].isdisjoint(seen[1]["swaps"] | seen[0]["prompts"])
 
 
+def test_a_request_may_be_called_as_a_swap_once_was(model: Any) -> None:
+    """What was swapped was stored under the names of that request's prompt, and its next reader got it."""
+    prompts = {"old": prompt(33, seed=1), "new": prompt(17, seed=2), "new/swap1": prompt(17, seed=3)}
+    with running(model, **TIGHT, preempt_by="swap") as engine:
+        for request_id, tokens in prompts.items():
+            engine.add(tokens, Sampling(max_tokens=COUNT), request_id=request_id)
+        while engine.has_work:
+            engine.step()
+        assert engine.all_counters()["swaps_out"] > 0
+        engine.forget()
+        (output,) = engine.generate([prompts["new/swap1"]], Sampling(max_tokens=COUNT))
+    assert output.loaded_tokens and output.token_ids == generated(model, prompts["new/swap1"], COUNT)
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "times"),
     [
