@@ -131,7 +131,9 @@ def down(service: str, address: str | None, *, keep_blocks: bool = False, disk_p
 
     logs.configure(level=logging.WARNING)
     console = new_console(stderr=True)
-    found, stopped, no_ray = _stop_on_ray(service, address, keep_blocks=keep_blocks)
+    # A Ray of somebody else that does not answer would keep this waiting for minutes.
+    on_ray = address is not None or not _runs_without_ray(service)
+    found, stopped, no_ray = _stop_on_ray(service, address, keep_blocks=keep_blocks) if on_ray else (False, False, "")
     alone = [] if stopped else [record for record in find_shards(service, live_only=False) if is_running(record)]
     if no_ray and not alone:
         console.print(no_ray)
@@ -169,6 +171,15 @@ def _remove_blocks(folder: Path, console: Console) -> list[Path]:
     with contextlib.suppress(OSError):  # it is not there, or holds something else
         folder.rmdir()
     return removed
+
+
+def _runs_without_ray(service: str) -> bool:
+    """Whether shards of the service run on this machine, all of them without Ray."""
+    from kvservice.actors.leftovers import is_ray_node, is_running
+    from kvservice.discovery import find_shards
+
+    running = [record.node_id for record in find_shards(service, live_only=False) if is_running(record)]
+    return bool(running) and not any(is_ray_node(node) for node in running)
 
 
 def _stop_on_ray(service: str, address: str | None, *, keep_blocks: bool) -> tuple[bool, bool, str]:

@@ -169,3 +169,23 @@ def test_down_frees_the_memory_of_a_killed_service(tmp_path: Path, lookup_remain
         up.wait(30)
         for path in Path("/dev/shm").glob(f"kvservice-{service}-*"):
             path.unlink()
+
+
+@pytest.mark.processes
+def test_down_beside_a_silent_ray_says_where_to_end(tmp_path: Path) -> None:
+    """Somebody's Ray that takes connections and answers nothing is not asked about a service that runs without it."""
+    service = f"down-{os.getpid()}"
+    variables = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(tmp_path), "KVSERVICE_SERVICE": service}
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        variables["RAY_ADDRESS"] = f"127.0.0.1:{silent.getsockname()[1]}"
+        words = [sys.executable, "-m", "kvservice"]
+        up = subprocess.Popen(
+            [*words, "up", "--no-ray", "--pool-bytes", "16MiB"], env=variables, stderr=subprocess.DEVNULL
+        )
+        try:
+            eventually(lambda: find_shards(service, tmp_path), "the shard")
+            shown = subprocess.run([*words, "down"], env=variables, capture_output=True, text=True, timeout=30)
+            assert shown.returncode == 1 and f"kill {up.pid}" in shown.stderr, shown.stderr
+        finally:
+            up.terminate()
+            up.wait(30)
