@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvservice.cli.output import Format, show
+from kvservice.cli.output import PLAIN_WIDTH, Format, show
 from kvservice.cli.status import plain, span, table
 from kvservice.errors import ConfigError, NoService
 from kvservice.units import format_bytes, printable
@@ -57,7 +57,11 @@ def run(
     Raises NoService, ConfigError for a node that is not there, InvalidRequest for a filter that cannot match, and
     Unauthenticated if the service has tenants and the token is missing or wrong."""
     return show(
-        lambda: collect(service, lookup, selected), lambda found, wide: draw(found, selected, wide), form, watch
+        lambda: collect(service, lookup, selected),
+        lambda found, wide: draw(found, selected, wide),
+        form,
+        watch,
+        width_min=PLAIN_WIDTH,
     )
 
 

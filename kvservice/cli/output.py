@@ -35,12 +35,15 @@ class Format(str, Enum):
         return self in (Format.TABLE, Format.WIDE)
 
 
-def console(*, stderr: bool = False) -> Console:
-    """A console that makes lines of PLAIN_WIDTH characters if it writes to no terminal."""
+def console(*, stderr: bool = False, width_min: int = 0) -> Console:
+    """A console that makes lines of PLAIN_WIDTH characters if it writes to no terminal. A terminal of fewer than
+    `width_min` characters wraps the lines itself."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
+    made = Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
+    made.width = max(made.width, width_min)
+    return made
 
 
 def show(
@@ -49,6 +52,7 @@ def show(
     form: Format = Format.TABLE,
     watch: float | None = None,
     data: Callable[[T], Any] | None = None,
+    width_min: int = 0,
 ) -> T:
     """Gather and print, with `watch` again after so many seconds until Ctrl-C. Blocks. Returns what was gathered last.
 
@@ -56,11 +60,12 @@ def show(
         gather: may block for RPCs, and raise KVServiceError. While watching, that error is shown and asked again.
         draw: makes what people see; its second argument is True if they want every column.
         data: dicts and lists with stable keys, for JSON and YAML. Default: the fields of a dataclass.
+        width_min: what the tables need; made for less, they would lose columns and the ends of numbers.
     """
     as_data = data or plain_data
     found = gather()
     if watch is None:
-        write(found, draw, form, as_data)
+        write(found, draw, form, as_data, width_min=width_min)
     elif form.is_for_people and sys.stdout.isatty():
         found = _watch_on_screen(found, gather, lambda each: draw(each, form is Format.WIDE), watch)
     else:
@@ -75,10 +80,11 @@ def write(
     data: Callable[[T], Any] | None = None,
     *,
     again: bool = False,
+    width_min: int = 0,
 ) -> None:
     """Print once. With `again` it is one of many in a stream: JSON takes one line, YAML is a document of its own."""
     if form.is_for_people:
-        console().print(draw(found, form is Format.WIDE))
+        console(width_min=width_min).print(draw(found, form is Format.WIDE))
         return
     values = (data or plain_data)(found)
     if form is Format.JSON:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvservice.client.overview import Overview
     from kvservice.client.tier_overview import TierOverview
 
+WIDTH_MIN = 80  # characters that the tables need
 DIFFERENCES_SHOWN = 3  # of a refused engine; the first ones tell what to change, and `wide` shows all
 SLOWEST_SHOWN = 5  # requests; `kvservice explain` says more about each
 STATE_STYLES = {"ok": "green", "draining": "yellow", "silent": "red"}
@@ -39,7 +40,7 @@ CAUSE_NAMES = {
 def run(service: str | None, lookup: Sequence[str] | None, form: Format, watch: float | None = None) -> Overview:
     """Print the state of a service, with `watch` again and again. Returns what `collect` found last. Blocks for RPCs.
     Raises NoService."""
-    return show(lambda: collect(service, lookup), draw, form, watch)
+    return show(lambda: collect(service, lookup), draw, form, watch, width_min=WIDTH_MIN)
 
 
 def collect(service: str | None, lookup: Sequence[str] | None = None) -> Overview:

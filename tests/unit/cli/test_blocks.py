@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from kvservice.cli import blocks
 from kvservice.cli.blocks import SORTS, Selection, arrange, check, choose_nodes, draw
 from kvservice.cli.commands.look import Order
+from kvservice.cli.output import Format
 from kvservice.client.block_list import BlockList, BlockRow
 from kvservice.client.members import Members
 from kvservice.errors import ConfigError, NoService
@@ -33,6 +35,18 @@ def test_a_block_is_a_line_and_a_slot_without_one_says_so() -> None:
     assert first.split()[9:] == ["2m", "1m", "2"]
     assert reserved.split()[-6:] == ["-", "720.0", "KiB", "-", "-", "-"]
     assert summary == "3 shown, all that match."
+
+
+def test_a_usual_terminal_shows_a_block_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal wraps it. A table of 80 characters had the names one letter below the other."""
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("COLUMNS", "80")
+    row = replace(ROW, node_id="526d7a5fe830", model="meta-llama/Llama-3.3-70B")
+    monkeypatch.setattr(blocks, "collect", lambda *_: BlockList((row,), True, ()))
+    blocks.run(None, None, Selection(), Format.TABLE)
+    assert "4f2a9c000000  526d7a5fe830  meta-llama/Llama-3.3-70B  search" in screen.getvalue()
 
 
 @pytest.mark.parametrize("wrong", [Selection(state=("molten",)), Selection(key="xyz"), Selection(key=33 * "a")])

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from kvservice.cli import status
+from kvservice.cli.output import Format
 from kvservice.cli.status import draw, node_names, span
 from kvservice.units import GiB
 from tests.unit.cli.overviews import HOSTS, make_node, make_overview
@@ -69,6 +71,17 @@ def test_no_line_exceeds_the_terminal_and_no_number_is_cut(width: int, wide: boo
     assert "…" not in text
     for number in ("21.0 GiB", "8.4 GiB/s", "900.0 ms", "75.0 %", "32.0 GiB"):
         assert number in text
+
+
+def test_a_narrow_terminal_cuts_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(status, "collect", lambda *_: make_overview())
+    status.run(None, None, Format.TABLE)
+    assert "gpu-a.rack1  16.0 GiB   2.0 GiB  1.0 GiB  40.0 GiB   5.0 GiB" in screen.getvalue()
+    assert "quarantined" in screen.getvalue()
 
 
 def test_names_of_others_are_shown_and_do_nothing() -> None:
