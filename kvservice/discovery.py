@@ -50,6 +50,7 @@ OWN_NAMES = (
     MIRROR_NAME,
 )  # a shard's files beside its record
 COPY_WORKER_PREFIX = "copy-"
+HOW_TO_START = "`kvservice up --no-ray`, or `kvservice up` on Ray"  # what errors tell where no service is
 SECRET_BYTES = 32  # 256 bits cannot be guessed. A file of another length is not a secret, and a new one is made.
 # Attachment ids are an epoch followed by 20 bits, and must fit into the signed half of 64 bits on the wire: see
 # core/shard.py. A larger epoch on disk is ignored, and the shard takes the clock's.

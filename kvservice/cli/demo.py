@@ -39,7 +39,9 @@ def run() -> None:
     started, stops = time.perf_counter(), _Stops()
     try:
         with LocalCluster(nodes=2, lookup_partitions=1, pool_bytes=POOL_BYTES) as cluster:
-            _say("started", "three processes: a lookup partition, and the cache shards of nodes n0 and n1")
+            _say(
+                "started", "a lookup partition, and the cache shards of nodes n0 and n1; this process plays the engines"
+            )
             asyncio.run(_play(cluster))
     except BaseException as error:
         if stops.signal is None:
@@ -51,6 +53,7 @@ def run() -> None:
         _say("stopped", "everything that was started is removed")
         raise SystemExit(128 + stops.signal)
     _say("removed", f"all processes, sockets and shared memory; took {time.perf_counter() - started:.1f} s")
+    _say("next", "`kvservice up --no-ray` runs one node for engines and programs; docs/start/one-machine.md goes on")
 
 
 async def _play(cluster: Any) -> None:
@@ -69,7 +72,7 @@ async def _play(cluster: Any) -> None:
         _engine(cluster.socket(there), fingerprint) as reader,
     ):
         took = await _store(keys, payloads, *writer)
-        _say("stored", f"{BLOCKS} blocks, {format_bytes(BLOCKS * BLOCK_BYTES)}, at {here} in {took:.1f} ms")
+        _say("stored", f"a prompt at {here}: {BLOCKS} blocks, {format_bytes(BLOCKS * BLOCK_BYTES)}, in {took:.1f} ms")
         cluster.wait_until_known(keys)
         for turn, wanted in (("first", BLOCKS), ("second", 0)):
             before = cluster.stats(there).counters.get("fetched_bytes", 0)
@@ -78,7 +81,8 @@ async def _play(cluster: Any) -> None:
             moved = stats.counters.get("fetched_bytes", 0) - before
             by = " or ".join(TRANSPORTS[way] for way in stats.transport.split("+"))
             way = f"{format_bytes(moved)} from {here} by {by}" if moved else "nothing moved"
-            _say(turn, f"{there} has the {BLOCKS} blocks in {milliseconds:.1f} ms, {way}; every byte is as stored")
+            hit = f"the same prompt at {there} hits {BLOCKS} of {BLOCKS} blocks in {milliseconds:.1f} ms"
+            _say(turn, f"{hit}; {way}; every byte is as stored")
             if (fetched, moved) != (wanted, wanted * BLOCK_BYTES):
                 raise KVServiceError(f"{wanted} blocks should have come from {here}")
 

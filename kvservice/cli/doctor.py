@@ -436,12 +436,12 @@ def service_parts() -> Iterator[Check]:
     from kvservice.actors.leftovers import is_ray_node, is_running
     from kvservice.cli.status import collect
     from kvservice.client.lookup_overview import misplaced
-    from kvservice.discovery import find_shards
+    from kvservice.discovery import HOW_TO_START, find_shards
 
     records = find_shards(live_only=False)
     services = sorted({record.service for record in records})
     if not services:
-        yield Check("service", ABSENT, "no service is registered on this machine", "kvservice up")
+        yield Check("service", ABSENT, "no service is registered on this machine", HOW_TO_START)
     for service in services:
         seen = collect(service)
         dead = {record.node_id: record for record in records if record.service == service and not is_running(record)}

@@ -274,8 +274,8 @@ async def _serve_alone(config: Any, lookup: LookupServer, shard: ShardServer, as
             ]
             end_metrics = serve_endpoint(collectors, on_loop(loop, shard.condition), config.metrics_port, LOOPBACK)
         new_console(stderr=True).print(
-            f"service '{config.service}' runs on this machine, with {format_bytes(config.pool_bytes)} in /dev/shm; its "
-            "logs follow here; Ctrl-C stops it"
+            f"service '{config.service}' runs on this machine, with {format_bytes(config.pool_bytes)} in /dev/shm; "
+            "engines here find it by themselves; see `kvservice status`. Its logs follow; Ctrl-C stops it"
         )
         await first_of(asked.to_end.wait(), shard.left.wait())
     finally:

@@ -135,10 +135,12 @@ def chosen_service(given: str | None) -> str:
 
 def unknown_service(name: str) -> str:
     """What to tell a user if this machine knows no service of this name."""
+    from kvservice.discovery import HOW_TO_START
+
     found = services_here()
     if not found:
         return (
-            "no service is registered on this machine; start one with `kvservice up`, or name a lookup partition of "
+            f"no service is registered on this machine; start one with {HOW_TO_START}, or name a lookup partition of "
             "another machine with --lookup HOST:PORT"
         )
     return f"no service {name!r} is registered on this machine; there is {', '.join(found)}; name it with --service"

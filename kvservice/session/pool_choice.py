@@ -12,7 +12,7 @@ from kvservice.auth.token import Token
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import Attachment, EngineSpec
 from kvservice.core.segment.geometry import Geometry, plan_geometry
-from kvservice.discovery import choose_shard, find_shards, names_of
+from kvservice.discovery import HOW_TO_START, choose_shard, find_shards, names_of
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.pool.eviction import find_policy
 from kvservice.pool.port import PoolPort
@@ -87,7 +87,7 @@ def find_socket(options: PoolOptions) -> str:
                 raise Unavailable(_nobody(options))
             socket = record.socket
         if not is_listening(socket):
-            raise Unavailable(f"no shard listens at {socket}; start the service with `kvservice up`")
+            raise Unavailable(f"no shard listens at {socket}; start the service with {HOW_TO_START}")
     except ConfigError as error:  # several shards fit, or another user's process listens there
         raise Unavailable(error.message) from error
     return socket
@@ -95,7 +95,7 @@ def find_socket(options: PoolOptions) -> str:
 
 def _nobody(options: PoolOptions) -> str:
     """What to tell if no shard fits: which are there, in case that the name is wrong. Raises ConfigError."""
-    start = "start the service with `kvservice up`"
+    start = f"start the service with {HOW_TO_START}"
     there = find_shards()
     service = options.service or os.environ.get("KVSERVICE_SERVICE")
     node = options.node or os.environ.get("KVSERVICE_NODE")

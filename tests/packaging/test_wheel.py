@@ -106,7 +106,7 @@ def test_the_demo_shows_a_remote_hit_and_leaves_nothing(wheel: Path, tmp_path: P
     )
     assert (result.returncode, result.stderr) == (0, "")
     words = [line.split(":")[0] for line in result.stdout.splitlines()]
-    assert words == ["started", "stored", "first", "second", "removed"]
+    assert words == ["started", "stored", "first", "second", "removed", "next"]
     assert "8.0 MiB from n0" in result.stdout and "nothing moved" in result.stdout
     assert not left_behind(before, session)
     scratch.rmdir()  # it is empty again
