@@ -31,6 +31,7 @@ STORAGE = re.compile(r"--hicache-storage-backend-extra-config\s+'(\{.*?\})'(?=\s
 ELISION = "…"
 # README's blocks and who runs them.
 RUN_BY = {
+    "kvservice demo": "tests/packaging/test_wheel.py",
     "make demo": "tests/ray/test_demo.py",
     "vllm serve MODEL": "this file: it needs a GPU",
     "make install model": "tests/vllm/test_readme.py",
@@ -135,7 +136,7 @@ def test_readme_is_short_and_somebody_runs_each_of_its_blocks() -> None:
 
 def test_an_engine_with_a_gpu_is_started_as_one_without() -> None:
     """The options of the line that no test can run are among those of the line that one runs."""
-    with_gpu, without = (joined(block) for block in BLOCK.findall((ROOT / "README.md").read_text())[1:3])
+    with_gpu, without = (joined(block) for block in BLOCK.findall((ROOT / "README.md").read_text())[2:4])
     options = [
         {word for word in shlex.split(text[text.index("vllm serve") :]) if word.startswith("--")}
         for text in (with_gpu, without)
