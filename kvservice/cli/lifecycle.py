@@ -132,7 +132,7 @@ def down(service: str, address: str | None, *, keep_blocks: bool = False, disk_p
     logs.configure(level=logging.WARNING)
     console = new_console(stderr=True)
     # A Ray of somebody else that does not answer would keep this waiting for minutes.
-    on_ray = address is not None or not _runs_without_ray(service)
+    on_ray = address is not None or not _is_without_ray(service)
     found, stopped, no_ray = _stop_on_ray(service, address, keep_blocks=keep_blocks) if on_ray else (False, False, "")
     alone = [] if stopped else [record for record in find_shards(service, live_only=False) if is_running(record)]
     if no_ray and not alone:
@@ -173,13 +173,16 @@ def _remove_blocks(folder: Path, console: Console) -> list[Path]:
     return removed
 
 
-def _runs_without_ray(service: str) -> bool:
-    """Whether shards of the service run on this machine, all of them without Ray."""
-    from kvservice.actors.leftovers import is_ray_node, is_running
+def _is_without_ray(service: str) -> bool:
+    """Whether this machine knows shards of the service, running or killed, and none of them is one of Ray."""
+    from kvservice.actors import ray_auth
+    from kvservice.actors.leftovers import is_ray_node
     from kvservice.discovery import find_shards
 
-    running = [record.node_id for record in find_shards(service, live_only=False) if is_running(record)]
-    return bool(running) and not any(is_ray_node(node) for node in running)
+    if ray_auth.head_record(service).exists():
+        return False
+    known = [record.node_id for record in find_shards(service, live_only=False)]
+    return bool(known) and not any(is_ray_node(node) for node in known)
 
 
 def _stop_on_ray(service: str, address: str | None, *, keep_blocks: bool) -> tuple[bool, bool, str]:

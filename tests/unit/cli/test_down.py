@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -143,49 +144,55 @@ def test_services_that_have_ended_do_not_hide_the_others(memory: Path) -> None:
         assert chosen_service(None) == "three"
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("lookup_remains", [True, False])
-def test_down_frees_the_memory_of_a_killed_service(tmp_path: Path, lookup_remains: bool) -> None:
-    service = f"down-{os.getpid()}"
-    variables = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(tmp_path), "KVSERVICE_SERVICE": service}
-    up = subprocess.Popen(
-        [sys.executable, "-m", "kvservice", "up", "--no-ray", "--pool-bytes", "16MiB"],
-        env=variables,
-        stderr=subprocess.DEVNULL,
-    )
+@pytest.fixture
+def variables(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Of a service without Ray, beside somebody's Ray that takes connections and answers nothing: it is not asked."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        yield {
+            **os.environ,
+            "KVSERVICE_RUNTIME_DIR": str(tmp_path),
+            "KVSERVICE_SERVICE": f"down-{os.getpid()}",
+            "RAY_ADDRESS": f"127.0.0.1:{silent.getsockname()[1]}",
+        }
+
+
+@pytest.fixture
+def up(variables: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    service = variables["KVSERVICE_SERVICE"]
+    words = [sys.executable, "-m", "kvservice", "up", "--no-ray", "--pool-bytes", "16MiB"]
+    process = subprocess.Popen(words, env=variables, stderr=subprocess.DEVNULL)
     try:
         eventually(lambda: find_shards(service, tmp_path), "the shard")
-        up.send_signal(signal.SIGKILL)
-        up.wait(30)
-        if not lookup_remains:
-            (tmp_path / service / "lookup-0.sock").unlink()
-        down = [sys.executable, "-m", "kvservice", "down"]
-        shown = subprocess.run(down, env=variables, capture_output=True, text=True, timeout=60)
-        assert shown.returncode == 0 and "is down" in shown.stderr, shown.stderr
-        assert not list(Path("/dev/shm").glob(f"kvservice-{service}-*"))
-        assert not list(tmp_path.iterdir())
+        yield process
     finally:
-        up.kill()
-        up.wait(30)
+        process.terminate()
+        process.wait(30)
         for path in Path("/dev/shm").glob(f"kvservice-{service}-*"):
             path.unlink()
 
 
+def down(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "kvservice", "down"]
+    return subprocess.run(words, env=variables, capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.processes
-def test_down_beside_a_silent_ray_says_where_to_end(tmp_path: Path) -> None:
-    """Somebody's Ray that takes connections and answers nothing is not asked about a service that runs without it."""
-    service = f"down-{os.getpid()}"
-    variables = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(tmp_path), "KVSERVICE_SERVICE": service}
-    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        variables["RAY_ADDRESS"] = f"127.0.0.1:{silent.getsockname()[1]}"
-        words = [sys.executable, "-m", "kvservice"]
-        up = subprocess.Popen(
-            [*words, "up", "--no-ray", "--pool-bytes", "16MiB"], env=variables, stderr=subprocess.DEVNULL
-        )
-        try:
-            eventually(lambda: find_shards(service, tmp_path), "the shard")
-            shown = subprocess.run([*words, "down"], env=variables, capture_output=True, text=True, timeout=30)
-            assert shown.returncode == 1 and f"kill {up.pid}" in shown.stderr, shown.stderr
-        finally:
-            up.terminate()
-            up.wait(30)
+@pytest.mark.parametrize("lookup_remains", [True, False])
+def test_down_frees_the_memory_of_a_killed_service(
+    up: subprocess.Popen[bytes], variables: dict[str, str], tmp_path: Path, lookup_remains: bool
+) -> None:
+    service = variables["KVSERVICE_SERVICE"]
+    up.send_signal(signal.SIGKILL)
+    up.wait(30)
+    if not lookup_remains:
+        (tmp_path / service / "lookup-0.sock").unlink()
+    shown = down(variables)
+    assert shown.returncode == 0 and "is down" in shown.stderr, shown.stderr
+    assert not list(Path("/dev/shm").glob(f"kvservice-{service}-*"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.processes
+def test_down_says_where_a_service_without_ray_ends(up: subprocess.Popen[bytes], variables: dict[str, str]) -> None:
+    shown = down(variables)
+    assert shown.returncode == 1 and f"kill {up.pid}" in shown.stderr, shown.stderr
