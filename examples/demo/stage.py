@@ -61,7 +61,13 @@ class Steps:
     def __init__(self, console: Console, total: int, *, redirect: bool = True) -> None:
         self._console = console
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, redirect_stdout=redirect, redirect_stderr=redirect)
+        self._progress = Progress(
+            *columns,
+            console=console,
+            redirect_stdout=redirect,
+            redirect_stderr=redirect,
+            disable=not console.is_terminal,
+        )
         self._task = self._progress.add_task("starting", total=total)
 
     def __enter__(self) -> Steps:
