@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvservice.units import GiB, MiB, div_ceil, format_bytes
 
+LOWER = "lower the pool size (`pool_bytes` of a service, `memory` of an embedded pool)"
 MIRROR_ROOM = 512 * MiB  # what the mirror beside a pool may grow to by default
 
 
@@ -15,10 +16,10 @@ def how_to_make_room(directory: Path, needed: int, total: int, free: int) -> str
     stays."""
     size, memory = total - free + needed + MIRROR_ROOM, machine_memory()
     if size > memory:
-        return f"this machine has only {format_bytes(memory)} of memory; lower the pool size (--pool-bytes)"
+        return f"this machine has only {format_bytes(memory)} of memory; {LOWER}"
     return (
         f"make it larger (mount -o remount,size={div_ceil(size, GiB)}G {directory}; docker run --shm-size; in "
-        "Kubernetes an emptyDir with medium: Memory and a sizeLimit), or lower the pool size"
+        f"Kubernetes an emptyDir with medium: Memory and a sizeLimit), or {LOWER}"
     )
 
 

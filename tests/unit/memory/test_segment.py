@@ -19,7 +19,7 @@ from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.header import SLOT_VERSION, SlotHeader
 from kvservice.errors import SegmentError, ServiceConflict, VersionMismatch
 from kvservice.memory import room
-from kvservice.memory.room import how_to_make_room
+from kvservice.memory.room import how_to_make_room, machine_memory
 from kvservice.memory.segment import Segment, is_owned, is_segment_of, remove_stale, remove_unowned, segment_path
 from kvservice.units import BlockKey, BootEpoch, Generation, GiB, MiB, SlotIndex, SpanRoute
 
@@ -61,6 +61,13 @@ def test_the_advised_size_has_room_for_what_is_used(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(room, "machine_memory", lambda: 256 * GiB)
     advice = how_to_make_room(Path("/dev/shm"), needed=100 * GiB, total=24 * GiB, free=20 * GiB)
     assert "size=105G /dev/shm" in advice and "--shm-size" in advice
+
+
+def test_the_advice_names_what_each_kind_of_pool_is_sized_by() -> None:
+    """An embedded pool has no `--pool-bytes`, which the advice named."""
+    for needed in (machine_memory(), MiB):
+        advice = how_to_make_room(Path("/dev/shm"), needed=needed, total=GiB, free=GiB)
+        assert "`pool_bytes`" in advice and "`memory`" in advice
 
 
 @pytest.mark.processes
