@@ -53,8 +53,3 @@ def unpack_ways(record: bytes) -> dict[str, bytes]:
 def joined(names: Iterable[str]) -> str:
     """The names of ways as one word: 'shm+nixl'."""
     return JOINED.join(names)
-
-
-def have_one_in_common(ours: str, theirs: str) -> bool:
-    """Whether two words of `joined` name the same way."""
-    return bool(set(ours.split(JOINED)) & set(theirs.split(JOINED)))

@@ -13,7 +13,6 @@ from kvservice.core.messages import RequestReport
 from kvservice.wire.figures import encode_refused
 from kvservice.wire.v1 import common_pb2, shard_pb2
 
-U32_MAX = (1 << 32) - 1  # what a uint32 field holds; larger counts are sent as this
 REPORTS_MAX = 4096  # reports taken from one heartbeat; an engine sends at most 1024, and the rest is left out
 
 
