@@ -68,14 +68,14 @@ def is_running(record: ShardRecord) -> bool:
 
 
 def remove_dead(
-    service: str, running: Collection[NodeId], runtime_root: Path | None = None, *, keep_memory: bool = False
+    service: str, running: Collection[NodeId], *, keep_memory: bool = False
 ) -> tuple[list[Path], list[Path]]:
     """Remove the files of this service's nodes without Ray whose shard has ended, except of those in `running`. With
     `keep_memory` their next shards find the blocks. Returns what was removed, and segments that a process owns."""
     removed: list[Path] = []
     owned: list[Path] = []
-    own = (runtime_root or default_runtime_root()) / service
-    records = find_shards(service, runtime_root, live_only=False)
+    own = default_runtime_root() / service
+    records = find_shards(service, live_only=False)
     elsewhere = {record.node_id: Path(record.segment_dir) for record in records if record.segment_dir}
     for node in sorted(_nodes_without_ray(service, own) - set(running)):
         segment, directory = segment_path(service, node, elsewhere.get(node, DEV_SHM)), own / node

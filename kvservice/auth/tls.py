@@ -253,11 +253,11 @@ def open_channel(address: str, tls: TlsFiles | None, options: Options = ()) -> g
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=_named(options))
 
 
-def open_blocking_channel(address: str, tls: TlsFiles | None, options: Options = ()) -> grpc.Channel:
+def open_blocking_channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
     """A channel whose calls block. `unix:` addresses are never encrypted."""
     if tls is None or address.startswith("unix:"):
-        return grpc.insecure_channel(address, options=tuple(options))
-    return grpc.secure_channel(address, tls.channel_credentials(), options=_named(options))
+        return grpc.insecure_channel(address)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=_named(()))
 
 
 def is_loopback(address: str) -> bool:

@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from types import TracebackType
-from typing import TextIO
 
 from kvservice.observe import tracing
 from kvservice.units import printable
@@ -107,10 +106,10 @@ class EngineHandler(logging.Handler):
         self._engine.handle(passed)
 
 
-def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+def configure(*, json_lines: bool = False, level: int = logging.INFO) -> None:
     """Set up logging in a process of our own. A second call replaces the first. Inside an engine use
     `speak_through`."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     logger = logging.getLogger("kvservice")
     logger.handlers = [handler]

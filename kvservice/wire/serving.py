@@ -95,7 +95,7 @@ class Gate:
 
 
 def service_handler(
-    service: ServiceDescriptor, implementation: object, needs_deadline: bool = True, gate: Gate | None = None
+    service: ServiceDescriptor, implementation: object, gate: Gate | None = None
 ) -> grpc.GenericRpcHandler[bytes, bytes]:
     """Handlers for every RPC of the service. Raises AttributeError when the implementation lacks one.
 
@@ -109,14 +109,13 @@ def service_handler(
         if method.server_streaming:
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(_streaming(method, function))
         else:
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(_unary(method, function, needs_deadline, gate))
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(_unary(method, function, gate))
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
 def _unary(
     method: MethodDescriptor,
     function: Callable[[Any, Context], Awaitable[Message]],
-    needs_deadline: bool,
     gate: Gate,
 ) -> Any:
     request_type = message_factory.GetMessageClass(method.input_type)
@@ -126,7 +125,7 @@ def _unary(
         try:
             caller_of(context).check_may(method.full_name)
             request = _parse(request_type, data)
-            if needs_deadline and context.time_remaining() is None:
+            if context.time_remaining() is None:
                 raise InvalidRequest(f"{method.full_name} needs a deadline: set a timeout on the call")
             with gate.passing(method.name), tracing.served_span(spanned, context.invocation_metadata):
                 reply = await function(request, context)

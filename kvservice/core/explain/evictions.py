@@ -53,12 +53,11 @@ class Eviction:
 
 
 class EvictionHistory:
-    """A ring of `capacity` evictions. Entries older than `keep_seconds` are not found."""
+    """A ring of `capacity` evictions. Entries older than KEEP_SECONDS are not found."""
 
-    def __init__(self, capacity: int = EVICTIONS_MAX, keep_seconds: float = KEEP_SECONDS) -> None:
+    def __init__(self, capacity: int = EVICTIONS_MAX) -> None:
         assert capacity > 0
         self._capacity = capacity
-        self._keep_seconds = keep_seconds
         self._keys = bytearray()
         self._at = array("d")
         self._cause = array("B")
@@ -124,7 +123,7 @@ class EvictionHistory:
                 self._reason[place],
             )
             for key, place in found.items()
-            if now - self._at[place] <= self._keep_seconds
+            if now - self._at[place] <= KEEP_SECONDS
         }
 
     def _number(self, name: str) -> int:
