@@ -65,9 +65,7 @@ class BlockReader:
     """Channels stay open between two readings."""
 
     def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
-        self._channels = Channels(tls)
-        self._encrypted = tls is not None
-        self._token = token or Token()
+        self._channels = Channels(tls, token=token)
 
     async def read(self, addresses: Mapping[str, str], wanted: BlockFilter, limit: int) -> BlockList:
         """At most `limit` matching slots of the shards at these addresses, by node.
@@ -100,7 +98,7 @@ class BlockReader:
         rows: list[BlockRow] = []
         try:
             while len(rows) <= limit:
-                metadata = self._token.metadata_for(address, encrypted=self._encrypted)
+                metadata = self._channels.metadata_for(address)
                 reply = await stub.ListBlocks(request, timeout=CALL_SECONDS, metadata=metadata)
                 rows += [_row(node, one) for one in reply.blocks]
                 if not reply.more:

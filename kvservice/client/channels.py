@@ -1,4 +1,4 @@
-"""Open channels to other processes of the service, one per address, for callers over TCP.
+"""Open channels to other processes of the service, one per address, for callers over TCP, and what calls on them show.
 
 A channel keeps the certificate that it was made with. When the files change, each channel is replaced at its next use,
 and calls on the old one may finish. So connections made after a rotation use the new certificate. Used on one loop.
@@ -13,6 +13,7 @@ import grpc
 
 from kvservice.aio import end_tasks
 from kvservice.auth.tls import Options, TlsFiles, open_channel
+from kvservice.auth.token import CallMetadata, Token
 from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.wire.serving import CHANNEL_OPTIONS
 
@@ -23,10 +24,16 @@ class Channels:
     """Channels are made on first use, on the loop that runs then."""
 
     def __init__(
-        self, tls: TlsFiles | None = None, options: Options = CHANNEL_OPTIONS, open_max: int = NODES_MAX
+        self,
+        tls: TlsFiles | None = None,
+        options: Options = CHANNEL_OPTIONS,
+        open_max: int = NODES_MAX,
+        *,
+        token: Token | None = None,
     ) -> None:
-        """With more than `open_max` channels, the one used longest ago is closed."""
+        """With more than `open_max` channels, the one used longest ago is closed. `token` is of the calling tenant."""
         self._tls = tls
+        self._token = token or Token()
         self._options = options
         self._open: BoundedTable[str, grpc.aio.Channel] = BoundedTable(open_max, self._retire)
         self._version = 0
@@ -43,6 +50,10 @@ class Channels:
         if channel is None:
             channel = self._open.put(address, open_channel(address, self._tls, self._options))
         return channel
+
+    def metadata_for(self, address: str) -> CallMetadata:
+        """What a call to this address shows: the token, unless others could read it. Raises ConfigError."""
+        return self._token.metadata_for(address, encrypted=self._tls is not None)
 
     def keep_only(self, addresses: Container[str]) -> None:
         """Close the channels of all other addresses. Returns at once; calls under way may still finish."""

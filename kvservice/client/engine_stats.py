@@ -36,9 +36,7 @@ class EngineStatsReader:
 
     def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
         """`token` is of the tenant whose engines are read; without one, all engines are."""
-        self._channels = Channels(tls)
-        self._encrypted = tls is not None
-        self._token = token or Token()
+        self._channels = Channels(tls, token=token)
         self.counters: Counter[str] = Counter()
 
     async def read(
@@ -91,7 +89,7 @@ class EngineStatsReader:
     async def _ask(self, node: Holder, timeout: float) -> NodeEngineStats | None:
         stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(node.peer_address))
         try:
-            metadata = self._token.metadata_for(node.peer_address, encrypted=self._encrypted)
+            metadata = self._channels.metadata_for(node.peer_address)
             reply = await stub.EngineStats(shard_pb2.EngineStatsRequest(), timeout=timeout, metadata=metadata)
             return NodeEngineStats(node, decode_engine_stats(reply))
         except grpc.aio.AioRpcError as error:

@@ -37,9 +37,7 @@ class OperatorClient:
 
     def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
         """`token` is of the tenant whose prompts are meant."""
-        self._channels = Channels(tls)
-        self._encrypted = tls is not None
-        self._token = token or Token()
+        self._channels = Channels(tls, token=token)
 
     async def engines(self, address: str) -> tuple[EngineKind, ...]:
         """The engines at a shard; with a tenant's token only its own. Raises KVServiceError, as all calls here do."""
@@ -81,7 +79,7 @@ class OperatorClient:
         return shard_pb2_grpc.OperatorServiceStub(self._channels.get(address))
 
     async def _ask(self, address: str, rpc: _Rpc[T], request: object, seconds: float) -> T:
-        metadata = self._token.metadata_for(address, encrypted=self._encrypted)
+        metadata = self._channels.metadata_for(address)
         try:
             return await rpc(request, timeout=seconds, metadata=metadata)
         except grpc.aio.AioRpcError as error:

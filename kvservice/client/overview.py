@@ -249,9 +249,7 @@ class OverviewReader:
 
     def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
         """`token` is of the tenant that looks. Without one in a service with tenants, the overview is restricted."""
-        self._channels = Channels(tls)
-        self._encrypted = tls is not None
-        self._token = token or Token()
+        self._channels = Channels(tls, token=token)
 
     async def read(
         self,
@@ -299,7 +297,7 @@ class OverviewReader:
     async def _ask_shard(self, node_id: str, address: str, timeout: float) -> _NodeAnswer:
         stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(address))
         try:
-            metadata = self._token.metadata_for(address, encrypted=self._encrypted)
+            metadata = self._channels.metadata_for(address)
             reply = await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             return _NodeAnswer(node_id, address, error=_short(error))
