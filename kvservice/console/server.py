@@ -23,9 +23,9 @@ from kvservice.console.feed import PageFeed
 from kvservice.console.questions import Questions
 from kvservice.console.settings import Certificate, ConsoleSettings
 from kvservice.console.source import Json, Source
-from kvservice.descriptors import cannot_listen, say_when_short
-from kvservice.errors import Exhausted, InvalidRequest, KVServiceError, Unavailable
-from kvservice.proxy.client_log import ClientLog
+from kvservice.descriptors import say_when_short
+from kvservice.errors import Exhausted, InvalidRequest, KVServiceError
+from kvservice.proxy.listener import Listener
 
 log = logging.getLogger("kvservice.console")
 
@@ -57,31 +57,21 @@ class Console:
             if settings.certificate is None or settings.key is None
             else Certificate(settings.certificate, settings.key)
         )
-        self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Listen, and begin to ask the service. Raises Unavailable if the address cannot be bound."""
         settings = self.settings
-        self._runner = web.AppRunner(
+        self._listener = Listener(
             self._app(),
-            handler_cancellation=True,
-            access_log=None,
-            logger=ClientLog(log),
-            shutdown_timeout=1.0,
-            keepalive_timeout=KEEP_ALIVE_SECONDS,
+            log,
+            idle_seconds=KEEP_ALIVE_SECONDS,
             max_line_size=HEADER_BYTES_MAX,
             max_field_size=HEADER_BYTES_MAX,
         )
-        await self._runner.setup()
         context = None if self._certificate is None else self._certificate.context
-        site = web.TCPSite(self._runner, settings.host, settings.port, ssl_context=context)
-        try:
-            await site.start()
-        except (OSError, UnicodeError) as error:
-            await self._runner.cleanup()
-            raise Unavailable(cannot_listen(f"{settings.host}:{settings.port}", error)) from error
-        self.port = self._runner.addresses[0][1]
+        self.port = await self._listener.start(settings.host, settings.port, ssl=context)
         self._tasks = [asyncio.create_task(self.feed.run())]
         if self._certificate is not None:
             self._tasks.append(asyncio.create_task(self._renew(self._certificate)))
@@ -91,8 +81,8 @@ class Console:
     async def stop(self) -> None:
         """End open pages and answers, then close. Safe after a start that failed."""
         await end_tasks([*self._tasks, *self._questions.under_way])
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._listener is not None:
+            await self._listener.stop()
         await self._source.close()
 
     @property

@@ -15,13 +15,13 @@ import aiohttp
 from aiohttp import web
 
 from kvservice.aio import end_tasks, is_set_within, within
-from kvservice.descriptors import cannot_listen, raise_file_limit, say_when_short
+from kvservice.descriptors import raise_file_limit, say_when_short
 from kvservice.errors import InvalidRequest, Unavailable
 from kvservice.garbage import keep_tables
 from kvservice.observe import logs, tracing
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.checks import ServerChecks
-from kvservice.proxy.client_log import ClientLog
+from kvservice.proxy.listener import Listener
 from kvservice.proxy.metrics import PATHS, ProxyMetrics
 from kvservice.proxy.plan import BUSY, DECODE_FAILED, NO_CONNECTION, NO_DECODE, STOPPING, Problem
 from kvservice.proxy.relay import ClientExchange, Surroundings, answer_response, problem_response
@@ -66,8 +66,7 @@ class Proxy:
         self._session: aiohttp.ClientSession | None = None
         self._around: Surroundings | None = None
         self._checking: asyncio.Task[None] | None = None
-        self._runner: web.AppRunner | None = None
-        self._site: web.TCPSite | None = None
+        self._listener: Listener | None = None
 
     async def start(self) -> None:
         """Listen and begin to check the servers. Raises Unavailable if the address cannot be bound."""
@@ -75,33 +74,21 @@ class Proxy:
         self._session = upstream.new_session()
         checks = ServerChecks(settings, self.pool, self._session, self._server_fell_sick)
         self._around = Surroundings(settings, self.pool, self._session, self.metrics, checks.soon)
-        # Without this a client that disconnects would be noticed only at the next write to it.
-        self._runner = web.AppRunner(
-            self._app(),
-            handler_cancellation=True,
-            access_log=None,
-            logger=ClientLog(log),
-            shutdown_timeout=1.0,
-            keepalive_timeout=IDLE_SECONDS,
-        )
-        await self._runner.setup()
-        self._site = web.TCPSite(self._runner, settings.host, settings.port, backlog=BACKLOG)
+        self._listener = Listener(self._app(), log, idle_seconds=IDLE_SECONDS)
         try:
-            await self._site.start()
-        except (OSError, UnicodeError) as error:
-            await self._runner.cleanup()
+            self.port = await self._listener.start(settings.host, settings.port, backlog=BACKLOG)
+        except Unavailable:
             await self._session.close()
-            raise Unavailable(cannot_listen(f"{settings.host}:{settings.port}", error)) from error
-        self.port = self._runner.addresses[0][1]
+            raise
         self._checking = asyncio.create_task(checks.run())
         log.info("proxy_listening", extra={"host": settings.host, "port": self.port})
 
     async def stop(self) -> None:
         """Accept nothing more, let exchanges finish within the grace period, end the others with an error, then
         close."""
-        assert self._site is not None and self._runner is not None and self._session is not None
+        assert self._listener is not None and self._session is not None
         self._stopping = True
-        await self._site.stop()
+        await self._listener.refuse()
         log.info("proxy_stopping", extra={"in_flight": len(self._exchanges)})
         if not await is_set_within(self.settings.grace_seconds, self._idle):
             for exchange in list(self._exchanges):
@@ -109,7 +96,7 @@ class Proxy:
             await is_set_within(ENDING_SECONDS, self._idle)
         if self._checking is not None:
             await end_tasks([self._checking])
-        await self._runner.cleanup()
+        await self._listener.stop()
         await self._session.close()
 
     def _server_fell_sick(self, server: Server) -> None:

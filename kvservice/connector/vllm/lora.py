@@ -29,7 +29,7 @@ RETRY_SECONDS = 5.0  # Until files that could not be read are read again; the en
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt"})
 CONFIG_NAME = "adapter_config.json"
 PIECE_BYTES = 1 << 20  # Bytes read at once: few calls, and little memory
-# Beyond it the adapters used longest ago are forgotten; each is read again when it is used. No engine has so many loaded.
+# Beyond it the adapters used longest ago are forgotten; each is read again when it is used. No engine loads so many.
 ADAPTERS_MAX = 10_000
 NO_PATH = "\0"  # of a number that had two: equal to no path, because either may be loaded
 # By how much the clock of a file system may be behind this machine's. A file changed within it counts as changed.
