@@ -16,6 +16,23 @@ def end_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, signal.SIGINT, *hangup)
 
 
+class FirstSignal:
+    """Waits for the first of these signals. A further SIGTERM or Ctrl-C then ends the process at once.
+
+    Make it on the loop that waits, in the main thread.
+    """
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self._came = asyncio.Event()
+        for number in numbers:
+            asyncio.get_running_loop().add_signal_handler(number, self._came.set)
+
+    async def wait(self) -> None:
+        await self._came.wait()
+        for number in (signal.SIGTERM, signal.SIGINT):  # not SIGHUP: a terminal that closes causes two
+            asyncio.get_running_loop().remove_signal_handler(number)  # back to the default, which ends the process
+
+
 class EndSignals:
     """What these signals have asked for so far: the first one to end, a further one to hurry.
 

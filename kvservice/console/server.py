@@ -26,6 +26,7 @@ from kvservice.console.source import Json, Source
 from kvservice.descriptors import say_when_short
 from kvservice.errors import Exhausted, InvalidRequest, KVServiceError
 from kvservice.proxy.listener import Listener
+from kvservice.signals import FirstSignal
 
 log = logging.getLogger("kvservice.console")
 
@@ -188,17 +189,12 @@ def _problem(status: int, text: str) -> web.Response:
 
 async def serve(settings: ConsoleSettings, source: Source, say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM, and `say` where. A second signal ends the process at once."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
     say_when_short(log)
     console = Console(settings, source)
     try:
         await console.start()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ended.set)
+        asked = FirstSignal(signal.SIGINT, signal.SIGTERM)
         say(console.url)
-        await ended.wait()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)  # back to the default handlers, which end the process
+        await asked.wait()
     finally:
         await console.stop()

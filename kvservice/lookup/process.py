@@ -4,7 +4,6 @@ lookup`."""
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable
 
 from kvservice.descriptors import raise_file_limit
@@ -14,7 +13,7 @@ from kvservice.observe import tracing
 from kvservice.observe.endpoint import on_loop, serve_endpoint
 from kvservice.observe.logs import say
 from kvservice.observe.lookup_metrics import LookupCollector
-from kvservice.signals import end_signals
+from kvservice.signals import FirstSignal, end_signals
 
 
 async def serve(
@@ -34,24 +33,20 @@ async def serve(
     """
     tracing.start(traces, "kvservice-lookup", service=service)
     raise_file_limit()
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in end_signals():
-        loop.add_signal_handler(number, stopped.set)
+    asked = FirstSignal(*end_signals())
 
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     address = await server.start()
     keep_tables()
     try:
         if metrics_port:
+            loop = asyncio.get_running_loop()
             collector = LookupCollector(service, on_loop(loop, server.numbers))
             end_metrics = serve_endpoint([collector], on_loop(loop, server.condition), metrics_port, host)
         say(f"{what} serves {address}")
         if hint:
             say(hint)
-        await stopped.wait()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)  # a second signal kills the process; the next start replaces its socket
+        await asked.wait()  # a second signal kills the process; the next start replaces its socket
     finally:
         await asyncio.to_thread(end_metrics)
         await server.stop()

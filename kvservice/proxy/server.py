@@ -28,6 +28,7 @@ from kvservice.proxy.relay import ClientExchange, Surroundings, answer_response,
 from kvservice.proxy.servers import Role, Server, ServerFault, ServerPool
 from kvservice.proxy.settings import ProxySettings
 from kvservice.proxy.upstream import AnswerKind, UpstreamFault
+from kvservice.signals import FirstSignal
 
 log = logging.getLogger("kvservice.proxy")
 
@@ -239,19 +240,14 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 async def serve(settings: ProxySettings) -> None:
     """Serve until SIGINT or SIGTERM. A second signal ends the process at once."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
     say_when_short(log)
     proxy = Proxy(settings)
     tracing.start(settings.traces, "kvservice-proxy")
     await proxy.start()
     keep_tables()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
+    asked = FirstSignal(signal.SIGINT, signal.SIGTERM)
     try:
-        await ended.wait()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)  # back to the default handlers, which end the process
+        await asked.wait()
     finally:
         await proxy.stop()
         await asyncio.to_thread(tracing.stop)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvservice.signals import EndSignals, end_signals
+from kvservice.signals import EndSignals, FirstSignal, end_signals
 
 ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -47,3 +47,12 @@ async def test_a_terminal_that_closes_twice_is_not_in_a_hurry() -> None:
 def test_a_closed_terminal_is_ignored_where_nohup_says_so() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert signal.SIGHUP not in end_signals()
+
+
+async def test_only_the_first_signal_is_waited_for() -> None:
+    asked = FirstSignal(*ALL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(asked.wait(), 10)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL, "a terminal that closes causes two"
