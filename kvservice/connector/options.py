@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
@@ -127,6 +128,11 @@ class EngineCacheOptions(PoolOptions):
 
     cache_folder: Annotated[str | None, Shown(default="$XDG_CACHE_HOME/kvservice, else ~/.cache/kvservice")] = None
     """Directory for the digests of weight files."""
+
+    @property
+    def weights_cache(self) -> Path | None:
+        """`cache_folder` as a path; None = the default."""
+        return None if self.cache_folder is None else Path(self.cache_folder).expanduser()
 
 
 class SharingOptions(EngineCacheOptions):

@@ -344,8 +344,8 @@ class Terms:
     """Names the weights of an engine whose weights are changed in place: by a random term, which no other engine has,
     or by the text that the operator wrote into a file, which all engines with the same text share."""
 
-    def __init__(self, version_file: Path | None) -> None:
-        self._file = version_file
+    def __init__(self, version_file: str | None) -> None:
+        self._file = None if version_file is None else Path(version_file).expanduser()
         self._read: _Stamp | None = None  # the file as it was last read
 
     def first(self) -> bytes:

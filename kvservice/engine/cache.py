@@ -83,11 +83,10 @@ def engine_spec(model: PagedModel, options: EngineOptions) -> EngineSpec:
             "rows of one length: leave it out",
             key="accept_codec",
         )
-    cache = None if options.cache_folder is None else Path(options.cache_folder).expanduser()
     fields: dict[str, object] = {
         "engine": "kvservice-reference",
         "transformers": transformers.__version__,
-        "weights": weights or weights_identity(model.name, None, config.get("_commit_hash"), cache),
+        "weights": weights or weights_identity(model.name, None, config.get("_commit_hash"), options.weights_cache),
         "kv_dtype": str(shape.dtype),
         "cell_format": f"token, K {shape.key_width} then V {shape.value_width}",
         "layers": shape.layer_count,

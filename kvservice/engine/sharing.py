@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvservice.connector.shared.identity import shared_model, sharing
 from kvservice.connector.shared.judge import Judge
@@ -38,7 +37,7 @@ def shared_spec(model: PagedModel, options: EngineOptions, exact: EngineSpec) ->
         head_size=shape.key_width,
         commit=getattr(model.config, "_commit_hash", None),
         weights=options.weights_name(),
-        weights_cache=None if options.cache_folder is None else Path(options.cache_folder).expanduser(),
+        weights_cache=options.weights_cache,
         accepts=options.accept_codec,
     )
     return sharing(exact, shared)

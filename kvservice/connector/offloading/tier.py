@@ -92,7 +92,7 @@ class KVServiceTier(SecondaryTierManager):
         )
         if not self._blocks.is_attached:
             log.error("serving without the tier: %s", self._blocks.failure)
-        self._terms = Terms(_path(self._options.weights_version_file))
+        self._terms = Terms(self._options.weights_version_file)
         self._blocks.term = self._terms.first()
         self._lookups = Lookups(self._blocks, self._options.fetch_timeout_seconds)
         self._jobs: dict[int, _Copying] = {}
@@ -273,7 +273,3 @@ def identity(config: OffloadingConfig, weights_version: str) -> dict[str, object
 def _chunk_tokens(config: OffloadingConfig) -> int:
     """Tokens of a chunk of the first group; other groups may have others. Only people read it."""
     return int(config.groups[0].tokens_per_block * config.cache.blocks_per_chunk)
-
-
-def _path(given: str | None) -> Path | None:
-    return None if given is None else Path(given).expanduser()

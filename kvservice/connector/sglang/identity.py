@@ -121,7 +121,7 @@ def engine_fields(options: SGLangOptions) -> dict[str, object]:
     Raises UnnamedWeights if nothing says which weights these are.
     """
     server, model = get_server_args(), process_model_config()
-    cache = None if options.cache_folder is None else Path(options.cache_folder).expanduser()
+    cache = options.weights_cache
     config = without(model.hf_config.to_dict())
     config.pop("context_len", None)  # SGLang's own: see _lengths
     fields: dict[str, object] = {

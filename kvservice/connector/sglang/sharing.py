@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,7 @@ def shared_of(source: ModelSource, pool: Any, ranks: Ranks, options: SGLangOptio
         revision=source.revision,
         commit=source.commit,
         weights=None if options.weights_version is None else f"version {options.weights_version}",
-        weights_cache=None if options.cache_folder is None else Path(options.cache_folder).expanduser(),
+        weights_cache=options.weights_cache,
         accepts=options.accept_codec,
     )
 

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -130,7 +129,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._copying = WorkerFailures()
         self._layerwise = self._options.layerwise
         self._adapters = Adapters(located, files_stay=self._options.adapter_files is AdapterFiles.IMMUTABLE)
-        self._terms = Terms(_path(self._options.weights_version_file))
+        self._terms = Terms(self._options.weights_version_file)
         self._pins: PoolPins | None = None
         self._events: events.StoredEvents | None = None
         self._is_supported = False  # worker role
@@ -161,7 +160,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             bytes(16),
             self._options.namespace,
             weights=self._options.weights_name(),
-            weights_cache=_path(self._options.cache_folder),
+            weights_cache=self._options.weights_cache,
             slot_tokens=self._options.slot_tokens,
             accept_codec=self._options.accept_codec,
         )
@@ -580,7 +579,3 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ConnectorPromMetrics:
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _path(given: str | None) -> Path | None:
-    return None if given is None else Path(given).expanduser()

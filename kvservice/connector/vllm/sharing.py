@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backends import cpu_attn
@@ -69,7 +68,7 @@ def engine_spec(
         revision=model.revision,
         commit=getattr(model.hf_config, "_commit_hash", None),
         weights=options.weights_name(),
-        weights_cache=None if options.cache_folder is None else Path(options.cache_folder).expanduser(),
+        weights_cache=options.weights_cache,
         accepts=options.accept_codec,
     )
     return sharing(exact, shared)

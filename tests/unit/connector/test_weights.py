@@ -336,7 +336,7 @@ def test_a_version_is_believed_once(tmp_path: Path) -> None:
     assert Terms(None).first() == b"", "the fingerprint names them"
     assert Terms(None).next() != Terms(None).next()
     file = tmp_path / "version"
-    one, other = Terms(file), Terms(file)
+    one, other = Terms(str(file)), Terms(str(file))
     file.write_text("step-0")
     assert one.first() == other.first() == b"", "the fingerprint names what was loaded, whatever was loaded before"
     assert one.next() != other.next(), "the file speaks of weights from before the start"
