@@ -42,8 +42,9 @@ from kvservice.wire.codec import (
     encode_statement,
 )
 from kvservice.wire.explain import encode_report
-from kvservice.wire.frames import ANSWERS, FrameKind, parse
+from kvservice.wire.frames import FrameKind
 from kvservice.wire.holding import decode_warmed, encode_warm
+from kvservice.wire.parsing import parse
 from kvservice.wire.v1 import shard_pb2
 from kvservice.wire.versions import PROTOCOL_VERSION
 
@@ -75,9 +76,7 @@ class ShardClient:
         link = await self._connected(end)
         try:
             body = await link.ask(FrameKind.ATTACH, encode_spec(spec).SerializeToString(), ATTACH_SECONDS)
-            message = parse(FrameKind.ATTACH, body, ANSWERS)
-            assert isinstance(message, shard_pb2.Attached)
-            attachment = decode_attachment(message, str(Path(self._socket_path).parent))
+            attachment = decode_attachment(parse(shard_pb2.Attached, body), str(Path(self._socket_path).parent))
             link.check_open()  # the end may have come together with the answer
         except DeadlineExceeded as error:
             link.close()
@@ -99,25 +98,18 @@ class ShardClient:
 
     async def acquire(self, attachment: AttachmentId, request: AcquireRequest) -> AcquireResult:
         seconds = request.timeout_seconds + ACQUIRE_SLACK_SECONDS
-        message = parse(
-            FrameKind.ACQUIRE, await self._ask(attachment, FrameKind.ACQUIRE, encode_acquire(request), seconds), ANSWERS
-        )
-        assert isinstance(message, shard_pb2.AcquireReply)
-        return decode_acquired(message)
+        body = await self._ask(attachment, FrameKind.ACQUIRE, encode_acquire(request), seconds)
+        return decode_acquired(parse(shard_pb2.AcquireReply, body))
 
     async def reserve(self, attachment: AttachmentId, count: int, group: int = 0, call: int = 0) -> list[BlockRef]:
         question = shard_pb2.ReserveRequest(count=count, group=group, call=call)
-        message = parse(
-            FrameKind.RESERVE, await self._ask(attachment, FrameKind.RESERVE, question, CALL_SECONDS), ANSWERS
-        )
-        assert isinstance(message, shard_pb2.ReserveReply)
-        return list(decode_refs(message.blocks))
+        body = await self._ask(attachment, FrameKind.RESERVE, question, CALL_SECONDS)
+        return list(decode_refs(parse(shard_pb2.ReserveReply, body).blocks))
 
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
         question = shard_pb2.SealRequest(items=[encode_seal_item(item) for item in items])
-        message = parse(FrameKind.SEAL, await self._ask(attachment, FrameKind.SEAL, question, SEAL_SECONDS), ANSWERS)
-        assert isinstance(message, shard_pb2.SealReply)
-        return [SealStatus(status) for status in message.statuses]
+        body = await self._ask(attachment, FrameKind.SEAL, question, SEAL_SECONDS)
+        return [SealStatus(status) for status in parse(shard_pb2.SealReply, body).statuses]
 
     async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
         await self._ask(attachment, FrameKind.ABORT, shard_pb2.AbortRequest(blocks=encode_refs(refs)), CALL_SECONDS)
@@ -139,9 +131,8 @@ class ShardClient:
             statement=None if statement is None else encode_statement(statement),
             suspects=encode_refs(suspects),
         )
-        message = parse(FrameKind.RENEW, await self._ask(attachment, FrameKind.RENEW, question, CALL_SECONDS), ANSWERS)
-        assert isinstance(message, shard_pb2.RenewReply)
-        return decode_removed(message)
+        body = await self._ask(attachment, FrameKind.RENEW, question, CALL_SECONDS)
+        return decode_removed(parse(shard_pb2.RenewReply, body))
 
     async def open_handoff(self, attachment: AttachmentId, handoff: HandoffId, call: int = 0) -> None:
         question = shard_pb2.OpenHandoffRequest(handoff=handoff, call=call)
@@ -158,9 +149,7 @@ class ShardClient:
             body = await link.ask(FrameKind.WARM, encode_warm(request).SerializeToString(), seconds)
         finally:
             link.close()
-        message = parse(FrameKind.WARM, body, ANSWERS)
-        assert isinstance(message, shard_pb2.WarmReply)
-        return decode_warmed(message)
+        return decode_warmed(parse(shard_pb2.WarmReply, body))
 
     async def close(self) -> None:
         for attachment in list(self._links):

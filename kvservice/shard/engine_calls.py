@@ -18,7 +18,8 @@ from kvservice.errors import KVServiceError
 from kvservice.units import AttachmentId
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_reports
-from kvservice.wire.frames import QUESTIONS, REQUEST_BYTES_MAX, FrameKind, parse
+from kvservice.wire.frames import QUESTIONS, REQUEST_BYTES_MAX, FrameKind
+from kvservice.wire.parsing import parse
 from kvservice.wire.v1 import shard_pb2
 
 assert RESERVE_COUNT_MAX <= codec.BLOCKS_PER_MESSAGE_MAX, "an answer has all reserved slots"
@@ -37,7 +38,7 @@ Make = Callable[[int], ev.Event]  # from the number of a call to the event
 
 def question(kind: FrameKind, body: bytes, attachment: AttachmentId) -> Make:
     """The event of this frame. Raises InvalidRequest."""
-    return _ASKED[kind](parse(kind, body, QUESTIONS), attachment)
+    return _ASKED[kind](parse(QUESTIONS[kind], body), attachment)
 
 
 def answer(kind: FrameKind, value: Any) -> bytes:

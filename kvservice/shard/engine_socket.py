@@ -43,7 +43,6 @@ from kvservice.wire.frames import (
     GOOD,
     KINDS,
     NO_CALL,
-    QUESTIONS,
     READ_BYTES,
     REFUSED,
     REQUEST_BYTES_MAX,
@@ -52,9 +51,9 @@ from kvservice.wire.frames import (
     FrameReader,
     encode_failure,
     pack_frame,
-    parse,
 )
 from kvservice.wire.holding import decode_warm, encode_warmed
+from kvservice.wire.parsing import parse
 from kvservice.wire.v1 import shard_pb2
 from kvservice.wire.versions import check_version
 
@@ -405,8 +404,7 @@ class _Connection(asyncio.BufferedProtocol):
     # -- what is asked of the shard itself ----
 
     def _hello(self, body: bytes) -> None:
-        message = parse(FrameKind.HELLO, body, QUESTIONS)
-        assert isinstance(message, shard_pb2.Hello)
+        message = parse(shard_pb2.Hello, body)
         check_version(message.protocol_version, "the engine")
         self._metadata = ((METADATA_KEY, message.authorization),) if message.authorization else ()
         caller = self._socket.authenticator.caller(self)
@@ -418,8 +416,7 @@ class _Connection(asyncio.BufferedProtocol):
             self.line = self._socket.turns.join(self, account_of(caller))
 
     async def _attach(self, body: bytes) -> bytes:
-        message = parse(FrameKind.ATTACH, body, QUESTIONS)
-        assert isinstance(message, shard_pb2.AttachRequest)
+        message = parse(shard_pb2.AttachRequest, body)
         if self.attachment is not None:
             raise InvalidRequest("this connection is attached already: each attachment has a connection of its own")
         authenticator = self._socket.authenticator
@@ -442,8 +439,7 @@ class _Connection(asyncio.BufferedProtocol):
         return b""
 
     async def _warm(self, body: bytes) -> bytes:
-        message = parse(FrameKind.WARM, body, QUESTIONS)
-        assert isinstance(message, shard_pb2.WarmRequest)
+        message = parse(shard_pb2.WarmRequest, body)
         account = account_of(self._socket.authenticator.caller(self))
         return encode_warmed(await self._pool.warm(decode_warm(message), account)).SerializeToString()
 

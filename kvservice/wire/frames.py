@@ -138,16 +138,6 @@ class FrameReader:
                 self._rest += buffer[at:]
 
 
-def parse(kind: FrameKind, data: bytes, messages: dict[FrameKind, type[Message]]) -> Message:
-    """The message of a frame of this kind. Raises InvalidRequest for bytes that are none."""
-    made = messages[kind]()
-    try:
-        made.ParseFromString(data)
-    except DecodeError as error:
-        raise InvalidRequest(f"these {len(data)} bytes are not a {made.DESCRIPTOR.name}") from error
-    return made
-
-
 def encode_failure(error: KVServiceError) -> bytes:
     """The body of a refusal."""
     attributes = {name: str(value)[:TEXT_CHARS_MAX] for name, value in list(error.attributes.items())[:ATTRIBUTES_MAX]}

@@ -18,11 +18,12 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from kvservice.auth.identity import caller_of
 from kvservice.errors import Exhausted, InvalidRequest, KVServiceError
 from kvservice.observe import tracing
+from kvservice.wire.parsing import parse
 from kvservice.wire.status import status_code, status_text, trailing_metadata
 
 log = logging.getLogger("kvservice.wire")
@@ -124,7 +125,7 @@ def _unary(
     async def handle(data: bytes, context: Context) -> bytes:
         try:
             caller_of(context).check_may(method.full_name)
-            request = _parse(request_type, data)
+            request = parse(request_type, data)
             if context.time_remaining() is None:
                 raise InvalidRequest(f"{method.full_name} needs a deadline: set a timeout on the call")
             with gate.passing(method.name), tracing.served_span(spanned, context.invocation_metadata):
@@ -144,7 +145,7 @@ def _streaming(method: MethodDescriptor, function: Callable[[Any, Context], Asyn
     async def handle(data: bytes, context: Context) -> AsyncIterator[bytes]:
         try:
             caller_of(context).check_may(method.full_name)
-            request = _parse(request_type, data)
+            request = parse(request_type, data)
             async for event in function(request, context):
                 yield event.SerializeToString()
         except KVServiceError as error:
@@ -153,15 +154,6 @@ def _streaming(method: MethodDescriptor, function: Callable[[Any, Context], Asyn
             await _internal(context, method)
 
     return handle
-
-
-def _parse(request_type: type[Message], data: bytes) -> Message:
-    request = request_type()
-    try:
-        request.ParseFromString(data)
-    except DecodeError as error:
-        raise InvalidRequest(f"these {len(data)} bytes are not a {request_type.DESCRIPTOR.name}") from error
-    return request
 
 
 async def _refuse(context: Context, error: KVServiceError) -> NoReturn:

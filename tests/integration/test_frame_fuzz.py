@@ -27,8 +27,8 @@ from kvservice.wire.frames import (
     FrameReader,
     decode_failure,
     pack_frame,
-    parse,
 )
+from kvservice.wire.parsing import parse
 from kvservice.wire.v1 import shard_pb2
 from kvservice.wire.versions import PROTOCOL_VERSION
 from tests.fuzz.messages import Fuzzer, Menu
@@ -123,7 +123,7 @@ class Stranger:
                     self.counts[name, reason] += 1
                 elif kind is not None:
                     if kind in ANSWERS:
-                        parse(kind, frame.body, ANSWERS)
+                        parse(ANSWERS[kind], frame.body)
                     self.counts[kind.name, "OK"] += 1
                 if frame.kind == FrameKind.GOODBYE:
                     return

@@ -28,8 +28,8 @@ from kvservice.wire.frames import (
     decode_failure,
     encode_failure,
     pack_frame,
-    parse,
 )
+from kvservice.wire.parsing import parse
 
 MOST = 1000
 FRAMES = st.lists(
@@ -117,6 +117,6 @@ def test_bytes_are_a_message_of_their_kind_or_refused(kind: FrameKind, data: byt
     for messages in (QUESTIONS, ANSWERS):
         if kind in messages:
             try:
-                assert isinstance(parse(kind, data, messages), messages[kind])
+                parse(messages[kind], data)
             except InvalidRequest:
                 continue
