@@ -80,8 +80,7 @@ class NamedBlocks:
             attaching = self._thread.attach_program(model, layout, fields, namespace)
             self._program = self._thread.loop.wait(attaching)
         except BaseException:
-            self._thread.loop.wait(self._thread.close())
-            self._thread.loop.stop()
+            self._thread.end()
             raise
 
     @property
@@ -124,9 +123,7 @@ class NamedBlocks:
 
     def close(self) -> None:
         """Leave the pool. Blocks until the writes under way have ended. Idempotent."""
-        if self._thread.loop.is_usable:
-            self._thread.loop.wait(self._thread.close())
-            self._thread.loop.stop()
+        self._thread.end()
 
     # -- on the loop ----
 

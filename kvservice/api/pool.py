@@ -173,9 +173,7 @@ class Pool:
     def close(self) -> None:
         """Leave the pool. Caches are closed with it; a pool in this process is gone, and hits are kept readable.
         Idempotent."""
-        if self._thread.loop.is_usable:
-            self._thread.loop.wait(self._thread.close())
-            self._thread.loop.stop()
+        self._thread.end()
 
     def __enter__(self) -> Pool:
         return self

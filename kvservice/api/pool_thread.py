@@ -101,12 +101,18 @@ class PoolThread:
         return explanation_of(explain(ServiceWitnesses(members, token), request_id), members.silent)
 
     async def close(self) -> None:
-        """Detach everything and close the embedded pool. Idempotent. `loop.stop` comes next."""
+        """Detach everything and close the embedded pool. Idempotent. `loop.stop` comes next: see `end`."""
         for each in list(self.attached):
             await self.detach(each)
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             await runtime.close()
+
+    def end(self) -> None:
+        """Close, and end the thread. Blocks; for callers on other threads. Idempotent; does nothing after a fork."""
+        if self.loop.is_usable:
+            self.loop.wait(self.close())
+            self.loop.stop()
 
     async def _open_pool(self) -> PoolPort:
         if self._runtime is None:
@@ -130,9 +136,7 @@ class _Shared:
 def _close_all() -> None:
     """At the end of the program, for pools that nobody closed."""
     for pool in list(_open):
-        if pool.loop.is_usable:
-            pool.loop.wait(pool.close())
-            pool.loop.stop()
+        pool.end()
 
 
 def _forked() -> None:

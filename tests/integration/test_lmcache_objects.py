@@ -49,8 +49,7 @@ class Server:
 
     def close(self) -> None:
         self.thread.loop.wait(self.objects.close())
-        self.thread.loop.wait(self.thread.close())
-        self.thread.loop.stop()
+        self.thread.end()
 
 
 @contextmanager

@@ -306,8 +306,7 @@ class PageStorage:
     def close(self) -> None:
         """Leave the pool. Blocks until the copies under way have ended. Idempotent."""
         if self._thread.loop.is_usable:
-            self._thread.loop.wait(self._thread.close())
-            self._thread.loop.stop()
+            self._thread.end()
             log.info("storage_closed", extra={"pages": dict(self.counters)})
 
     def take_counts(self) -> dict[str, int]:

@@ -38,8 +38,7 @@ def test_programs_that_attach_at_once_share_one_pool() -> None:
         thread.loop.wait(attach_both())
         assert len(opened) == 1 and len(thread.attached) == 2
     finally:
-        thread.loop.wait(thread.close())
-        thread.loop.stop()
+        thread.end()
 
 
 async def test_work_that_is_given_up_ends_before_its_caller_goes_on() -> None:

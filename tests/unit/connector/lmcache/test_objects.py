@@ -31,8 +31,7 @@ def thread() -> Iterator[PoolThread]:
     made = PoolThread(AdapterOptions.parse(EMBEDDED))
     made.loop.wait(made.open())
     yield made
-    made.loop.wait(made.close())
-    made.loop.stop()
+    made.end()
 
 
 class Server:
@@ -239,5 +238,4 @@ def test_without_a_shard_everything_is_a_miss_at_once(tmp_path: Any) -> None:
     assert server.store(keys, some(2)) == server.lock(keys) == [False] * 2 and server.load(keys) == [None] * 2
     assert time.monotonic() - started < options.fetch_timeout_seconds and not server.objects.is_attached
     thread.loop.wait(server.objects.close())
-    thread.loop.wait(thread.close())
-    thread.loop.stop()
+    thread.end()

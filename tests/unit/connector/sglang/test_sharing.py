@@ -73,9 +73,7 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def thread() -> Iterator[PoolThread]:
     made = PoolThread(SGLangOptions.parse(SHARE))
     yield made
-    if made.loop.is_usable:
-        made.loop.wait(made.close())
-        made.loop.stop()
+    made.end()
 
 
 def storage(folder: Path, memory: HostMemory, thread: PoolThread) -> PageStorage:

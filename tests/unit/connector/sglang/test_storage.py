@@ -41,9 +41,7 @@ def thread() -> Iterator[PoolThread]:
     """One pool for several ranks or engines."""
     made = PoolThread(SGLangOptions.parse(OPTIONS))
     yield made
-    if made.loop.is_usable:
-        made.loop.wait(made.close())
-        made.loop.stop()
+    made.end()
 
 
 def stored(memory: HostMemory, made: PageStorage, pages: list[str], numbers: list[int]) -> None:
