@@ -129,54 +129,53 @@ class ShardServer:
 
     async def _start(self) -> None:
         """Everything that can be checked is checked before memory is taken."""
-        config = self._config
-        self._tls = open_tls(config.settings.tls_dir)
-        check_lookups(
-            config.lookup_addresses, tls=self._tls is not None, allow_plaintext=config.settings.allow_plaintext
-        )
-        tenants = open_tenants(config.settings.tenants_file)
-        geometry = plan_geometry(config.settings.pool_bytes, config.settings.slab_bytes or None)
+        config, settings = self._config, self._config.settings
+        self._tls = open_tls(settings.tls_dir)
+        check_lookups(config.lookup_addresses, tls=self._tls is not None, allow_plaintext=settings.allow_plaintext)
+        tenants = open_tenants(settings.tenants_file)
+        geometry = plan_geometry(settings.pool_bytes, settings.slab_bytes or None)
         ways, reads = _choose_reader(config)
-        coders = await asyncio.to_thread(partial(open_coders, config.settings, has_tenants=tenants is not None))
+        coders = await asyncio.to_thread(partial(open_coders, settings, has_tenants=tenants is not None))
         coders.keys.set_tenants({} if tenants is None else tenants.current.secrets())
-        eviction = await asyncio.to_thread(find_policy, config.settings.eviction)
-        check_listener(self._peers_at(), self._tls, allow_plaintext=config.settings.allow_plaintext)
-        directory = discovery.node_directory(config.settings.service, config.node_id, config.settings.runtime_root)
+        eviction = await asyncio.to_thread(find_policy, settings.eviction)
+        check_listener(self._peers_at(), self._tls, allow_plaintext=settings.allow_plaintext)
+        directory = self._node_directory
         make_directory(directory)
-        socket_path = discovery.shard_socket(config.settings.service, config.node_id, config.settings.runtime_root)
+        socket_path = discovery.shard_socket(settings.service, config.node_id, settings.runtime_root)
         if await asyncio.to_thread(is_listening, socket_path):
             raise ServiceConflict(
-                f"a shard of service {config.settings.service!r} already serves node {config.node_id} at "
+                f"a shard of service {settings.service!r} already serves node {config.node_id} at "
                 f"{socket_path}: end it (`kvservice down` does, or says how), or choose another --node of `kvservice "
                 "shard`, or another --service"
             )
         self._secret = secret = discovery.node_secret(directory)
+        segment = segment_path(settings.service, config.node_id, config.segment_dir)
         if config.lookup_addresses:
             mirror = DirectoryMirror.open(
-                mirror_path(segment_path(config.settings.service, config.node_id, config.segment_dir)),
+                mirror_path(segment),
                 directory / discovery.MIRROR_NAME,
                 config.lookup_addresses,
-                config.settings.mirror_bytes,
+                settings.mirror_bytes,
                 time.time_ns(),
                 self._tls,
             )
             self._directory = ShardDirectory(config.lookup_addresses, self._inventory, self._tls, secret, mirror)
-        tiers = await find_tiers(config.settings, self._owner)
+        tiers = await find_tiers(settings, self._owner)
         self._pool = await PoolRuntime.open(
             PoolConfig(
                 config.node_id,
-                segment_path(config.settings.service, config.node_id, config.segment_dir),
+                segment,
                 geometry,
-                config.settings.lease_seconds,
+                settings.lease_seconds,
                 # The epoch of a new segment (the machine rebooted) must be above every earlier one, and the clock may
                 # have been set back.
                 epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock())),
                 tenants={} if tenants is None else tenants.current.limits(room_of(geometry), disk_bytes(tiers)),
                 eviction=eviction,
                 tiers=tiers,
-                accept_spill=config.settings.accept_spill,
-                spill=config.settings.spill == "evicted",
-                max_age_seconds=config.settings.max_age_seconds,
+                accept_spill=settings.accept_spill,
+                spill=settings.spill == "evicted",
+                max_age_seconds=settings.max_age_seconds,
                 coders=coders,
                 mark_files=(directory / discovery.MARKS_NAME, *marks_beside(tiers)),
                 wall_clock=self._wall_clock,
@@ -196,7 +195,7 @@ class ShardServer:
         self._socket_path = socket_path
         self._register(config.lookup_addresses)
         if self._directory is not None:
-            self._directory.start(self.holder, config.settings.heartbeat_seconds, self._superseded)
+            self._directory.start(self.holder, settings.heartbeat_seconds, self._superseded)
 
     def leave(self, timeout_seconds: float, handover: bool, exit: bool) -> DrainProgress:
         """Begin to leave the service, or continue. Returns at once with the progress; call it again for more.
@@ -318,21 +317,21 @@ class ShardServer:
 
     def _own_files(self) -> list[Path]:
         """Our files in the node's directory, beside the record."""
-        directory = discovery.node_directory(
-            self._config.settings.service, self._config.node_id, self._config.settings.runtime_root
-        )
-        return [directory / name for name in discovery.OWN_NAMES]
+        return [self._node_directory / name for name in discovery.OWN_NAMES]
 
     def _remove(self, files: Iterable[Path]) -> None:
         for path in files:
             with contextlib.suppress(NotADirectoryError):
                 path.unlink(missing_ok=True)
-        directory = discovery.node_directory(
-            self._config.settings.service, self._config.node_id, self._config.settings.runtime_root
-        )
-        for empty in (directory, directory.parent):
+        for empty in (self._node_directory, self._node_directory.parent):
             with contextlib.suppress(OSError):  # rmdir fails while there are other files; those stay
                 empty.rmdir()
+
+    @property
+    def _node_directory(self) -> Path:
+        """Where this node's files are."""
+        settings = self._config.settings
+        return discovery.node_directory(settings.service, self._config.node_id, settings.runtime_root)
 
     @property
     def _owner(self) -> str:
@@ -483,13 +482,13 @@ class ShardServer:
                     log.exception("runtime_files_failed")
 
     def _lacks_files(self) -> bool:
-        directory = Path(self._socket_path).parent
-        own = [directory / name for name in (discovery.RECORD_NAME, discovery.SECRET_NAME, discovery.EPOCH_NAME)]
+        names = (discovery.RECORD_NAME, discovery.SECRET_NAME, discovery.EPOCH_NAME)
+        own = [self._node_directory / name for name in names]
         return not all(path.exists() for path in own) or not all(map(is_bound, self._addresses()))
 
     async def _remake_files(self) -> None:
         """Make the files of the same boot, with the same secret. Open connections to removed sockets stay open."""
-        directory = Path(self._socket_path).parent
+        directory = self._node_directory
         make_directory(directory)
         discovery.keep_secret(directory, self._secret)
         discovery.keep_epoch(directory, self.pool.epoch)
@@ -576,7 +575,7 @@ def _choose_reader(config: ShardServerConfig) -> tuple[str, Callable[[Segment], 
     maps_peers = kind != "nixl"
     if kind == "nixl" or (kind == "auto" and beyond and nixl_available()):
         return (
-            joined((*((mapped.NAME,) * maps_peers), "nixl")),
+            joined((mapped.NAME, "nixl") if maps_peers else ("nixl",)),
             lambda segment: Puller(
                 segment, lambda: NixlTransport(segment, config.node_id, config.peer_host), maps_peers=maps_peers
             ),
