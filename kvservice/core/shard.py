@@ -130,12 +130,14 @@ class ShardState:
         self._writes = Writes(shard, self._acquisitions, self._hinted)
         self._suspects = Suspects(shard, self._holds)
         self._attachments = Attachments(shard, self._writes, self._end_attachment)
-        given = (self._handoffs, self._takeovers, self._leaving, self._tiers, self._acquisitions, self._suspects)
-        timed = (self._leases, self._acquisitions, self._tails, self._warming, self._pulls, self._clearing, *given[:4])
-        self._with_deadlines = tuple(part.next_deadline for part in timed)
-        self._handlers = self._handlers_with(PeerCalls(shard, *given))
+        timed = (self._leases, self._acquisitions, self._tails, self._warming, self._pulls, self._clearing)
+        rest = (self._handoffs, self._takeovers, self._leaving, self._tiers)
+        self._with_deadlines = tuple(part.next_deadline for part in (*timed, *rest))
+        self._handlers = self._make_handlers()
 
-    def _handlers_with(self, peers: PeerCalls) -> dict[type, Callable[..., None]]:
+    def _make_handlers(self) -> dict[type, Callable[..., None]]:
+        asked = (self._handoffs, self._takeovers, self._leaving, self._tiers, self._acquisitions, self._suspects)
+        peers = PeerCalls(self._context, *asked)
         return {
             **self._attachments.handlers(),
             ev.Acquire: self._acquire,
