@@ -105,12 +105,12 @@ class ShardState:
             self._admission,
             self.records,
             self.counters,
-            self._actions.append,
-            lambda: self.draining,
-            lambda attachment: found.spec.model if (found := self._attachments.get(attachment)) else "",
-            lambda attachment: found.digest if (found := self._attachments.get(attachment)) else b"",
-            self.freshness,
-            Slices(slices, self._actions.append),
+            emit=self._actions.append,
+            is_draining=lambda: self.draining,
+            model_of=lambda attachment: found.spec.model if (found := self._attachments.get(attachment)) else "",
+            fingerprint_of=lambda attachment: found.digest if (found := self._attachments.get(attachment)) else b"",
+            freshness=self.freshness,
+            slices=Slices(slices, self._actions.append),
         )
         self._context = shard
         self._tiers = Tiers(tiers, shard, spills=spills)
