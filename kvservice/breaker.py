@@ -42,3 +42,11 @@ class Breaker:
             doubled = min(self.failures - self.failures_to_open, 16)  # a float holds no 2 ** 1024
             seconds = OPEN_SECONDS_FIRST * 2**doubled
             self.open_until = now + min(seconds, self.open_seconds_max)
+
+    def failed_once(self, now: float) -> bool:
+        """Like `failed`, for callers with many calls under way: of those that fail while it is open, none counts.
+        Returns whether it has opened."""
+        if not self.allows(now):
+            return False
+        self.failed(now)
+        return not self.allows(now)

@@ -220,9 +220,7 @@ class PeerClient:
         except grpc.aio.AioRpcError as error:
             # A refusal is an answer. Only a peer that does not answer opens the breaker.
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                now = self._clock()
-                if breaker.allows(now):  # of the calls that were under way when it opened, one is counted
-                    breaker.failed(now)
+                breaker.failed_once(self._clock())
             raise error_from_rpc(error, f"{what} at node {holder.node_id}") from error
         breaker.succeeded()
         return reply

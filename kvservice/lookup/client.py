@@ -248,10 +248,7 @@ class LookupClient:
 
     def _failed(self, partition: _Partition, counter: str) -> None:
         self._counters[counter] += 1
-        now = self._clock()
-        if partition.breaker.allows(now):  # of the calls that were under way when it opened, one is counted
-            partition.breaker.failed(now)
-            self._counters["lookup_breaker_opened"] += not partition.breaker.allows(now)
+        self._counters["lookup_breaker_opened"] += partition.breaker.failed_once(self._clock())
 
     async def _stats(self, partition: _Partition) -> lookup_pb2.LookupStatsReply | None:
         try:

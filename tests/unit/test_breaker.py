@@ -34,3 +34,10 @@ def test_after_a_pause_one_caller_tries_it() -> None:
     assert breaker.admits(now + 5.0, 5.0), "the trial was lost"
     breaker.succeeded()
     assert all(breaker.admits(now, 5.0) for _ in range(3))
+
+
+def test_calls_that_fail_after_the_opening_do_not_count() -> None:
+    breaker = Breaker()
+    found = [breaker.failed_once(0.0) for _ in range(FAILURES_TO_OPEN + 5)]
+    assert found == [number == FAILURES_TO_OPEN for number in range(1, len(found) + 1)]
+    assert breaker.failures == FAILURES_TO_OPEN and breaker.allows(OPEN_SECONDS_FIRST)
