@@ -33,6 +33,7 @@ from kvservice.core.messages import (
     WarmRequest,
 )
 from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.digest_sample import DigestSample
 from kvservice.core.segment.header import unpack_header
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import InvalidRequest, KVServiceError
@@ -41,7 +42,6 @@ from kvservice.units import BlockKey
 
 Verify: TypeAlias = Literal["sampled", "full", "off"]
 
-SAMPLE_ONE_IN = 16  # blocks a digest check, as in engines: it costs little, and memory that goes bad shows soon
 TIMEOUT_SECONDS_MAX = 600.0  # as for engines: a request that waits longer is forgotten rather than waited for
 
 
@@ -94,7 +94,7 @@ class AttachedModel:
         }
         self._program = AttachedProgram(open_pool, model, layout, fields, namespace)
         self._verify = verify
-        self._looked_at = 0  # blocks handed out, for the sample
+        self._sample = DigestSample(verify)
 
     # -- life ----
 
@@ -205,8 +205,7 @@ class AttachedModel:
         assert held.window.buffer is not None
         memory = memoryview(held.window.buffer).cast("B")
         for number, header in enumerate(held.headers):
-            self._looked_at += 1
-            if self._verify == "full" or self._looked_at % SAMPLE_ONE_IN == 0:
+            if self._sample.has_next():
                 begin = number * held.window.stride
                 known = unpack_header(header)
                 payload = memory[begin : begin + self.layout.block_bytes]

@@ -13,12 +13,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvservice.aio import in_thread
-from kvservice.api.attached import SAMPLE_ONE_IN, Verify
+from kvservice.api.attached import Verify
 from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_key, route_of_head, term_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
+from kvservice.core.segment.digest_sample import DigestSample
 from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.runs import in_one_pass
 from kvservice.session.options import PoolOptions
@@ -73,8 +74,7 @@ class NamedBlocks:
             **identity,
         }
         self._layout = layout
-        self._verify = verify
-        self._looked_at = 0  # blocks read, for the sample
+        self._sample = DigestSample(verify)
         self.term = b""  # of the weights, where they are changed in place: blocks of another term have other names
         try:
             attaching = self._thread.attach_program(model, layout, fields, namespace)
@@ -167,9 +167,7 @@ class NamedBlocks:
         """On a thread."""
         if promise is None:
             return False
-        self._looked_at += 1
-        is_next = in_one_pass() or self._looked_at % SAMPLE_ONE_IN == 0
-        is_checked = self._verify == "full" or (self._verify == "sampled" and is_next)
+        is_checked = self._sample.has_next(is_free=in_one_pass())
         return promise.mapped.read(promise.ref, promise.key, target, check_digest=is_checked)
 
     async def _put(self, names: Sequence[bytes], blocks: Sequence[Array], term: bytes) -> list[bool]:

@@ -24,10 +24,10 @@ from kvservice.breaker import Breaker
 from kvservice.connector.lmcache.locks import ObjectLocks, PromisedObject, SharedLease
 from kvservice.connector.lmcache.names import ObjectKeyPort, ObjectLayout, identity_of, object_hash, rows_of
 from kvservice.connector.lmcache.options import AdapterOptions
-from kvservice.connector.options import Verify
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, KEYS_PER_REQUEST_MAX, block_keys, route_of_head, span_route
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
+from kvservice.core.segment.digest_sample import DigestSample
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import InvalidRequest, KVServiceError
 from kvservice.memory.runs import in_one_pass
@@ -38,7 +38,6 @@ log = logging.getLogger("kvservice.lmcache")
 # Models and layouts that a server is attached for. One more makes the one leave that was used longest ago. A shard has
 # 128 attachments for one tenant.
 LAYOUTS_MAX = 64
-SAMPLE_ONE_IN = 16  # loaded objects a digest check, as in engines
 # Objects whose place in their prompt is remembered from a lookup until they are stored; of 256 tokens, of 8 million.
 PLACES_MAX = 1 << 15
 # Requests for a row. Every second one goes on behind an object that is found by itself only: sixteen such objects are
@@ -102,7 +101,7 @@ class PooledObjects:
         # By model and group, as stored last.
         self._last_layout: BoundedTable[tuple[str, int], ObjectLayout] = BoundedTable(LAYOUTS_MAX)
         self._breaker = Breaker(open_seconds_max=REST_SECONDS_MAX, failures_to_open=1)
-        self._looked_at = 0  # objects loaded, for the sample
+        self._sample = DigestSample(options.verify_load.value)
         self.counters: Counter[str] = Counter()
 
     @property
@@ -297,10 +296,7 @@ class PooledObjects:
         return [(index, self._copy_one(one, array)) for index, one, array in work]
 
     def _copy_one(self, one: PromisedObject, array: Array) -> bool:
-        self._looked_at += 1
-        is_next = in_one_pass() or self._looked_at % SAMPLE_ONE_IN == 0
-        is_sampled = self._options.verify_load is Verify.SAMPLED and is_next
-        is_checked = is_sampled or self._options.verify_load is Verify.FULL
+        is_checked = self._sample.has_next(is_free=in_one_pass())
         return one.mapped.read(one.ref, one.key, array, check_digest=is_checked)
 
     # -- inside ----

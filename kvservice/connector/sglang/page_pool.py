@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvservice.api.attached import SAMPLE_ONE_IN
 from kvservice.api.loop import LoopThread
 from kvservice.api.mapped import MappedPool
 from kvservice.api.program import AttachedProgram
@@ -34,6 +33,7 @@ from kvservice.core.block.keys import (
 )
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import AcquireRequest, AcquireResult, MissReason, RequestReport, SealItem, SealStatus
+from kvservice.core.segment.digest_sample import DigestSample
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockKey
 
@@ -75,10 +75,9 @@ class PagePool:
         self._form = form
         self._counters = counters
         self._timeout_seconds = timeout_seconds
-        self._verify = verify
+        self._sample = DigestSample(verify.value)
         self._lock = threading.Lock()
         self._promised: dict[str, tuple[PagePromise, int]] = {}  # by page: the youngest promise, and its number in that
-        self._read_count = 0  # blocks, for the sample
         # By first page: prompts that the pool does not want, because nothing like them comes back.
         self._refused: BoundedTable[str, bool] = BoundedTable(REFUSED_MAX)
         self._term = term
@@ -249,13 +248,11 @@ class PagePool:
 
     def _copied(self, promise: PagePromise, number: int, pieces: Sequence[int]) -> bool:
         for block, (result, keys) in enumerate(zip(promise.results, promise.keys, strict=True)):
-            self._read_count += 1
-            is_sampled = self._verify is Verify.SAMPLED and self._read_count % SAMPLE_ONE_IN == 0
             is_sound = promise.mapped.read(
                 result.blocks[number],
                 keys[number],
                 self._form.load(pieces, block),
-                check_digest=is_sampled or self._verify is Verify.FULL,
+                check_digest=self._sample.has_next(),
             )
             if not is_sound:
                 return False

@@ -26,6 +26,7 @@ from kvservice.connector.worker.copier import Copier, InlineCopier, Ticket, in_p
 from kvservice.connector.worker.worker_loans import WorkerLoans
 from kvservice.copying.message import Direction
 from kvservice.core.segment.digest import digest_payload
+from kvservice.core.segment.digest_sample import DigestSample
 from kvservice.core.segment.header import DIGEST_WORD
 from kvservice.core.segment.header_checks import HeaderRows, are_as_promised, is_as_promised, is_reserved
 from kvservice.core.segment.layout import HeadShare
@@ -38,9 +39,6 @@ from kvservice.units import SlotIndex
 log = logging.getLogger("kvservice.connector")
 
 T = TypeVar("T")
-# Loaded blocks per digest check under Verify.SAMPLED, where a digest does not come with the copy but is another pass.
-# The checks then cost little, and memory that goes bad shows within seconds of load.
-SAMPLE_ONE_IN = 16
 MAP_AGAIN_SECONDS = 5.0  # after a failure to map the pool, which may be one for a moment: no free descriptor
 
 
@@ -93,6 +91,7 @@ class WorkerHalf:
         self._share = share
         self._block_copiers = block_copiers
         self._verify = verify
+        self._sample = DigestSample(verify.value)  # of blocks whose digest does not come with the copy
         self._copier = copier or in_process_copier(block_copiers)
         runs_here = isinstance(self._copier, InlineCopier) and self._copier.is_inline
         self._defers = defer_stores is DeferStores.ON or (defer_stores is DeferStores.AUTO and runs_here)
@@ -108,7 +107,6 @@ class WorkerHalf:
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._report = StepReport()
-        self._load_count = 0
         self._verified = 0  # slots, since the last report
         self._unexpected = 0
 
@@ -306,7 +304,7 @@ class WorkerHalf:
         damaged: list[BlockRef] = []
         for entry, slot, digest in zip(entries, slots, wanted, strict=True):
             found = came.get(slot)
-            if found is None and self._looks_at_next():
+            if found is None and self._sample.has_next():
                 size = self._block_copiers.of(entry.engine_group).payload_bytes
                 found = digest_payload(segment.payload(slot, size), entry.key)
             if found is not None:
@@ -317,12 +315,6 @@ class WorkerHalf:
             self._count("load_corrupt")
             self._report.suspects.update(damaged)
         return not damaged
-
-    def _looks_at_next(self) -> bool:
-        """Whether the digest of the next slot is made, where it did not come with the copy."""
-        self._load_count += 1
-        sampled = self._verify is Verify.SAMPLED and self._load_count % SAMPLE_ONE_IN == 0
-        return sampled or self._verify is Verify.FULL
 
     def _end_load(self, load: LoadPlan, borrowed: int = 0, *, done: bool) -> None:
         self._loaded.add(load.request_id)
