@@ -42,9 +42,8 @@ class HostedServer:
         try:
             self.ensure_started()
         except KVServiceError as error:
-            log.error(
-                "start failed: %s", error.message
-            )  # an exception in the constructor would make Ray give the actor up
+            # An exception in the constructor would make Ray give the actor up.
+            log.error("start failed: %s", error.message)
 
     def ensure_started(self) -> None:
         """Block until the server runs. Raises the KVServiceError that keeps it from starting."""

@@ -205,9 +205,8 @@ class Supervisor:
         for part in self._lookups.values():
             # An actor that was found by its name may wait for ever for a node that went while no supervisor ran.
             part.dead = part.dead or (not part.answer and part.silent_rounds >= SILENT_ROUNDS_MAX)
-            part.ray_node = part.answer.get(
-                "ray_node", part.ray_node
-            )  # an earlier supervisor may have placed it elsewhere
+            # An earlier supervisor may have placed it elsewhere.
+            part.ray_node = part.answer.get("ray_node", part.ray_node)
 
     def _place_shards(self, nodes: dict[str, str], cluster: Sequence[str]) -> None:
         """Place shards, also while lookup partitions start: a shard waits for them when its process is there."""

@@ -127,7 +127,7 @@ class LookupClient:
     def resolve_here(
         self, chain: Sequence[BlockKey], start: int = 0, exclude: NodeId | None = None
     ) -> LookupAnswer | None:
-        """The same from the node's mirror alone, at once; None when the mirror cannot answer."""
+        """Like `resolve`, at once, from the node's mirror alone. None when the mirror cannot answer."""
         reader, live = self.mirrored.live(len(self._partitions))
         return self._read(reader, chain, start, exclude) if reader is not None and all(live) else None
 

@@ -159,7 +159,7 @@ class PoolRuntime(PoolAnswers):
         """Open or create the segment, adopt the blocks that an earlier boot left in it, and start.
 
         Raises SegmentError when the memory cannot be reserved, ServiceConflict when another process owns the segment,
-        TransferError when `reads`, the reader of peers, cannot start. `tiers` are in place of the config's.
+        TransferError when `reads`, the reader of peers, cannot start. `tiers` replace those of the config.
         """
         segment = await open_segment(
             config.segment_path, config.directory, config.geometry, config.node_id, config.epoch_floor
@@ -339,8 +339,8 @@ class PoolRuntime(PoolAnswers):
         return result
 
     async def take_marks(self, marks: Sequence[Mark]) -> tuple[Mark, ...]:
-        """Clear what was cleared elsewhere while this node was away, if it did not know. Returns all marks that are
-        known then. Raises Unavailable when this node's clock is too late for some; the others count all the same."""
+        """Clear what was cleared elsewhere while this node was away. Returns all marks that are known afterwards.
+        Raises Unavailable when some marks are ahead of this node's clock; the others are taken all the same."""
         known, wall = set(self._state.freshness.marks.all()), self._state.freshness.wall(self._clock())
         new = [mark for mark in dict.fromkeys(marks) if mark not in known and mark.at > wall - MARK_SECONDS]
         ahead = [mark for mark in new if mark.at >= wall + FUTURE_SECONDS_MAX]
@@ -573,7 +573,7 @@ class PoolRuntime(PoolAnswers):
                     return
 
     def _look_at_the_clock(self) -> None:
-        """Clears and ages go by the time of day, which may be set at any time, and goes on while a machine sleeps."""
+        """Tell the core when somebody has set the time of day, or the machine slept: clears and ages go by it."""
         offset = self._config.wall_clock() - self._clock()
         step = offset - self._wall_offset
         if abs(step) >= CLOCK_STEP_SECONDS:
@@ -589,7 +589,7 @@ class PoolRuntime(PoolAnswers):
                 log.info("background_call_failed", extra={"error": error.message})
 
         task = self._loop.create_task(run())
-        # It never began, if the task was cancelled before its first turn.
+        # A task that is cancelled before its first turn never begins the work.
         task.add_done_callback(lambda _: work.close())
         self._keep(task)
 

@@ -48,14 +48,14 @@ RETRY_SECONDS_FIRST = 0.2
 RETRY_SECONDS_MAX = 5.0  # The most between two attempts: a shard that comes back is used at most this much later.
 # After a refusal because of the fingerprint. The engine with the other fingerprint may leave.
 REFUSED_RETRY_SECONDS = 15.0
-GATHER_SECONDS = 0.002  # The loop looks so much later: a step's things go together, and it is not interrupted.
+GATHER_SECONDS = 0.002  # The loop waits this long before it looks, so that all that a step sends goes out together.
 TICK_SECONDS = 1.0  # Between two looks at the stock and the requests' reports.
 CLOSE_SECONDS = 5.0  # For detaching. Then the session ends without it, and the shard notices the closed stream.
 # However long leases are: heartbeats also repair what was lost on the way, and that should not take longer.
 HEARTBEAT_SECONDS_MAX = 10.0
 # Reports of ended requests between two renewals. Beyond it the oldest are dropped; `kvservice explain` then lacks them.
 REPORTS_MAX = 1024
-# a report reaches the shard this much later at most, so that `kvservice explain` knows a request at once
+# A report reaches the shard within this time, so that `kvservice explain` knows a request soon after its end.
 REPORT_SECONDS = 1.0
 
 
@@ -247,8 +247,8 @@ class Session:
             self._first_attempt.set()
 
     async def serve(self) -> None:
-        """What the thread of `start` runs: attaches again and again, until `close` and a moment longer for what is
-        under way."""
+        """Attach, and attach again after each loss, until `stop`; then wait a moment for what is under way. The thread
+        of `start` runs this."""
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         delay = RETRY_SECONDS_FIRST
@@ -350,14 +350,14 @@ class Session:
             try:
                 await self._removals.hear(pool.renew(number, leases, reports, statement, suspects))
             except KVServiceError:
-                if self._is_current(number):  # perhaps nobody has heard of them
+                if self._is_current(number):  # the pool may not have heard of them
                     self._suspects.add(suspects)
                 raise
 
         return renew
 
     async def _restock(self, attachment: Attachment, group: int, is_idle: bool) -> None:
-        """Fill the stock up with one call, or give back slots that the engine need not hold: all when it is idle."""
+        """Reserve what the stock lacks, or give back what the engine need not hold: everything when it is idle."""
         assert self._pool is not None
         with self._lock:
             missing, surplus = self._stock.level(group, attachment, is_idle=is_idle)

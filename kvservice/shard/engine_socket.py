@@ -154,14 +154,15 @@ class EngineSocket:
             self._loop.call_soon(self._turn)
 
     def has_read(self, line: Queuer[_Connection]) -> None:
-        """As `has_frames`, but when nobody waits it has its turn now: a turn of the loop takes as long as a release."""
+        """Like `has_frames`, but with a turn at once if nobody waits. A turn of the event loop costs as much as serving
+        a release."""
         self.turns.wait(line)
         if not self._is_turning:
             self._is_turning = True
             self._turn()
 
     def has_answers(self, connection: _Connection) -> None:
-        """Written when the pool has performed everything that the answer stands for, and together with others."""
+        """Answers are written together, after the pool has performed everything that they stand for."""
         self._unsent[connection] = None
         if not (self._is_flushing or self._is_turning):
             self._is_flushing = True
@@ -178,7 +179,7 @@ class EngineSocket:
             self.turns.spent(line, now - before, more=more and connection.line is line)
             if more and connection.line is not line:  # it is another tenant's now
                 self.turns.wait(connection.line)
-            if not more and connection in self._unsent:  # it has asked nothing else: it shall not wait for others
+            if not more and connection in self._unsent:  # it has asked nothing else, so its answers go out now
                 del self._unsent[connection]
                 connection.flush()
         self._is_turning = bool(self.turns)
@@ -187,7 +188,7 @@ class EngineSocket:
         self._flush()
 
     def _flush(self) -> None:
-        """Write the answers that are there, but those that soon go out with others: at the end of a next turn."""
+        """Write the answers, except those that wait for a next turn to go out with others."""
         self._is_flushing = False
         unsent, self._unsent = self._unsent, {}
         now = time.perf_counter()
@@ -293,7 +294,7 @@ class _Connection(asyncio.BufferedProtocol):
     # -- frames ----
 
     def _take(self, frame: Frame) -> None:
-        """A frame came: it waits for its turn, but for those that make others unnecessary."""
+        """Queue a frame that came until its turn. A CANCEL needs none: it makes other work unnecessary."""
         if frame.kind == FrameKind.HEARTBEAT or self._transport is None:
             return
         if frame.kind == FrameKind.CANCEL:
@@ -380,7 +381,7 @@ class _Connection(asyncio.BufferedProtocol):
         return engine_calls.answer(kind, await self._pool.ask(make, self.attachment, later))
 
     def _again(self, call: int, go_on: Callable[[], None]) -> None:
-        """More of a long call is to be done: behind what else this connection asks."""
+        """Continue a long call at a later turn, after what this connection has asked meanwhile."""
         if self._transport is None or call not in self.calls:
             asyncio.get_running_loop().call_soon(go_on)  # it was given up; what it has begun is ended
             return

@@ -308,8 +308,8 @@ class ShardServer:
             log.info("disk_blocks_removed", extra={"path": str(folder), "blocks": count})
 
     def _is_taken(self) -> bool:
-        """Whether another shard serves this node. It can begin to while our memory is replaced, when we do not listen.
-        Blocks for a second at most."""
+        """Whether another shard serves this node now. One can start while our memory is replaced, because we do not
+        listen then. Blocks for a second at most."""
         try:
             return is_listening(self._socket_path)
         except ConfigError:  # another user's
@@ -360,7 +360,7 @@ class ShardServer:
         return None if pool is None else pool.timings
 
     def condition(self) -> Condition:
-        """For its probes. A fenced pool refuses every call; the next start verifies all blocks."""
+        """What probes are told. A fenced pool is dead: it refuses every call. The next start verifies all blocks."""
         pool = self._pool
         if pool is None:
             return Condition(unready="there is no pool: the shard starts, stops, or replaces its memory")

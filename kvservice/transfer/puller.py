@@ -1,11 +1,11 @@
 """Verified reads of a peer's blocks, on one thread, which says of each block whether it can be trusted.
 
-A peer of this machine is mapped, and its blocks are copied and digested in one pass, by this thread and a helper (see
-transfer.mapped). Every other peer is read through a Transport, which the thread owns: the payloads of a job are read in
-batches, a few of them in flight. The helper computes the digests of what has landed; at the end both threads do. In the
-end, either way, the source headers are read again. A block is OK only if epoch, generation,
-key, length and digest are those of the handle, the local bytes have that digest, and the lease has not expired. The
-order matters: a header that is unchanged after the payload was read proves that the slot was not rewritten meanwhile.
+A peer of this machine is mapped: the thread and a helper copy and digest its blocks in one pass (see transfer.mapped).
+Every other peer is read through a Transport, which the thread owns. The payloads of a job are read in batches, a few of
+them in flight. The helper digests what has landed, and when nothing is left to read, both threads do.
+Either way, the source headers are read last. A block is OK only if epoch, generation, key, length and digest are those
+of the handle, the local bytes have that digest, and the lease has not expired. The order matters: a header that is
+unchanged after the payload was read proves that the slot was not rewritten meanwhile.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class BlockStore:
         self._slots: dict[BlockKey, Slot] = {}  # by the key of the block in them: the sealed and leased ones
         self.retired: set[Slot] = set()  # leased slots whose blocks are no more: nobody new reads them
         self._shown_secondary: set[BlockKey] = set()  # primary blocks with another header: see make_primary
-        self._held_back: set[BlockKey] = set()  # pinned blocks of whose pins the policy knows
+        self._held_back: set[BlockKey] = set()  # pinned blocks whose pins the policy was told of
         self._origin = BlockOrigin()  # of the block that was sealed last
         self.on_insert: Callable[[Block], None] | None = None
         self.evictions = EvictionHistory()
@@ -113,7 +113,7 @@ class BlockStore:
         return found
 
     def touch(self, chain: Sequence[BlockKey], now: float, expected: Expected = Expected.NOTHING_SAID) -> None:
-        """A client uses these consecutive blocks of one chain, and expects this of them."""
+        """Note that a client uses these consecutive blocks of one chain, and what it expects of them."""
         if expected and self._hintable is not None:
             self._hintable.expect(expected)
         self.policy.touch(chain, now)
@@ -138,8 +138,8 @@ class BlockStore:
         self.policy.unpin(told)
 
     def _victim(self, size: int | None, may_go: MayGo | None) -> BlockKey | None:
-        """The policy's victim that nobody reads. Only here does the policy hear of a pin, when it matters: so a hit
-        costs it no work for that, however long its chain is."""
+        """The policy's next victim that nobody reads. The policy is told of a pin only here, when it names a pinned
+        block. So pins cost it no work at a hit, however long the chain is."""
         while (key := self.policy.victim(size, may_go)) is not None and self._slots[key].pins:
             self._hold_back([key])
         return key
@@ -162,8 +162,8 @@ class BlockStore:
         return slot.block
 
     def retire(self, key: BlockKey, cause: EvictionCause, now: float) -> None:
-        """Give a block up, also one that is being read: then nobody new gets it, and its slot is free when the last
-        reader has ended."""
+        """Give a block up, even while it is read. Nobody new gets it, and its slot becomes free when the last reader
+        ends."""
         slot = self._slots[key]
         if slot.pins:
             self._offer_again([key])
@@ -227,10 +227,10 @@ class BlockStore:
         return True
 
     def reserve_for_handover(self, used_at: float, want: Want) -> Slot | None:
-        """A slot in WRITING for a block that was last used at `used_at`. No block used later is evicted for it, but for
-        secondary copies: another node has those blocks, and may be the last to have this one.
+        """A slot in WRITING for a block that was last used at `used_at`. None when there is no such slot.
 
-        None when there is no such slot.
+        A block that was used later is evicted for it only if it is a secondary copy. Another node has that block too,
+        and the leaving node may be the last one to have this block.
         """
         payload_bytes, account = want.payload_bytes, want.account
         while self.accounts.over_quota(account, payload_bytes):
@@ -304,8 +304,8 @@ class BlockStore:
         return None if slot is None or slot.generation != ref.generation else slot.block
 
     def write_header_again(self, block: Block) -> None:
-        """For a header that may have been damaged in memory. It says what it said, so to readers of a sound one nothing
-        changes."""
+        """Write a header again that may have been damaged in memory. It is written as it was, so readers of a sound
+        one see no change."""
         as_shown = replace(block, is_secondary=block.is_secondary or block.key in self._shown_secondary)
         self._emit(WriteHeader(block.slot.index, self._sealed_header(as_shown, block.slot.generation)))
 
@@ -330,7 +330,7 @@ class BlockStore:
         if origin != self._origin:
             self._origin = origin
         above = None if parent is None else self.get(parent)
-        if above is not None:  # the same numbers and keys once, not once a block
+        if above is not None:  # use the parent's objects, so that each block does not keep equal ones
             parent, route = above.key, above.route if above.route == route else route
         self.table.seal(slot)
         block = Block(key, slot, digest, block_position, route, is_secondary, now, stored_at, self._origin)
