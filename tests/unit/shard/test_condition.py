@@ -70,7 +70,8 @@ async def test_a_shard_that_stays_after_all_is_as_before(server: ShardServer, mo
     assert (await server.stay()).phase is DrainPhase.SERVING
     assert await health() == health_pb2.HealthCheckResponse.SERVING
     server.pool.unlink()
-    await eventually_async(lambda: server.pool.is_linked(), "the segment is there again")
+    made_again = lambda: server.condition() == Condition() and server.pool.is_linked()  # noqa: E731
+    await eventually_async(made_again, "the segment is there again")
     engine.let_go()
     await engine.pool.close()
     await server.drain(0.5)
