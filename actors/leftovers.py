@@ -76,7 +76,7 @@ def remove_dead(
     owned: list[Path] = []
     own = default_runtime_root() / service
     records = find_shards(service, live_only=False)
-    elsewhere = {record.node_id: Path(record.segment_dir) for record in records if record.segment_dir}
+    elsewhere: dict[str, Path] = {each.node_id: Path(each.segment_dir) for each in records if each.segment_dir}
     for node in sorted(_nodes_without_ray(service, own) - set(running)):
         segment, directory = segment_path(service, node, elsewhere.get(node, DEV_SHM)), own / node
         mirror = mirror_path(segment)
