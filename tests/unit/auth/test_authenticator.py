@@ -117,7 +117,7 @@ def test_secrets_go_where_nobody_listens() -> None:
         assert is_private(Call(peer=peer, kind=kind)) is wanted  # type: ignore[arg-type]
 
 
-async def test_a_revocation_counts_though_the_file_could_not_be_taken_whole(
+async def test_a_revocation_of_a_file_taken_in_part_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is read once for each change, so what fails then is tried again."""
