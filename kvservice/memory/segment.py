@@ -1,7 +1,8 @@
 """A shard's segment: one named file in shared memory with a control page, slot headers and payloads (core.segment).
 
 The shard creates it and locks it exclusively for its whole life; engines attach by path. The file outlives a killed
-shard, so that the next boot can adopt its blocks. Control page, 64 bytes, little endian:
+shard, so that the next boot can adopt its blocks; its time of modification says until when the shard was alive.
+Control page, 64 bytes, little endian:
 
     0   8  magic "KVSSEG01"      8  8  slab bytes      16  8  slab count     24  8  boot epoch
     32 24  SHA-256 prefix of the node id                56  4  slot version   60  4  crc32 of bytes 0..59
