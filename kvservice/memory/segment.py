@@ -1,11 +1,11 @@
 """A shard's segment: one named file in shared memory with a control page, slot headers and payloads (core.segment).
 
 The shard creates it and locks it exclusively for its whole life; engines attach by path. The file outlives a killed
-shard, so that the next boot can adopt its blocks; its time of modification says until when the shard was alive.
-Control page, 64 bytes, little endian:
+shard, so that the next boot can adopt its blocks. Control page, 72 bytes, little endian:
 
     0   8  magic "KVSSEG01"      8  8  slab bytes      16  8  slab count     24  8  boot epoch
     32 24  SHA-256 prefix of the node id                56  4  slot version   60  4  crc32 of bytes 0..59
+    64  8  when the shard was last alive, a double of seconds since 1970; 0: not known
 
 The slot version is that of the headers (core.segment.header). A segment with another version is replaced, never
 adopted: headers that cannot be read would hide which engine still writes where.
@@ -55,12 +55,13 @@ ENGINE_AHEAD_BYTES = 16 * GiB
 SLAB_MAGIC = 0x4B565353_4C414230  # "KVSSLAB0": tells a slab's header from whatever else was in memory
 _CONTROL = struct.Struct("<8sQQQ24sI")
 _CRC = struct.Struct("<I")
+_ALIVE = struct.Struct("<d")  # behind the header of the control page: it changes every few seconds
 _SLAB = struct.Struct("<QQ")
 _SLAB_BYTES = _SLAB.size + _CRC.size
 _EMPTY_HEADER = bytes(HEADER_BYTES)
 _WORDS_OF_HEADER = np.arange(HEADER_BYTES // 8)  # words of 64 bits
 _OF_PROCESS = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
-assert _CONTROL.size + _CRC.size == HEADER_BYTES <= CONTROL_BYTES
+assert _CONTROL.size + _CRC.size == HEADER_BYTES <= CONTROL_BYTES - _ALIVE.size
 
 
 class Segment:
@@ -110,7 +111,7 @@ class Segment:
             raise
         segment.existed = reusable
         if reusable:
-            segment.used_at = os.fstat(descriptor).st_mtime  # the kernel does not touch it for writes to a mapping
+            segment.used_at = segment.last_alive()
         before = previous[1] if previous is not None and known else 0
         segment.epoch = BootEpoch(max(before + 1, epoch_floor))
         segment.write_control(node_id)
@@ -203,10 +204,15 @@ class Segment:
             ) from error
 
     def touch(self, wall: float) -> None:
-        """Note in the file that this boot is alive at this time, in seconds since 1970."""
+        """Note in the memory that this boot is alive at this time, in seconds since 1970."""
         self.used_at = wall
-        with contextlib.suppress(OSError):
-            os.utime(self._descriptor, (wall, wall))
+        _ALIVE.pack_into(self.buffer, HEADER_BYTES, wall)
+
+    def last_alive(self) -> float:
+        """What `touch` noted last. If nothing is noted: when the file was last written, which an engine that outlived
+        its shard can do, too."""
+        noted: float = _ALIVE.unpack_from(self.buffer, HEADER_BYTES)[0]
+        return noted if noted > 0 else os.fstat(self._descriptor).st_mtime
 
     def is_linked(self) -> bool:
         """Whether the path still names this memory; the file may have been removed or replaced."""

@@ -70,6 +70,18 @@ async def test_read_and_cleared_is_gone_however_late_the_start(path: Path, tmp_p
         await pool.close()
 
 
+async def test_an_engine_that_outlives_its_shard_changes_nothing(path: Path, tmp_path: Path) -> None:
+    """The kernel notes its first write to each page as a change of the file."""
+    await read_and_end(await opened(path, tmp_path), is_cleared=True)
+    later = time.time() + 2 * CLEAR_AGAIN_SECONDS
+    os.utime(path, (later, later))
+    pool = await opened(path, tmp_path, 2 * CLEAR_AGAIN_SECONDS)
+    try:
+        assert pool.inventory() == []
+    finally:
+        await pool.close()
+
+
 async def test_a_clear_of_long_before_the_end_costs_no_memory(path: Path, tmp_path: Path) -> None:
     """Whoever read what was cleared has ended since. What was stored after the clear stays."""
     await read_and_end(await opened(path, tmp_path), is_cleared=True)
@@ -83,9 +95,7 @@ async def test_a_clear_of_long_before_the_end_costs_no_memory(path: Path, tmp_pa
 
 async def test_memory_that_outlived_the_marks_is_not_taken_up(path: Path, tmp_path: Path) -> None:
     """Others may have cleared since, and nobody knows of it any more."""
-    await read_and_end(await opened(path, tmp_path), is_cleared=False)
-    long_ago = time.time() - MARK_SECONDS - HOUR
-    os.utime(path, (long_ago, long_ago))
+    await read_and_end(await opened(path, tmp_path, -MARK_SECONDS - HOUR), is_cleared=False)
     pool = await opened(path, tmp_path)
     try:
         assert pool.inventory() == []
