@@ -21,6 +21,7 @@ from rich.console import Console
 
 from kvservice.cli.extras import how_to_install
 from kvservice.cli.output import console as new_console
+from kvservice.cli.output import counted
 from kvservice.cli.progress import Progress
 from kvservice.errors import ConfigError, NoService, Unavailable
 from kvservice.units import format_bytes
@@ -93,12 +94,10 @@ def up(config: Any, address: str | None) -> None:
         if started_ray:
             _stop_head(ray_auth.head_record(config.service))
         raise
-    shards, partitions = len(state["shards"]), len(state["lookup_partitions"])
     console.print(
-        f"service '{config.service}' runs: {shards} cache {'shard' if shards == 1 else 'shards'} of "
-        f"{format_bytes(config.pool_bytes)} in /dev/shm, {partitions} lookup "
-        f"{'partition' if partitions == 1 else 'partitions'}. Engines on these nodes find it by themselves; see "
-        "`kvservice status`."
+        f"service '{config.service}' runs: {counted(len(state['shards']), 'cache shard')} of "
+        f"{format_bytes(config.pool_bytes)} in /dev/shm, {counted(len(state['lookup_partitions']), 'lookup partition')}"
+        ". Engines on these nodes find it by themselves; see `kvservice status`."
     )
     _tell_where(config, console)
     if not config.tls_dir and not config.allow_plaintext:
@@ -166,8 +165,7 @@ def _remove_blocks(folder: Path, console: Console) -> list[Path]:
 
     removed = [node for node in sorted(folder.glob("*")) if (node / LOCK_NAME).exists()]
     for node in removed:
-        count = remove_blocks(node)
-        console.print(f"removed {count} {'block' if count == 1 else 'blocks'} on disk from {node}")
+        console.print(f"removed {counted(remove_blocks(node), 'block')} on disk from {node}")
     with contextlib.suppress(OSError):  # it is not there, or holds something else
         folder.rmdir()
     return removed

@@ -46,6 +46,11 @@ def console(*, stderr: bool = False, width_min: int = 0) -> Console:
     return made
 
 
+def counted(count: int, thing: str) -> str:
+    """'1 node', '2 nodes'."""
+    return f"{count:,} {thing}" + ("" if count == 1 else "s")
+
+
 def show(
     gather: Callable[[], T],
     draw: Callable[[T, bool], RenderableType],

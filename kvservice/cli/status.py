@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvservice.cli.output import Format, show
+from kvservice.cli.output import Format, counted, show
 from kvservice.units import format_bytes, printable
 
 if TYPE_CHECKING:
@@ -132,11 +132,6 @@ def span(seconds: float) -> str:
 
 def percent(rate: float | None) -> str:
     return "-" if rate is None else f"{100 * rate:.1f} %"
-
-
-def counted(count: int, thing: str) -> str:
-    """'1 node', '2 nodes'."""
-    return f"{count:,} {thing}" + ("" if count == 1 else "s")
 
 
 def used_of(tier: TierOverview) -> str:

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvservice.cli.output import counted
 from kvservice.cli.status import (
-    counted,
     draw_eviction,
     draw_hits,
     draw_tiers,
