@@ -442,6 +442,10 @@ class SimulatedRun:
             for engine in self.engines + self.gone:  # and workers that outlived theirs
                 if engine.node is node:
                     engine.worker.die()
+        self._end_node(node, seconds)
+
+    def _end_node(self, node: Node, seconds: float) -> None:
+        """Its engines notice the end of the node soon, and it boots again."""
         for engine in self.engines:
             if engine.node is node and engine.alive:
                 engine.after(0.001, engine.line.node_died)
@@ -450,10 +454,7 @@ class SimulatedRun:
     def _stop_node(self, node: Node, seconds: float, number: int) -> None:
         def ended() -> None:
             node.die()
-            for engine in self.engines:
-                if engine.node is node and engine.alive:
-                    engine.after(0.001, engine.line.node_died)
-            self.world.at(seconds, self._boot, node)
+            self._end_node(node, seconds)
 
         if number % 2:
             node.stop_at_news(number // 2 % 3, ended)
