@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 from kvservice.aio import is_set_within
 from kvservice.console.source import Json, Source
@@ -29,10 +29,9 @@ SILENT_SECONDS = 15.0  # then a listener gets an empty line, which shows a dead 
 class PageFeed:
     """Call `run` in a task and cancel it to stop. `listen` gives the events of one page."""
 
-    def __init__(self, source: Source, interval_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, source: Source, interval_seconds: float) -> None:
         self._source = source
         self._interval = interval_seconds
-        self._clock = clock
         self._view = View()
         self._points: deque[Json] = deque(maxlen=POINTS_MAX)
         self._page: Json | None = None
@@ -46,11 +45,11 @@ class PageFeed:
 
     async def run(self) -> None:
         while True:
-            started = self._clock()
+            started = time.monotonic()
             await self.read()
             pause = self._interval if self.listeners else IDLE_SECONDS
             self._wanted.clear()
-            while (left := started + pause - self._clock()) > 0:
+            while (left := started + pause - time.monotonic()) > 0:
                 if await is_set_within(left, self._wanted):
                     pause = self._interval
                     self._wanted.clear()
@@ -59,7 +58,7 @@ class PageFeed:
         """Ask the service once, and tell everybody. Never raises: a failure is told instead of a page."""
         self.readings += 1
         try:
-            page, point = self._view.take(await self._source.overview(), self._clock())
+            page, point = self._view.take(await self._source.overview(), time.monotonic())
             self._page, self._failure = page, ""
             self._points.append(point)
             event = {"page": page, "points": [point]}

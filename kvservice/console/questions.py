@@ -20,8 +20,7 @@ KEPT_MAX = 64  # answers, the newest
 
 
 class Questions:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._turn = asyncio.Semaphore(AT_ONCE)
         self._open: dict[str, asyncio.Future[Json]] = {}
         self._kept: OrderedDict[str, tuple[float, Json]] = OrderedDict()
@@ -29,7 +28,7 @@ class Questions:
     async def ask(self, name: str, question: Callable[[], Awaitable[Json]]) -> Json:
         """The answer to the question of this name; raises what `question` raises, and Exhausted when too many wait."""
         kept = self._kept.get(name)
-        if kept is not None and kept[0] + KEEP_SECONDS > self._clock():
+        if kept is not None and kept[0] + KEEP_SECONDS > time.monotonic():
             return kept[1]
         asked = self._open.get(name)
         if asked is None:
@@ -42,7 +41,7 @@ class Questions:
     async def _answer(self, name: str, question: Callable[[], Awaitable[Json]]) -> Json:
         async with self._turn:
             answer = await question()
-        self._kept[name] = (self._clock(), answer)
+        self._kept[name] = (time.monotonic(), answer)
         while len(self._kept) > KEPT_MAX:
             self._kept.popitem(last=False)
         return answer
