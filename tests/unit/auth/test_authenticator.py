@@ -117,9 +117,7 @@ def test_secrets_go_where_nobody_listens() -> None:
         assert is_private(Call(peer=peer, kind=kind)) is wanted  # type: ignore[arg-type]
 
 
-async def test_a_revocation_of_a_file_taken_in_part_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_revocation_of_a_file_taken_in_part_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is read once for each change, so what fails then is tried again."""
     monkeypatch.setattr(authenticator_module, "LOOK_SECONDS", 0.01)
     path, pool, said = tmp_path / "t.json", Pool(), list[str]()
