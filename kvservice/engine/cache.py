@@ -32,7 +32,7 @@ from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
 from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.connector.scheduler.loan_book import BlockPins
-from kvservice.connector.scheduler.ports import Wait
+from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request_terms import terms_of
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
@@ -59,7 +59,8 @@ from kvservice.units import BlockHash
 log = logging.getLogger("kvservice.engine")
 
 ATTACH_WAIT_SECONDS = 15.0  # at the start of the engine; then it runs without the cache and attaches later
-# For the slots and the copies of a swap to the host. They take milliseconds; after this the request is computed again.
+# For the slots and the copies of a swap to the host, and for the pool's word that it can come back. They take
+# milliseconds; after this the request is computed again.
 SWAP_SECONDS_MAX = 5.0
 POLL_SECONDS = 0.0005  # between two looks at copies or slots that the loop waits for
 LEFT_OUT = frozenset({"_name_or_path", "transformers_version"})  # of the model's configuration: they change no byte
@@ -481,14 +482,17 @@ class BothHalves:
                     self._half.on_new_request(copy.name, copy.hashes, time.monotonic(), may_store=False)
 
     def _promise(self, copy: HostCopy, targets: dict[int, int]) -> bool:
-        """Plan the load of a swap into these blocks. False if the pool has not all of it any more."""
-        tokens = len(copy.hashes) * self._block_tokens
+        """Plan the load of a swap into these blocks. False if the pool has not all of it any more, or does not say so.
+        Blocks for at most SWAP_SECONDS_MAX, and mostly not at all: the pool was asked steps ago."""
+        tokens, deadline = len(copy.hashes) * self._block_tokens, time.monotonic() + SWAP_SECONDS_MAX
         with self._guard("swap_in"):
             if not copy.is_asked:
                 self._half.on_new_request(copy.name, copy.hashes, time.monotonic(), may_store=False)
             while isinstance(answer := self._half.matched(copy.name, 0, tokens, time.monotonic()), Wait):
+                if time.monotonic() > deadline:
+                    break
                 self._session.wait_for_answer(POLL_SECONDS)
-            if answer.tokens == tokens:
+            if isinstance(answer, Promise) and answer.tokens == tokens:
                 self._half.allocated(copy.name, [targets[host_id] for host_id in copy.host_ids], tokens)
                 self._due.add(copy.name)
                 return True

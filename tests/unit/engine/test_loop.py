@@ -19,8 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.plan import StepPlan
 from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.ports import Wait
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.copying.message import Direction
+from kvservice.engine import cache as engine_cache
 from kvservice.engine.cache import BothHalves, engine_spec
 from kvservice.engine.loop import ReferenceEngine, RequestOutput
 from kvservice.engine.model import PagedModel
@@ -285,6 +287,29 @@ def test_a_swap_that_is_lost_is_computed_again(
         assert tokens_of(engine.generate(PROMPTS, Sampling(max_tokens=COUNT))) == wanted
         counters = engine.all_counters()
         assert counters["load_corrupt"] > 0 and counters["recomputed"] > 0 and not counters["swapped_in"]
+
+
+def test_a_pool_that_is_silent_about_a_swap_is_not_waited_for(
+    model: Any, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests of the engine wait with it."""
+    monkeypatch.setattr(engine_cache, "SWAP_SECONDS_MAX", 0.05)
+    with running(model, **TIGHT, preempt_by="swap") as engine:
+        assert engine._cache is not None
+        half, asked = engine._cache._half, list[str]()
+        matched = half.matched
+
+        def silent(request_id: str, *rest: Any) -> Any:
+            if "/swap" not in request_id:
+                return matched(request_id, *rest)
+            asked.append(request_id)
+            assert len(asked) < 10_000, "it waits for ever"
+            return Wait()
+
+        monkeypatch.setattr(half, "matched", silent)
+        assert tokens_of(engine.generate(PROMPTS, Sampling(max_tokens=COUNT))) == wanted
+        counters = engine.all_counters()
+    assert counters["swaps_lost"] > 0 and not [name for name in counters if name.startswith("failed_swap_in")]
 
 
 def test_no_request_can_name_what_was_swapped(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
