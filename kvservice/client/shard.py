@@ -143,9 +143,9 @@ class ShardClient:
         await self._ask(attachment, FrameKind.CLOSE_HANDOFF, question, CALL_SECONDS)
 
     async def warm(self, request: WarmRequest) -> WarmResult:
-        link = await self._connected(lambda reason: None)
+        seconds = request.timeout_seconds + ACQUIRE_SLACK_SECONDS
+        link = await self._connected(lambda reason: None, min(seconds, ATTACH_SECONDS))
         try:
-            seconds = request.timeout_seconds + ACQUIRE_SLACK_SECONDS
             body = await link.ask(FrameKind.WARM, encode_warm(request).SerializeToString(), seconds)
         finally:
             link.close()
@@ -166,14 +166,14 @@ class ShardClient:
             await self._greet(link, CALL_SECONDS)
         return await link.ask(kind, question.SerializeToString(), seconds)
 
-    async def _connected(self, on_end: Callable[[str], None]) -> EngineLink:
+    async def _connected(self, on_end: Callable[[str], None], seconds: float = ATTACH_SECONDS) -> EngineLink:
         """A new connection, greeted. Raises Unavailable, also when the shard accepts it and says nothing."""
         link = await EngineLink.connect(self._socket_path, on_end)
         try:
-            await self._greet(link, ATTACH_SECONDS)
+            await self._greet(link, seconds)
         except DeadlineExceeded as error:
             link.close()
-            raise Unavailable(f"the shard at {self._socket_path} did not answer within {ATTACH_SECONDS} s") from error
+            raise Unavailable(f"the shard at {self._socket_path} did not answer within {seconds} s") from error
         except BaseException:
             link.close()
             raise
