@@ -13,7 +13,7 @@ NAME_CHARS_MAX = 512  # of a model or a namespace, as on the wire
 def whole_number(name: str, value: object) -> int:
     """The value as an int, also of NumPy's types. Raises InvalidRequest."""
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return int(operator.index(value))  # type: ignore[arg-type]
     except TypeError as error:
         raise InvalidRequest(f"{name} is a whole number, not {value!r:.100}") from error
 

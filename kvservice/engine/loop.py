@@ -18,6 +18,7 @@ from types import TracebackType
 
 import torch
 
+from kvservice.api.arguments import whole_number
 from kvservice.connector.options import CopierChoice, Share
 from kvservice.connector.scheduler.half import BlockIds
 from kvservice.connector.scheduler.handoff import parse_public_tokens, parse_transfer_params
@@ -188,9 +189,13 @@ class ReferenceEngine:
         if self._closed:
             raise InvalidRequest("this engine is closed: make another one")
         sampling = sampling or Sampling()
-        tokens = self.model.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        length_max = len(tokens) + sampling.max_tokens
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        given = self.model.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = [whole_number("a token", token) for token in given]
+        length_max, config = len(tokens) + sampling.max_tokens, self.model.config.get_text_config()
+        wrong = [token for token in tokens if not 0 <= token < config.vocab_size]
+        if wrong:  # the step that computes it would fail, and with it every request of the engine
+            raise InvalidRequest(f"tokens of this model are 0 to {config.vocab_size - 1}, not {wrong[0]}")
+        positions = getattr(config, "max_position_embeddings", None)
         if positions is not None and length_max > positions:
             raise InvalidRequest(
                 f"a prompt of {len(tokens)} tokens and {sampling.max_tokens} more are over the {positions} positions "

@@ -11,12 +11,15 @@ nor the engine that computes a token changes an output.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
+TEMPERATURE_MIN = 1e-5  # logits that are divided by less become infinite, and then nothing can be chosen
+LENGTH_PENALTY_MAX = 32.0  # of a power of any length that a model has, which must stay a number
 IMPOSSIBLE = -1.0e9  # a score below every sum of log probabilities; transformers' value, as sums are made with it
 
 
@@ -36,10 +39,12 @@ class Sampling:
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        if min(self.max_tokens, self.n, self.beams) < 1:
-            raise ValueError("max_tokens, n and beams are at least 1")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError("temperature is at least 0, and top_p above 0 and at most 1")
+        if any(not isinstance(count, int) or count < 1 for count in (self.max_tokens, self.n, self.beams)):
+            raise ValueError("max_tokens, n and beams are whole numbers of at least 1")
+        if not (self.temperature == 0 or TEMPERATURE_MIN <= self.temperature < math.inf) or not 0 < self.top_p <= 1:
+            raise ValueError(f"temperature is 0 or at least {TEMPERATURE_MIN:g}, and top_p above 0 and at most 1")
+        if not abs(self.length_penalty) <= LENGTH_PENALTY_MAX:
+            raise ValueError(f"length_penalty is at most {LENGTH_PENALTY_MAX:g}, or as much below 0")
         if self.beams > 1 and (self.temperature or self.top_p < 1):
             raise ValueError("beam search follows the likeliest tokens: leave temperature and top_p away")
         if self.beams > 1 and self.n > self.beams:

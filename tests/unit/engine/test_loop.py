@@ -429,6 +429,9 @@ def test_requests_that_can_never_run_are_refused(model: Any) -> None:
         for tokens, count, words in ((prompt(40), 4, "larger device pool"), (prompt(8), 600, "positions of the model")):
             with pytest.raises(InvalidRequest, match=words):
                 engine.add(tokens, Sampling(max_tokens=count))
+        for token in (VOCABULARY, -1, 1.5, "a", None):  # a step that fails would end every request of the engine
+            with pytest.raises(InvalidRequest, match="token"):
+                engine.add([1, token])  # type: ignore[list-item]
         with pytest.raises(InvalidRequest, match="version"):
             engine.add(prompt(8), transfer_params={"kvservice": {"version": 9, "role": "decode"}})
     with pytest.raises(InvalidRequest, match="closed"):

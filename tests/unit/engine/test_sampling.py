@@ -79,7 +79,12 @@ def test_chance_is_of_seed_output_and_position_alone() -> None:
     [
         ({"max_tokens": 0}, "at least 1"),
         ({"top_p": 0.0, "temperature": 1.0}, "top_p"),
+        ({"max_tokens": 1.5}, "whole numbers"),
         ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 1e-40}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"beams": 2, "length_penalty": 1e9}, "length_penalty"),
+        ({"beams": 2, "length_penalty": float("nan")}, "length_penalty"),
         ({"n": 2}, "would be equal"),
         ({"beams": 2, "n": 3}, "2 outputs, not 3"),
         ({"beams": 2, "temperature": 1.0}, "leave temperature"),
