@@ -64,6 +64,12 @@ def test_nothing_tells_to_install_by_the_bare_name() -> None:
     assert found == []
 
 
+def test_no_page_names_the_wheel_by_its_tag() -> None:
+    """With a compiler it is one of a platform and a Python, without one of any."""
+    named = [page.name for page in pages(ROOT) if re.search(r"kvservice-\d\S*\.whl", page.read_text())]
+    assert named == []
+
+
 def test_every_page_of_docs_is_linked() -> None:
     linked = {
         (page.parent / target).resolve()
