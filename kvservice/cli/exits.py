@@ -7,6 +7,7 @@ to get other credentials (4). docs/reference/errors.md has the table, made from 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import ParamSpec
@@ -53,12 +54,17 @@ def code_of(error: KVServiceError) -> ExitCode:
     return ExitCode.PROBLEM
 
 
+def say_wrong(text: str) -> None:
+    """Print it to stderr, on a terminal in red unless the user wants no colours (https://no-color.org)."""
+    typer.echo(text if os.environ.get("NO_COLOR") else typer.style(text, fg="red"), err=True)
+
+
 def fail(error: KVServiceError) -> typer.Exit:
     """Print the error for people, or log it where logs are JSON. Returns the exception that ends the command."""
     from kvservice.observe import logs
 
     if not logs.say_error(error.message):
-        typer.secho(f"error: {error.message}", err=True, fg="red")
+        say_wrong(f"error: {error.message}")
     return typer.Exit(code_of(error))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvservice.cli import tier
-from kvservice.cli.exits import ExitCode
+from kvservice.cli.exits import ExitCode, say_wrong
 from kvservice.cli.output import Format
 from kvservice.cli.tree import (
     Config,
@@ -109,7 +109,7 @@ def check(
 
     problems, seen = run.run(lookup, metrics or [], nodes, wait)
     for problem in problems:
-        typer.secho(f"problem: {problem}", err=True, fg="red")
+        say_wrong(f"problem: {problem}")
     typer.echo(seen)
     if problems:
         raise typer.Exit(ExitCode.PROBLEM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -139,6 +140,17 @@ def test_a_misspelt_variable_exits_2_and_names_the_nearest(runtime: Path) -> Non
     shown = command(runtime, "status", KVSERVICE_POOL_BYTE="1GiB")
     assert shown.returncode == 2
     assert "did you mean 'pool_bytes'" in shown.stderr
+
+
+@pytest.mark.parametrize(("variable", "colours"), [("1", False), ("", True)])
+def test_errors_on_a_terminal_heed_no_color(runtime: Path, variable: str, colours: bool) -> None:
+    ours, its = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(its, "wb"):
+        words = [sys.executable, "-m", "kvservice", "status"]
+        variables = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime), "NO_COLOR": variable}
+        assert subprocess.run(words, env=variables, stderr=its, timeout=60).returncode == 3
+        said = screen.read(4096)
+    assert b"error: no service" in said and (b"\x1b[" in said) == colours
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
