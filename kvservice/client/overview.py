@@ -331,6 +331,12 @@ def _overview(
         for tier in node.tiers
         if tier.state == UNUSABLE
     ]
+    problems += [
+        f"node {node.label} reads no blocks of other machines by {node.transport}: that takes NIXL there (pip install "
+        "nixl-cu12), and the transport auto or nixl"
+        for node in nodes
+        if node.transport and "nixl" not in node.transport and any(each.host not in ("", node.host) for each in nodes)
+    ]
     return Overview(
         service,
         time.time(),

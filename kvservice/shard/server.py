@@ -580,4 +580,8 @@ def _choose_reader(config: ShardServerConfig) -> tuple[str, Callable[[Segment], 
                 segment, lambda: NixlTransport(segment, config.node_id, config.peer_host), maps_peers=maps_peers
             ),
         )
+    if kind == "auto" and beyond:
+        log.warning(
+            "nixl_missing", extra={"means": "no blocks of other machines are read", "do": "pip install nixl-cu12"}
+        )
     return mapped.NAME, lambda segment: Puller(segment, None)
