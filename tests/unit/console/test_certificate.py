@@ -15,7 +15,7 @@ def shakes_hands(server: ssl.SSLContext) -> bool:
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     asking.check_hostname, asking.verify_mode = False, ssl.CERT_NONE
-    waiting = [asking.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
+    waiting = [asking.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, True)]
     for _ in range(8):
         for end in list(waiting):
             try:
