@@ -136,6 +136,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._grouping: Grouping = OneGroup()  # scheduler role
         self._states: StateTables | None = None  # scheduler role, of a model with states
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
+        # Those whose load failed. vLLM asks them first, and while one does not fit it looks at no other request that
+        # has blocks: if all such loads failed, nobody would run or free any. So each is passed over once.
+        self._to_skip_once: set[str] = set()
         self._walk: StepWalk | None = None  # scheduler role
         compat.prefer_recompute(vllm_config)
         try:
@@ -283,6 +286,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None or request.skip_reading_prefix_cache:
             return 0, False
+        if request.request_id in self._to_skip_once:
+            self._to_skip_once.discard(request.request_id)
+            return None, False
         if self._planning.has_given_up(request.request_id):
             layered = self._layered_scheduler
             waits = layered is not None and layered.must_wait(request.request_id, num_computed_tokens)
@@ -359,6 +365,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             with self._guard("update_connector_output"):
                 self._layered_scheduler.end_layered(report)
         failed = connector_output.failed_recving or set()
+        self._to_skip_once |= failed & self._live.keys()
         for request_id in connector_output.finished_recving or ():
             with self._guard("update_connector_output"):
                 self._scheduler.loaded(request_id, failed=request_id in failed)
@@ -371,6 +378,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return self._finished(request, block_ids)
         finally:
             self._live.pop(request.request_id, None)
+            self._to_skip_once.discard(request.request_id)
             if self._walk is not None:
                 self._walk.ended(request.request_id)
 

@@ -401,10 +401,6 @@ def test_exception_in_a_worker_fails_its_load_and_store(
     pair.prefill(first, [3, 1, 4, 9])
     pair.finish(first, [3, 1, 4, 9])
     wait_for(pair, "stored_blocks", 3)
-
-    def explode(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("boom")
-
     monkeypatch.setattr(pair.worker._worker, "start_loads", explode)
     monkeypatch.setattr(pair.worker._worker, "store", explode)
     second = request("b")
@@ -444,6 +440,19 @@ def test_load_that_cannot_be_planned_is_a_failed_load(
     assert pair.step(StepOutput()).failed_recving == {"b"}, "the engine waits for this load"
     assert pair.match(second) == (0, False)
     assert not pair.step(StepOutput()).finished_recving, "answered once"
+
+
+def test_request_whose_load_failed_is_passed_over_once(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks it before the requests that hold blocks, and looks at none of these while it does not fit."""
+    pair = make()
+    second = with_a_stored_prompt(pair)
+    pair.scheduler.update_state_after_alloc(second, blocks([7, 8, 10, 11]), 3 * BLOCK)
+    monkeypatch.setattr(pair.worker._worker, "start_loads", explode)
+    assert pair.step(StepOutput()).failed_recving == {"b"}
+    assert pair.scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+    assert pair.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
 
 
 def test_load_survives_an_exception_in_planning_stores(
