@@ -73,7 +73,7 @@ class ShardClient:
                 if self._links.pop(attachment, None) is not None:
                     on_lost(reason)
 
-        link = await self._connected(end)
+        link = await self._connected(end, ATTACH_SECONDS)
         try:
             body = await link.ask(FrameKind.ATTACH, encode_spec(spec).SerializeToString(), ATTACH_SECONDS)
             attachment = decode_attachment(parse(shard_pb2.Attached, body), str(Path(self._socket_path).parent))
@@ -166,7 +166,7 @@ class ShardClient:
             await self._greet(link, CALL_SECONDS)
         return await link.ask(kind, question.SerializeToString(), seconds)
 
-    async def _connected(self, on_end: Callable[[str], None], seconds: float = ATTACH_SECONDS) -> EngineLink:
+    async def _connected(self, on_end: Callable[[str], None], seconds: float) -> EngineLink:
         """A new connection, greeted. Raises Unavailable, also when the shard accepts it and says nothing."""
         link = await EngineLink.connect(self._socket_path, on_end)
         try:
