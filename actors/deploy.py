@@ -20,6 +20,7 @@ from kvservice.actors import names, ray_auth
 from kvservice.actors.supervisor import STARTING, Supervisor
 from kvservice.config import ServiceConfig
 from kvservice.errors import ConfigError, ServiceConflict, Unavailable, plaintext_refused
+from kvservice.units import endpoint_of
 
 log = logging.getLogger("kvservice.actors")
 
@@ -213,7 +214,7 @@ def connect(address: str | None) -> None:
         wanted = get_ray_address_from_environment(address or "auto", None) if address in (None, "auto") else address
     except ConnectionError as error:
         raise Unavailable(f"no Ray cluster on this machine: {error}") from error
-    endpoint = _endpoint(wanted)
+    endpoint = endpoint_of(wanted)
     ray_auth.prepare(None if endpoint is None else wanted)
     listens = endpoint is not None and _listens(*endpoint)
     if endpoint is not None and not listens:
@@ -228,12 +229,6 @@ def connect(address: str | None) -> None:
                 f"the token in RAY_AUTH_TOKEN_PATH. Ray says: {error}"
             ) from error
         raise Unavailable(f"no Ray cluster at {wanted}: {error}") from error
-
-
-def _endpoint(address: str) -> tuple[str, int] | None:
-    """Host and port of the control plane. None if the address is not host:port."""
-    host, colon, port = address.rpartition(":")
-    return (host.strip("[]"), int(port)) if colon and port.isdigit() and "/" not in host else None
 
 
 def _listens(host: str, port: int) -> bool:

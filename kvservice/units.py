@@ -29,6 +29,12 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
+def endpoint_of(address: str) -> tuple[str, int] | None:
+    """Host, without brackets, and port. None if the address is not host:port, such as ray://…"""
+    host, colon, port = address.rpartition(":")
+    return (host.strip("[]"), int(port)) if colon and port.isdigit() and "/" not in host else None
+
+
 def div_ceil(dividend: int, divisor: int) -> int:
     """The smallest integer that is at least dividend / divisor. The divisor is positive."""
     return -(-dividend // divisor)

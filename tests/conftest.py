@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from tests.integration.proxy_lab import Lab
     from tests.vllm.replica import Replica
 
 from kvservice.testing.eventually import NotInTime, eventually
@@ -86,6 +87,16 @@ def pytest_configure() -> None:
 def refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
     if event in PROCESS_EVENTS:
         raise AssertionError(f"{event} of {arguments[:1]}: mark the test `processes`")
+
+
+@pytest.fixture
+async def lab() -> AsyncIterator[Lab]:
+    """Starts fake servers and proxies, and ends them with the test."""
+    from tests.integration.proxy_lab import Lab
+
+    made = Lab()
+    yield made
+    await made.end()
 
 
 @pytest.fixture(scope="session", autouse=True)

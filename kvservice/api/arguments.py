@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from numbers import Real
 
+from kvservice.core.block.marks import MARK_NAME_CHARS_MAX
 from kvservice.errors import InvalidRequest
-
-NAME_CHARS_MAX = 512  # of a model or a namespace, as on the wire
 
 
 def whole_number(name: str, value: object) -> int:
@@ -28,17 +28,16 @@ def seconds(name: str, value: object, most: float) -> float:
 
 def text(name: str, value: object) -> str:
     """Text that can be written as UTF-8. Raises InvalidRequest."""
-    try:
-        if isinstance(value, str) and value.encode() is not None:
+    if isinstance(value, str):
+        with contextlib.suppress(UnicodeEncodeError):
+            value.encode()
             return value
-    except UnicodeEncodeError:
-        pass
     raise InvalidRequest(f"{name} is text, not {value!r:.100}")
 
 
 def name_of(name: str, value: object) -> str:
     """Text that is short enough to travel. Raises InvalidRequest."""
     found = text(name, value)
-    if len(found) > NAME_CHARS_MAX:
-        raise InvalidRequest(f"{name} has at most {NAME_CHARS_MAX} characters, not {len(found)}")
+    if len(found) > MARK_NAME_CHARS_MAX:
+        raise InvalidRequest(f"{name} has at most {MARK_NAME_CHARS_MAX} characters, not {len(found)}")
     return found

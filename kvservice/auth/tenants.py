@@ -133,8 +133,7 @@ class TenantsFile:
         self.path = path
         self._stamp = _stamp(path)
         self._tenants = read_tenants(path)
-        self._refused: object = None
-        self._complained: object = None
+        self._refused: tuple[object, str] = (None, "")  # stamp, and what was logged
 
     @property
     def current(self) -> Tenants:
@@ -148,15 +147,15 @@ class TenantsFile:
         stamp: object = None
         try:
             stamp = _stamp(self.path)
-            if stamp in (self._stamp, self._refused):
+            if stamp in (self._stamp, self._refused[0]):
                 return False
             self._tenants = read_tenants(self.path)
         except ConfigError as error:
-            if (stamp, error.message) != self._complained:
+            if (stamp, error.message) != self._refused:
                 log.warning("tenants_file_not_taken", extra={"reason": error.message, "path": str(self.path)})
-            self._refused, self._complained = stamp, (stamp, error.message)
+            self._refused = (stamp, error.message)
             return False
-        self._stamp, self._refused, self._complained = stamp, None, None
+        self._stamp, self._refused = stamp, (None, "")
         log.info("tenants_file_taken", extra={"path": str(self.path), "tenants": len(self._tenants.by_name)})
         return True
 

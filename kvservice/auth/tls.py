@@ -67,9 +67,8 @@ class TlsFiles:
         self._stamp, self._pems = _take(directory)
         self._version = 1
         self._look_at = clock() + LOOK_SECONDS
-        self._refused: TlsStamp | None = None
+        self._refused: tuple[TlsStamp | None, str] = (None, "")  # stamp, and what was logged
         self._refused_until = 0.0
-        self._complained: object = None
 
     def current(self) -> tuple[int, Pems]:
         """(a number that grows with each change, the contents of the files).
@@ -119,7 +118,7 @@ class TlsFiles:
         stamp = None
         try:
             stamp = _stamp(self.directory)
-            if stamp == self._stamp or (stamp == self._refused and now < self._refused_until):
+            if stamp == self._stamp or (stamp == self._refused[0] and now < self._refused_until):
                 return
             stamp, pems = _take(self.directory)
             if self._pems.serves and not pems.serves:
@@ -128,12 +127,11 @@ class TlsFiles:
                 )
             self._stamp = stamp
         except (ConfigError, OSError) as error:
-            if (stamp, str(error)) != self._complained:
-                self._complained = stamp, str(error)
+            if (stamp, str(error)) != self._refused:
                 log.warning("tls_files_not_taken", extra={"reason": str(error), "directory": str(self.directory)})
-            self._refused, self._refused_until = stamp, now + RETRY_SECONDS
+            self._refused, self._refused_until = (stamp, str(error)), now + RETRY_SECONDS
             return
-        self._refused, self._complained = None, None
+        self._refused = (None, "")
         if pems != self._pems:
             self._pems = pems
             self._version += 1

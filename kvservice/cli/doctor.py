@@ -26,7 +26,7 @@ from kvservice.cli.doctor_check import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.cli.extras import how_to_install
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
-from kvservice.units import MiB, NodeId, format_bytes
+from kvservice.units import MiB, NodeId, endpoint_of, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -488,11 +488,11 @@ def _local_cluster() -> str | None:
 def _listens(address: str) -> bool:
     """Whether something listens there. True for addresses that are not host:port, such as ray://…, which this cannot
     check."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
+    endpoint = endpoint_of(address)
+    if endpoint is None:
         return True
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS):
+        with socket.create_connection(endpoint, CONNECT_SECONDS):
             return True
     except OSError:
         return False

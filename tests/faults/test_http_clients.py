@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -16,13 +15,6 @@ pytestmark = pytest.mark.faults
 
 PATIENCE_SECONDS = 60.0
 BODY = b'{"prompt":"x"}'
-
-
-@pytest.fixture
-async def lab() -> AsyncIterator[Lab]:
-    made = Lab()
-    yield made
-    await made.end()
 
 
 async def answered(proxy: Running, head: list[str], body: bytes) -> int:

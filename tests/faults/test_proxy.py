@@ -8,7 +8,6 @@ import logging
 import socket
 import statistics
 import struct
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -23,13 +22,6 @@ LONG = "a long prompt " * 100
 POISON = "poison"
 CANCELLED_SECONDS_MAX = 1.0
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close answers with a reset
-
-
-@pytest.fixture
-async def lab() -> AsyncIterator[Lab]:
-    made = Lab()
-    yield made
-    await made.end()
 
 
 # ---- a request that ends its engines

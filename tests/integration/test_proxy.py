@@ -8,7 +8,6 @@ import random
 import re
 import socket
 import time
-from collections.abc import AsyncIterator
 
 import aiohttp
 import openai
@@ -24,13 +23,6 @@ from tests.integration.proxy_lab import COMPLETIONS, Lab
 LONG = "a long prompt " * 100
 CHAT = "/v1/chat/completions"
 TEXT = "".join(TOKENS)
-
-
-@pytest.fixture
-async def lab() -> AsyncIterator[Lab]:
-    made = Lab()
-    yield made
-    await made.end()
 
 
 def free_port() -> int:

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import pytest
 
 from tests.integration.proxy_lab import Lab
-
-
-@pytest.fixture
-async def lab() -> AsyncIterator[Lab]:
-    made = Lab()
-    yield made
-    await made.end()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -14,13 +13,6 @@ from kvservice.proxy import upstream
 from kvservice.proxy.servers import Role, Server, ServerFault
 from kvservice.testing.eventually import eventually_async
 from tests.integration.proxy_lab import COMPLETIONS, Lab
-
-
-@pytest.fixture
-async def lab() -> AsyncIterator[Lab]:
-    made = Lab()
-    yield made
-    await made.end()
 
 
 async def test_requests_leave_a_server_that_a_request_found_dead(lab: Lab) -> None:

@@ -8,21 +8,12 @@ import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
-
 from kvservice.observe import tracing
 from kvservice.testing.eventually import eventually_async
 from tests.integration.proxy_lab import COMPLETIONS, Lab, Running
 
 LONG = "a long prompt " * 100
 THEIRS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-@pytest.fixture
-async def lab() -> AsyncIterator[Lab]:
-    made = Lab()
-    yield made
-    await made.end()
 
 
 async def test_a_trace_of_the_client_goes_on_to_both_engines(lab: Lab, tmp_path: Path) -> None:
