@@ -7,7 +7,6 @@ What a lookup partition is made of is imported where it runs, see actors.cache_s
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -41,13 +40,11 @@ class LookupNode:
         tracing.start(traces, "kvservice-lookup", service=service)
         self._address = address
         self._partition = partition
-        # The epoch is in nanoseconds, because two boots within one second must not share one.
         hide, forget = patience(heartbeat_seconds)
         self._server = LookupServer(
             address,
             partition,
             partition_count,
-            time.time_ns(),
             tls_dir=tls_dir,
             allow_plaintext=allow_plaintext,
             hide_seconds=hide,

@@ -34,7 +34,6 @@ WAYS = (
     "this node",
     "other node",
 )
-SETTLE_SECONDS = 30.0
 
 
 def prompt(tokens: int) -> dict[str, list[int]]:

@@ -270,16 +270,14 @@ def _read_fields(path: Path) -> dict[str, object] | None:
     return fields if isinstance(fields, dict) else None
 
 
-def choose_shard(
-    service: str | None = None, node_id: str | None = None, runtime_root: Path | None = None
-) -> ShardRecord | None:
+def choose_shard(service: str | None = None, node_id: str | None = None) -> ShardRecord | None:
     """The shard an engine of this machine should use; None when none is registered.
 
     With several, `node_id` (or KVSERVICE_NODE) picks one. Raises ConfigError when the choice is not clear, because an
     engine on the wrong node's shard would silently lose its locality.
     """
     wanted = node_id or os.environ.get("KVSERVICE_NODE")
-    shards = find_shards(service or os.environ.get("KVSERVICE_SERVICE"), runtime_root)
+    shards = find_shards(service or os.environ.get("KVSERVICE_SERVICE"))
     if wanted is not None:
         shards = [shard for shard in shards if shard.node_id == wanted]
     if len(shards) > 1:

@@ -24,7 +24,6 @@ class PluginGroup:
 EVICTION = PluginGroup("kvservice.eviction", "eviction policy", 1)
 TIERS = PluginGroup("kvservice.tiers", "tier", 1)
 CODECS = PluginGroup("kvservice.codecs", "codec", 1)
-GROUPS = (EVICTION, TIERS, CODECS)
 
 
 def load(group: PluginGroup, name: str) -> Callable[[], object]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ def run_shard(
     *,
     keep_blocks: bool,
     grace_seconds: float,
-    wall_clock: Callable[[], float] = time.time,
 ) -> None:
     """Run one node's shard; blocks until a signal.
 
@@ -57,14 +54,7 @@ def run_shard(
     )
     if not config.lookup:
         say("no lookup partition is named with --lookup: this node finds blocks of no other node")
-    served = serve(
-        place,
-        keep_segment=keep_blocks,
-        grace_seconds=grace_seconds,
-        metrics_port=config.metrics_port,
-        wall_clock=wall_clock,
-    )
-    asyncio.run(served)
+    asyncio.run(serve(place, keep_segment=keep_blocks, grace_seconds=grace_seconds, metrics_port=config.metrics_port))
 
 
 def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None:

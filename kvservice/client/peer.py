@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import grpc
 
@@ -31,8 +31,6 @@ from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 from kvservice.wire.versions import PROTOCOL_VERSION
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,14 +69,12 @@ class DirectoryMirror:
         link: Path,
         addresses: Sequence[str],
         tls: TlsFiles | None,
-        clock: Callable[[], float],
     ) -> None:
         self._segment = segment
         self._writer = writer
         self._link = link
         self._addresses = tuple(addresses)
         self._channels = Channels(tls)
-        self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
         self._counters: Counter[str] = Counter()
         self._heard: Callable[[Holder, bool], None] = lambda node, is_here: None
@@ -94,7 +92,6 @@ class DirectoryMirror:
         size: int,
         epoch: int,
         tls: TlsFiles | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> DirectoryMirror | None:
         """A mirror of at most `size` bytes, with `link` as a symbolic link to it. None, and a log line, on failure."""
         rows = mirror_rows(size)
@@ -114,7 +111,7 @@ class DirectoryMirror:
             segment.unlink()
             log.warning("mirror_failed", extra={"reason": str(error)})
             return None
-        return cls(segment, MirrorWriter(segment.buffer, len(addresses), epoch), link, addresses, tls, clock)
+        return cls(segment, MirrorWriter(segment.buffer, len(addresses), epoch), link, addresses, tls)
 
     def relink(self) -> None:
         """Make the symbolic link again after its directory was removed. Raises OSError."""
@@ -164,7 +161,7 @@ class DirectoryMirror:
         """The counters of the streams, and the state of the mirror now."""
         if self._stopped:
             return dict(self._counters)
-        now, partitions = self._clock(), range(len(self._addresses))
+        now, partitions = time.monotonic(), range(len(self._addresses))
         live = [self._own.feed(partition, now) is Feed.LIVE for partition in partitions]
         ages = [self._writer.age(partition, now) for partition in partitions if live[partition]]
         return {
@@ -232,14 +229,14 @@ class DirectoryMirror:
         call = lookup_pb2_grpc.LookupServiceStub(channel).Watch(
             lookup_pb2.WatchRequest(heartbeat_seconds=HEARTBEAT_SECONDS, protocol_version=PROTOCOL_VERSION)
         )
-        look_at = self._clock() + HEARTBEAT_SECONDS
+        look_at = time.monotonic() + HEARTBEAT_SECONDS
         try:
             while True:
                 event = await within(SILENT_SECONDS, call.read())
                 if event is END_OF_STREAM:
                     return
-                if self._clock() >= look_at:
-                    look_at = self._clock() + HEARTBEAT_SECONDS
+                if time.monotonic() >= look_at:
+                    look_at = time.monotonic() + HEARTBEAT_SECONDS
                     if self._channels.get(self._addresses[partition]) is not channel:
                         return
                 yield event
@@ -251,7 +248,7 @@ class DirectoryMirror:
             if piece.node is not None:
                 self._heard(piece.node, not piece.hidden)
             self._make_room()
-            self._writer.apply(partition, piece, self._clock())
+            self._writer.apply(partition, piece, time.monotonic())
             if self._writer.sweep() or len(piece.added) + len(piece.removed) >= PIECE_BYTES // 2:
                 await asyncio.sleep(0)
 

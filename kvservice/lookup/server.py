@@ -132,10 +132,6 @@ class LookupServer:
         """For its probes. Call it on the server's loop."""
         return Condition(unready="" if self._servers else "it does not serve")
 
-    async def wait_for_termination(self) -> None:
-        if self._servers:
-            await self._servers[0].wait_for_termination()
-
     async def _maintain(self) -> None:
         look_at = self._clock()
         complained = ""

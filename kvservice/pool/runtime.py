@@ -153,7 +153,6 @@ class PoolRuntime(PoolAnswers):
         reads: Callable[[Segment], Puller] | None = None,
         directory: DirectoryPort | None = None,
         peers: PeerPort | None = None,
-        clock: Callable[[], float] = time.monotonic,
         tiers: Mapping[str, Callable[[], Tier]] | None = None,
     ) -> PoolRuntime:
         """Open or create the segment, adopt the blocks that an earlier boot left in it, and start.
@@ -171,7 +170,7 @@ class PoolRuntime(PoolAnswers):
                 puller = reads(segment)
                 await asyncio.to_thread(puller.start)
             segment.map_ahead()
-            runtime = cls(config, segment, puller, directory, peers, clock, partial(claim, segment), makers)
+            runtime = cls(config, segment, puller, directory, peers, time.monotonic, partial(claim, segment), makers)
             await runtime.begin()
         except BaseException:
             if runtime is not None:

@@ -97,14 +97,12 @@ class Holdings:
         refresh_seconds: float,
         answer_seconds: float,
         warm_seconds: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._find = find
         self._find_tls = find_tls
         self._token = token
         self._refresh_seconds = refresh_seconds
         self._answer_seconds = answer_seconds
-        self._clock = clock
         self._lookup: LookupClient | None = None
         self._engine_stats = EngineStatsReader()
         self._warm_seconds = warm_seconds
@@ -120,7 +118,7 @@ class Holdings:
 
     def wake(self) -> None:
         """Say that there are requests. Starts a refresh if what is known is too old. Returns at once."""
-        late = self._refreshed_at is None or self._clock() - self._refreshed_at >= self._refresh_seconds
+        late = self._refreshed_at is None or time.monotonic() - self._refreshed_at >= self._refresh_seconds
         if late and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.get_running_loop().create_task(self.refresh())
 
@@ -143,7 +141,7 @@ class Holdings:
             self.counters["refresh_crashed"] += 1
             log.exception("refresh_crashed")
         finally:
-            self._refreshed_at = self._clock()
+            self._refreshed_at = time.monotonic()
 
     @property
     def connected(self) -> bool:
@@ -154,7 +152,7 @@ class Holdings:
         if self._lookup is None or not keys:
             return LookupAnswer((), not keys)
         name = (len(keys), keys[-1])  # the last key of a chain stands for the whole chain
-        now = self._clock()
+        now = time.monotonic()
         known = self._answers.get(name)
         if known is not None and now - known[0] < self._answer_seconds:
             self.counters["answers_reused"] += 1
@@ -176,7 +174,7 @@ class Holdings:
     ) -> LookupAnswer:
         answer = await lookup.resolve(keys, 0, timeout)
         if answer.complete:
-            self._answers.put(name, (self._clock(), answer))
+            self._answers.put(name, (time.monotonic(), answer))
         return answer
 
     async def close(self) -> None:

@@ -18,7 +18,6 @@ CONNECTOR_MODULE = "kvservice.connector.vllm"
 MULTI_CONNECTOR = "MultiConnector"
 ROUTER_CLASS = "kvservice.serve.router.KvAwareRouter"
 TRANSFER, ROUTER = "kv_transfer_config", "request_router_config"
-ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
 
 def connector_config(

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -39,7 +38,6 @@ async def serve(
     keep_segment: bool = False,
     grace_seconds: float = 0.0,
     metrics_port: int = 0,
-    wall_clock: Callable[[], float] = time.time,
 ) -> None:
     """Serve until a signal, and return after a clean stop. Raises what ShardServer.start raises.
 
@@ -48,7 +46,7 @@ async def serve(
     tracing.start(config.settings.traces, "kvservice-shard", node=config.node_id, service=config.settings.service)
     raise_file_limit()
     say_when_short(log)
-    server = ShardServer(config, wall_clock)
+    server = ShardServer(config)
     asked = EndSignals()
 
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731

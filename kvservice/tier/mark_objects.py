@@ -14,7 +14,7 @@ import logging
 import re
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvservice.aio import within
@@ -31,11 +31,10 @@ _NAME = re.compile(r"([0-9]{10}\.[0-9]{6})-[0-9a-f]{8}\.marks")
 class MarkObjects:
     """The marks in `folder` of an obstore store. Its errors pass through."""
 
-    def __init__(self, library: Any, store: Any, folder: str, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, library: Any, store: Any, folder: str) -> None:
         self._library = library
         self._store = store
         self._folder = folder
-        self._wall_clock = wall_clock
         self._read_before: dict[str, tuple[Mark, ...]] = {}  # objects never change, so each is read once
 
     async def load(self) -> tuple[Mark, ...]:
@@ -43,7 +42,7 @@ class MarkObjects:
         until that of the latest that is one too many. Removes objects whose time is over."""
         listed = await within(REQUEST_SECONDS, self._library.list_with_delimiter_async(self._store, f"{self._folder}/"))
         names = sorted(name for row in listed["objects"] if _NAME.fullmatch(name := row["path"].rpartition("/")[2]))
-        ended = [name for name in names if _time_of(name) + MARK_SECONDS < self._wall_clock()]
+        ended = [name for name in names if _time_of(name) + MARK_SECONDS < time.time()]
         if ended:
             await self._remove(ended)
         kept = names[len(ended) :]

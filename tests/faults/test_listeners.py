@@ -28,7 +28,6 @@ pytestmark = pytest.mark.faults
 
 KVSERVICE = [sys.executable, "-c", "from kvservice.cli.main import app; app()"]
 needs_nixl = pytest.mark.skipif(not nixl_available(), reason="needs NIXL")
-START_SECONDS = 120.0
 SETTLE_SECONDS = 1.0  # a transport listens before the shard says that it serves; a thread of it may be later
 EMBEDDED = """
 import asyncio, sys

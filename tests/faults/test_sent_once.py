@@ -29,7 +29,6 @@ pytestmark = pytest.mark.faults
 
 LEASE_SECONDS = 2.0
 LOST_SECONDS = 4 * CALL_SECONDS  # of a pause in which every call that is under way fails
-HEAL_SECONDS = 60.0  # on a busy machine
 PAUSES = (1.0, 0.6, 2.0, 7.0, 14.0, 20.0, 60.0)  # of anybody; in CI the first few
 
 

@@ -33,7 +33,6 @@ READ_SECONDS = 1.0
 GRACE_SECONDS = 1.0  # of a machine that also runs other tests
 KNOWN_SECONDS = 1.0  # what was sealed is in the directory by then; if not, the read is a miss for another reason
 FLAP_SECONDS = 1.0
-HEALED_SECONDS = 30.0
 STORED = {"sealed": COUNT}
 _seeds = itertools.count(1)
 

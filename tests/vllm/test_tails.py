@@ -13,8 +13,6 @@ from tests.vllm.test_output_equality import ENGINE, prompt, settle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-BLOCK = 128  # vLLM's block size on CPUs
-
 
 @pytest.fixture(scope="module", params=[32, 128])
 def replica(

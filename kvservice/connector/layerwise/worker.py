@@ -43,7 +43,6 @@ class LayerwiseWorker(WorkerHalf):
         layer_names: Sequence[str],
         *,
         save: bool,
-        lane: LayerLane | None = None,
         defer_stores: DeferStores = DeferStores.OFF,
     ) -> None:
         """`layer_names`: the engine's, in the order of the slot. `save`: stores too go layer by layer."""
@@ -51,7 +50,7 @@ class LayerwiseWorker(WorkerHalf):
         self._blocks = block_copier
         self._layer_of = {name: index for index, name in enumerate(layer_names)}
         self._on_gpu = block_copier.device.type == "cuda"
-        self._lane: LayerLane = lane or (StreamLane(block_copier.device) if self._on_gpu else ThreadLane())
+        self._lane: LayerLane = StreamLane(block_copier.device) if self._on_gpu else ThreadLane()
         self._via: LayerCopy | None = None
         self._layered: list[_LoadByLayers] = []  # of this step
         self._waited = 0  # layers that the forward has waited for

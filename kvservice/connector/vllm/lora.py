@@ -57,14 +57,13 @@ class Adapters:
         locate: Callable[[str], Path | None],
         clock: Callable[[], float] = time.monotonic,
         *,
-        since: float | None = None,
         files_stay: bool = False,
     ) -> None:
-        """`since` is a time before any adapter was loaded, in seconds of the wall clock; None means now. `files_stay`
-        is the operator's statement that the files of a path never change."""
+        """Make it before any adapter is loaded. `files_stay` is the operator's statement that the files of a path never
+        change."""
         self._locate = locate
         self._clock = clock
-        self._since_ns = None if files_stay else int(((time.time() if since is None else since) - CLOCK_SECONDS) * 1e9)
+        self._since_ns = None if files_stay else int((time.time() - CLOCK_SECONDS) * 1e9)
         # vLLM's number of an adapter -> its path when it was first asked for
         self._paths: BoundedTable[int, str] = BoundedTable(ADAPTERS_MAX)
         self._adapters: BoundedTable[str, _Adapter] = BoundedTable(ADAPTERS_MAX)  # by path

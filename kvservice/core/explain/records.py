@@ -87,8 +87,7 @@ class Explanation:
 class RequestRecords:
     """Records by request id and time. A request that asks again (preempted) has a record each time, with one id."""
 
-    def __init__(self, keep_seconds: float = KEEP_SECONDS) -> None:
-        self._keep_seconds = keep_seconds
+    def __init__(self) -> None:
         self._records: OrderedDict[int, RequestRecord] = OrderedDict()  # by number, oldest first
         self._by_op: dict[int, int] = {}  # open calls
         self._latest: dict[tuple[bytes, str], int] = {}  # by engine and request id: two engines may use the same id
@@ -203,7 +202,7 @@ class RequestRecords:
         return number
 
     def _expire(self, now: float) -> None:
-        while self._records and next(iter(self._records.values())).asked_at + self._keep_seconds < now:
+        while self._records and next(iter(self._records.values())).asked_at + KEEP_SECONDS < now:
             self._drop()
 
     def _drop(self) -> None:

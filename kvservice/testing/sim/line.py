@@ -36,7 +36,6 @@ from kvservice.units import AttachmentId, BootEpoch, HandoffId, LeaseId
 
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 2.0  # Heartbeats of the connection, at the interval that shard.engine_socket has.
-CLOSED_SECONDS = 0.001  # Until the other side of a broken connection notices: a local socket.
 
 
 @dataclass(slots=True, eq=False)

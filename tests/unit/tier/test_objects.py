@@ -22,7 +22,6 @@ from kvservice.tier.objects import ObjectTier
 from tests.unit.tier.damages import Damage, each_damage
 
 SIZE = 64 << 10
-PATIENT_SECONDS = 60.0
 
 
 @pytest.fixture

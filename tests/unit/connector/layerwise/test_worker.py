@@ -37,7 +37,6 @@ from tests.unit.connector.worker.test_worker import (
 
 __all__ = ["segment"]  # a fixture
 NAMES = [f"layer.{index}" for index in range(LAYERS)]
-Copy = Callable[[HostLayers, Direction, int, Sequence[BlockRun]], None]
 
 
 @pytest.fixture

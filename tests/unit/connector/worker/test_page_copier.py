@@ -3,19 +3,16 @@ comes back. What is expected is built number by number."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import pytest
 import torch
 
-from kvservice.connector.worker.page_copier import PageCopier, PageViews, column_views, row_views
+from kvservice.connector.worker.page_copier import PageCopier, column_views, row_views
 from kvservice.core.block.pages import PAGE_TOKENS
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 
 LAYERS, BLOCKS, TOKENS, HEADS, SIZE = 3, 4, 32, 2, 8
 Truth = torch.Tensor  # (layer, K|V, block, token, head, element)
-Views = Callable[[Sequence[torch.Tensor]], PageViews]
 
 
 def layout(heads: int = HEADS, **changed: int) -> SlotLayout:
