@@ -10,7 +10,6 @@ kind, and answered as if the cache had nothing. It waits only for the copies of 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -18,13 +17,14 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import transformers
 
 from kvservice.connector.cache_groups import NOWHERE, OneGroup, Table
+from kvservice.connector.failures import Failures
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
 from kvservice.connector.options import Share, slot_parts
@@ -149,6 +149,7 @@ class BothHalves:
         """`model` has its blocks already; `shared` is their memory if it can be shared. Blocks until the first attempt
         to attach. Raises KVServiceError."""
         self.counters: Counter[str] = Counter()
+        self._failures = Failures(self.counters)
         self._options = options
         spec, self._pages = engine_spec(model, options), None
         if options.share is Share.ENGINES:
@@ -225,20 +226,6 @@ class BothHalves:
     def _pool_info(self, attachment: Attachment) -> PoolInfo:
         return PoolInfo.of(attachment, self._layout, self._engine_id)
 
-    @contextlib.contextmanager
-    def _guard(self, entry: str) -> Iterator[None]:
-        """An exception inside is counted and logged once per kind. The code behind the block runs in any case."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
-            self._note_failure(entry, error)
-
-    def _note_failure(self, entry: str, error: Exception) -> None:
-        kind = f"failed_{entry}: {type(error).__name__}"
-        if not self.counters[kind]:
-            log.error("going on without the cache for %s", entry, exc_info=error)
-        self.counters[kind] += 1
-
     # -- requests ----
 
     def begin(
@@ -254,7 +241,7 @@ class BothHalves:
         """Ask the pool for the whole prompt. `tail` hashes short blocks of it, `params` are its transfer parameters."""
         if self._options.tails:
             self._tails[request_id] = tail
-        with self._guard("begin"):
+        with self._failures.guard("begin"):
             terms = terms_of(params, self._options, self.counters, request_id=request_id)
             self._half.on_new_request(
                 request_id,
@@ -273,7 +260,7 @@ class BothHalves:
     def matched(self, request_id: str, local_tokens: int, total_tokens: int) -> Found:
         """What the pool promises beyond the engine's own hit."""
         found = Found()
-        with self._guard("matched"):
+        with self._failures.guard("matched"):
             if self._planning.has_given_up(request_id):
                 layered = self._layered
                 return Found(wait=layered is not None and layered.must_wait(request_id, local_tokens))
@@ -292,8 +279,8 @@ class BothHalves:
         try:
             waits = self._planning.take_promise(request_id, table, external_tokens)
             self._half.allocated(request_id, list(table), external_tokens)
-        except Exception as error:  # noqa: BLE001  as in _guard; and the request must not wait for its load for ever
-            self._note_failure("allocated", error)
+        except Exception as error:  # noqa: BLE001  as in Failures.guard; and the request must not wait for its load for ever
+            self._failures.note("allocated", error)
             self._planning.give_up(request_id, engine_waits=waits and external_tokens > 0)
 
     def finished(
@@ -302,7 +289,7 @@ class BothHalves:
         """The request has ended. Returns what the engine that continues it must be told, if it was handed off."""
         self.drop_swap(request_id)
         self._planning.finished(request_id)
-        with self._guard("finished"):
+        with self._failures.guard("finished"):
             attachment = self._session.attachment
             handoff = self._half.finished(request_id, hashes, computed, list(table), store_rest=store_rest)
             self._tails.pop(request_id, None)
@@ -314,7 +301,7 @@ class BothHalves:
 
     def wait_for_answer(self) -> None:
         """The engine has nothing to compute: give the pool's answers a moment."""
-        with self._guard("wait_for_answer"):
+        with self._failures.guard("wait_for_answer"):
             self._session.wait_for_answer(self._half.idle_seconds())
 
     def start(self, swap_in: Iterable[tuple[str, Pairs]], *, is_idle: bool) -> set[str]:
@@ -329,15 +316,15 @@ class BothHalves:
             else:
                 lost.add(request_id)
                 self._forget(copy)
-        with self._guard("begin_step"):
+        with self._failures.guard("begin_step"):
             self._half.begin_step(self._plan, time.monotonic(), is_idle=is_idle)
         for request_id, block_ids in self._planning.complete(self._plan).items():
-            with self._guard("unplanned"):
+            with self._failures.guard("unplanned"):
                 assert self._layered is not None, "only a layered load is computed on in its own step"
                 self._layered.unplanned(request_id, block_ids)
         self._keep_due()
         self._copying.begin_loads(self._plan)
-        with self._guard("start_loads"):
+        with self._failures.guard("start_loads"):
             self._copying.loads_started(self._worker.start_loads(self._plan))
         arrived = self._wait_for_loads({copy.name for copy in coming.values()})
         for request_id, copy in coming.items():
@@ -357,7 +344,7 @@ class BothHalves:
         hashes = [BlockHash(hashlib.sha256(seed + i.to_bytes(4, "big")).digest()) for i in range(len(table))]
         copy = HostCopy(f"{request_id}/swap-{os.urandom(8).hex()}", hashes, [host_id for _, host_id in pairs])
         is_stored = False
-        with self._guard("swap_out"):
+        with self._failures.guard("swap_out"):
             self._half.on_new_request(copy.name, hashes, time.monotonic(), may_read=False)
             is_stored = self._store_now(copy, table)
         self._forget(copy)
@@ -368,25 +355,25 @@ class BothHalves:
 
     def plan_stores(self, scheduled: Iterable[tuple[str, Sequence[BlockHash], int, BlockIds]]) -> None:
         """Plan the stores of what this step computes; see SchedulerHalf.plan_stores."""
-        with self._guard("plan_stores"):
+        with self._failures.guard("plan_stores"):
             self._half.plan_stores(self._plan, scheduled)
 
     def before(self, layer: int) -> None:
         """The forward is about to use this layer. Blocks until what it loads is there."""
         if self._copying.has_layered and isinstance(self._worker, LayerwiseWorker):
-            with self._guard("before_layer"):
+            with self._failures.guard("before_layer"):
                 self._worker.begin_layer(str(layer))
 
     def written(self, layer: int) -> None:
         """The forward has written this layer."""
         if isinstance(self._worker, LayerwiseWorker) and self._options.layerwise.saves:
-            with self._guard("layer_written"):
+            with self._failures.guard("layer_written"):
                 self._worker.end_layer(str(layer), self._plan)
 
     def store(self) -> None:
         """The forward has ended: start the stores."""
         self._copying.begin_stores(self._plan)
-        with self._guard("store"):
+        with self._failures.guard("store"):
             self._copying.stores_started(self._worker.store(self._plan))
 
     def end(self, tokens: int, seconds: float) -> StepEnd:
@@ -395,12 +382,12 @@ class BothHalves:
         layered = {load.request_id for load in self._plan.loads if load.layered}
         sound: set[str] = set()
         if self._copying.has_layered and isinstance(self._worker, LayerwiseWorker):
-            with self._guard("end_layered"):
+            with self._failures.guard("end_layered"):
                 sound = self._worker.end_layered()
         self._copying.end_layers(sound)
         self._ended.failed |= layered - sound
         self._take_loaded()
-        with self._guard("computed"):
+        with self._failures.guard("computed"):
             self._half.computed(tokens, seconds)
         self._take_report()
         ended, self._ended = self._ended, StepEnd()
@@ -416,7 +403,7 @@ class BothHalves:
     def has_pending_work(self) -> bool:
         """Whether steps are needed even without requests, for copies that have to start or to end."""
         is_pending = False
-        with self._guard("has_pending_work"):
+        with self._failures.guard("has_pending_work"):
             is_pending = self._half.has_pending_work(time.monotonic())
         return is_pending
 
@@ -426,9 +413,9 @@ class BothHalves:
 
     def close(self) -> None:
         """Detach and unmap. Blocks for seconds at most."""
-        with self._guard("close"):
+        with self._failures.guard("close"):
             self._session.close()
-        with self._guard("close"):
+        with self._failures.guard("close"):
             self._worker.close()
 
     # -- inside ----
@@ -439,7 +426,7 @@ class BothHalves:
         planned = {load.request_id for load in self._plan.loads}
         self._ended.failed |= self._due - planned
         for request_id in planned - self._due:
-            with self._guard("loaded"):
+            with self._failures.guard("loaded"):
                 self._half.loaded(request_id, failed=True)
         self._plan.loads = [load for load in self._plan.loads if load.request_id in self._due]
         self._due = set()
@@ -478,14 +465,14 @@ class BothHalves:
         for copy in self._swaps.values():
             if not copy.is_asked:
                 copy.is_asked = True
-                with self._guard("ask_for_swap"):
+                with self._failures.guard("ask_for_swap"):
                     self._half.on_new_request(copy.name, copy.hashes, time.monotonic(), may_store=False)
 
     def _promise(self, copy: HostCopy, targets: dict[int, int]) -> bool:
         """Plan the load of a swap into these blocks. False if the pool has not all of it any more, or does not say so.
         Blocks for at most SWAP_SECONDS_MAX, and mostly not at all: the pool was asked steps ago."""
         tokens, deadline = len(copy.hashes) * self._block_tokens, time.monotonic() + SWAP_SECONDS_MAX
-        with self._guard("swap_in"):
+        with self._failures.guard("swap_in"):
             if not copy.is_asked:
                 self._half.on_new_request(copy.name, copy.hashes, time.monotonic(), may_store=False)
             while isinstance(answer := self._half.matched(copy.name, 0, tokens, time.monotonic()), Wait):
@@ -501,7 +488,7 @@ class BothHalves:
 
     def _forget(self, copy: HostCopy | None) -> None:
         if copy is not None:
-            with self._guard("forget_swap"):
+            with self._failures.guard("forget_swap"):
                 self._half.finished(copy.name, copy.hashes, 0, [], store_rest=False)
 
     def _wait_for_loads(self, names: set[str]) -> set[str]:
@@ -523,21 +510,21 @@ class BothHalves:
         """Note the loads that have ended."""
         loaded: set[str] = set()
         failed: set[str] = set()
-        with self._guard("take_loaded"):
+        with self._failures.guard("take_loaded"):
             loaded, failed = self._worker.take_loaded()
         missing = self._copying.take_unstarted()
         for request_id in loaded | missing:
             is_failed = request_id in failed or request_id in missing
             (self._ended.failed if is_failed else self._ended.loaded).add(request_id)
-            with self._guard("loaded"):
+            with self._failures.guard("loaded"):
                 self._half.loaded(request_id, failed=is_failed)
 
     def _take_report(self) -> StepReport | None:
         report: StepReport | None = None
-        with self._guard("take_report"):
+        with self._failures.guard("take_report"):
             report = self._worker.take_report()
         report = self._copying.complete(report)
-        with self._guard("reported"):
+        with self._failures.guard("reported"):
             if report is not None:
                 self._half.reported(report)
             if self._layered is not None:

@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvservice.api.layout import Array, Layout
 from kvservice.api.named import NamedBlocks
+from kvservice.connector.failures import Failures, guarded
 from kvservice.connector.offloading.lookups import Lookups, Presence
 from kvservice.connector.offloading.options import TierOptions
 from kvservice.connector.weights import Terms
@@ -100,6 +101,7 @@ class KVServiceTier(SecondaryTierManager):
         self._requests: set[str] = set()  # that have not ended
         self._is_closed = False  # after a reset while requests held blocks, until one that finds none
         self.counters: Counter[str] = Counter()
+        self.failures = Failures(self.counters, "offloading_failed")
         self._reported: Counter[str] = Counter()
 
     # -- lookups ----
@@ -108,27 +110,20 @@ class KVServiceTier(SecondaryTierManager):
         self._requests.add(req_context.req_id)
         return RequestOffloadingContext()
 
+    @guarded(lambda *_: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if self._is_closed:
             return LookupResult.MISS
-        try:
-            return ANSWERS[self._lookups.ask(key, req_context.req_id)]
-        except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
-            self._note("lookup", error)
-            return LookupResult.MISS
+        return ANSWERS[self._lookups.ask(key, req_context.req_id)]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        try:
+        with self.failures.guard("on_schedule_end"):
             self._lookups.send()
-        except Exception as error:  # noqa: BLE001  see lookup
-            self._note("on_schedule_end", error)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._requests.discard(req_context.req_id)
-        try:
+        with self.failures.guard("on_request_finished"):
             self._lookups.end(req_context.req_id)
-        except Exception as error:  # noqa: BLE001  see lookup
-            self._note("on_request_finished", error)
 
     # -- copies ----
 
@@ -148,8 +143,8 @@ class KVServiceTier(SecondaryTierManager):
             rows = [self._rows[chunk] for chunk in job.chunk_ids]
             copied = self._load(keys, rows) if is_load else self._blocks.put(keys, rows)
             self._jobs[job.job_id] = _Copying(keys, is_load, time.monotonic(), copied)
-        except Exception as error:  # noqa: BLE001  see lookup
-            self._note("submit_load" if is_load else "submit_store", error)
+        except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
+            self.failures.note("submit_load" if is_load else "submit_store", error)
             self._give_up(job.job_id, keys)
 
     def _load(self, keys: tuple[OffloadKey, ...], rows: list[Array]) -> Future[list[bool]]:
@@ -166,12 +161,10 @@ class KVServiceTier(SecondaryTierManager):
         self._failed.append(JobResult(job_id, success=False))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        try:
+        with self.failures.guard("get_finished_jobs"):
             found, missed = self._lookups.receive()
             self.counters["offloading_found"] += found
             self.counters["offloading_missed"] += missed
-        except Exception as error:  # noqa: BLE001  see lookup
-            self._note("get_finished_jobs", error)
         finished, self._failed = self._failed, []
         for job_id, job in list(self._jobs.items()):
             if job.copied.done():
@@ -182,7 +175,7 @@ class KVServiceTier(SecondaryTierManager):
     def _result(self, job_id: int, job: _Copying) -> JobResult:
         error = None if job.copied.cancelled() else job.copied.exception()
         if isinstance(error, Exception):
-            self._note("load" if job.is_load else "store", error)
+            self.failures.note("load" if job.is_load else "store", error)
         went = [False] * len(job.keys) if job.copied.cancelled() or error is not None else job.copied.result()
         good = [key for key, is_good in zip(job.keys, went, strict=True) if is_good]
         lost = len(job.keys) - len(good)
@@ -213,9 +206,9 @@ class KVServiceTier(SecondaryTierManager):
                 log.error("requests held blocks at a reset: the tier is out of use until a reset without requests")
             else:
                 self._blocks.term = self._terms.next()
-        except Exception as error:  # noqa: BLE001  see lookup
+        except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
             self._is_closed = True
-            self._note("drain_jobs", error)
+            self.failures.note("drain_jobs", error)
 
     def shutdown(self) -> None:
         wait([job.copied for job in self._jobs.values()])
@@ -225,13 +218,6 @@ class KVServiceTier(SecondaryTierManager):
         self._rows = None  # vLLM unmaps the memory next
 
     # -- what is counted ----
-
-    def _note(self, entry: str, error: Exception) -> None:
-        self.counters["offloading_failed"] += 1
-        kind = f"{entry}: {type(error).__name__}"
-        if not self.counters[kind]:
-            log.error("the tier failed, going on without it for this call: %s", kind, exc_info=error)
-        self.counters[kind] += 1
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:

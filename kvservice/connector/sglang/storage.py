@@ -10,15 +10,15 @@ Nothing raises into SGLang's threads: a failure is counted, logged once per kind
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from kvservice.api.layout import Layout
 from kvservice.api.pool_thread import PoolThread
+from kvservice.connector.failures import Failures, guarded
 from kvservice.connector.sglang.clears import ClearTerms, random_name
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.page_pool import ALONE_MAX, PagePool
@@ -37,7 +37,6 @@ PASS_PREFIX_KEYS = (
     'add "hicache_storage_pass_prefix_keys": true to --hicache-storage-backend-extra-config: without it SGLang does '
     "not say where in its prompt a page is, and other nodes could not find it"
 )
-T = TypeVar("T")
 
 
 class Indices(Protocol):
@@ -88,23 +87,6 @@ class FoundPrefix:
     restorable: list[int]  # every length up to `pages` that all of them can serve, as far as is known
 
 
-def guarded(neutral: Callable[..., Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Guard a call of SGLang: what goes wrong is counted and logged once per kind, and the answer is `neutral`."""
-
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(function)
-        def call(self: PageStorage, *args: Any) -> T:
-            try:
-                return function(self, *args)
-            except Exception as error:  # noqa: BLE001  SGLang's threads must go on whatever happens here
-                self.note_failure(function.__name__, error)
-                return neutral(*args)  # type: ignore[no-any-return]
-
-        return call
-
-    return decorate
-
-
 class PageStorage:
     """One rank's storage. Only a wrong option raises, at the start."""
 
@@ -125,7 +107,7 @@ class PageStorage:
         self._host_pools: dict[str, HostPool] = {}
         self.counters: Counter[str] = Counter()  # pages by what became of them, and failures
         self._taken: dict[str, int] = {}  # of the counters
-        self._kinds: set[str] = set()  # of failures that were logged
+        self.failures = Failures(self.counters)
         self._gate: KnownPrompt | None = None  # with the option share
 
     # -- host pools ----
@@ -328,11 +310,3 @@ class PageStorage:
         if tuple(sizes) != form.pieces * len(wanted.pages):
             raise ValueError(f"pieces of {sizes[:count]} bytes, not {form.pieces} as at the start")
         return [addresses[at : at + count] for at in range(0, len(addresses), count)]
-
-    def note_failure(self, entry: str, error: Exception) -> None:
-        self.counters[f"failed_{entry}"] += 1
-        kind = f"{entry}: {type(error).__name__}"
-        if kind not in self._kinds:
-            self._kinds.add(kind)
-            is_ours = isinstance(error, KVServiceError)
-            log.error("%s failed, going on without the cache for it: %s", entry, error, exc_info=not is_ours)

@@ -9,14 +9,13 @@ and the engine goes on as if the cache had nothing.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -30,6 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvservice.connector.cache_groups import Grouping, OneGroup
+from kvservice.connector.failures import Failures, guarded
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
 from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise
@@ -77,28 +77,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvservice.connector")
 
-T = TypeVar("T")
 # At engine start: a large embedded pool takes a while to reserve. Then the engine starts without the cache and attaches
 # later.
 ATTACH_WAIT_SECONDS = 15.0
 STORABLE = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
-
-
-def guarded(neutral: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Guard an entry: an exception is counted and logged once per kind, and the engine gets the neutral answer."""
-
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(function)
-        def call(self: KVServiceConnector, *args: Any, **kwargs: Any) -> T:
-            try:
-                return function(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
-                self.note_failure(function.__name__, error)
-                return neutral()  # type: ignore[no-any-return]
-
-        return call
-
-    return decorate
 
 
 class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
@@ -122,7 +104,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         # With the option share: names of pages, and the comparison before anything is shared.
         self._pages: sharing.SharedRequests | None = None
         self._probation: Probation | None = None
-        self._failures: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter()  # of failures, for one
+        self.failures = Failures(self._counters)
         self._reported: Counter[str] = Counter()
         self._steps = StepTimes(getattr(vllm_config, "max_concurrent_batches", 1) - 1)
         self._planning = PlanningFailures()
@@ -224,29 +207,13 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._pool is not None
         return PoolInfo.of(attachment, self._spec.layout, self._pool.spec.engine_id)
 
-    def note_failure(self, entry: str, error: Exception) -> None:
-        kind = f"{entry}: {type(error).__name__}"
-        self._failures[f"failed_{entry}"] += 1
-        if self._failures[kind] == 0:
-            log.error("connector entry failed, going on without the cache for it: %s", kind, exc_info=error)
-        self._failures[kind] += 1
-
-    @contextlib.contextmanager
-    def _guard(self, entry: str) -> Iterator[None]:
-        """Guard a block: an exception inside is counted and logged once per kind. The code after the block runs in any
-        case."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
-            self.note_failure(entry, error)
-
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # a dropped store is only a later miss
 
     # -- scheduler role ----
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
             self._live[request.request_id] = request
@@ -255,7 +222,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             terms = terms_of(
                 request.kv_transfer_params,
                 self._options,
-                self._failures,
+                self._counters,
                 request_id=request.request_id,
                 envelope=getattr(request, "kv_hints", None),
             )
@@ -282,7 +249,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         lora = request.lora_request
         return b"" if lora is None else self._adapters.of(lora.lora_path, lora.lora_int_id)
 
-    @guarded(lambda: (0, False))
+    @guarded(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None or request.skip_reading_prefix_cache:
             return 0, False
@@ -316,10 +283,10 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             waits = self._planning.take_promise(request.request_id, block_ids[0], num_external_tokens)
             self._scheduler.allocated(request.request_id, self._grouping.table(block_ids), num_external_tokens)
         except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
-            self.note_failure("update_state_after_alloc", error)
+            self.failures.note("update_state_after_alloc", error)
             self._planning.give_up(request.request_id, engine_waits=waits and num_external_tokens > 0)
 
-    @guarded(dict)
+    @guarded(lambda *_: {})
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         if self._scheduler is None or num_external_tokens == 0:
             return {}
@@ -330,11 +297,11 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         plan = StepPlan()
         if self._scheduler is not None:
-            with self._guard("build_connector_meta"):
+            with self.failures.guard("build_connector_meta"):
                 self._plan_step(self._scheduler, plan, scheduler_output)
             # Whatever failed above, what is in the plan by now is done, and everything else is answered.
             for request_id, block_ids in self._planning.complete(plan).items():
-                with self._guard("build_connector_meta"):
+                with self.failures.guard("build_connector_meta"):
                     assert self._layered_scheduler is not None, "only a layered load is computed on in its own step"
                     self._layered_scheduler.unplanned(request_id, block_ids)
         return Metadata(plan)
@@ -357,20 +324,20 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         worker_meta = connector_output.kv_connector_worker_meta
         report = worker_meta.report if isinstance(worker_meta, WorkerMetadata) else None
         if report is not None:
-            with self._guard("update_connector_output"):
+            with self.failures.guard("update_connector_output"):
                 self._scheduler.reported(report)
                 if self._pages is not None:
                     self._pages.reported(report.counters)
         if self._layered_scheduler is not None:
-            with self._guard("update_connector_output"):
+            with self.failures.guard("update_connector_output"):
                 self._layered_scheduler.end_layered(report)
         failed = connector_output.failed_recving or set()
         self._to_skip_once |= failed & self._live.keys()
         for request_id in connector_output.finished_recving or ():
-            with self._guard("update_connector_output"):
+            with self.failures.guard("update_connector_output"):
                 self._scheduler.loaded(request_id, failed=request_id in failed)
 
-    @guarded(lambda: (False, None))
+    @guarded(lambda *_: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -410,18 +377,18 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @guarded(tuple)
+    @guarded(lambda *_: ())
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Blocks that this engine stored in the pool of its node, and those of them that are no longer there."""
         if self._scheduler is None or self._events is None:
             return ()
         return self._events.take(self._scheduler)
 
-    @guarded(lambda: False)
+    @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_pending_work(time.monotonic())
 
-    @guarded(lambda: False)
+    @guarded(lambda *_: False)
     def reset_cache(self) -> bool | None:
         """The weights have changed or are about to: blocks from before are not served again, and new blocks get names
         of their own. vLLM calls it between two steps, after it has emptied its own cache.
@@ -433,7 +400,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return True
         if self._pins is not None and self._pins.are_blocks_in_use():
             self._scheduler.reset(None)
-            self._failures["resets_refused"] += 1
+            self._counters["resets_refused"] += 1
             log.error(
                 "the cache cannot be reset while requests or copies hold blocks; serving without the cache until it "
                 "is. Pause the engine, or reset again when it is idle"
@@ -445,13 +412,13 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker role ----
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def get_mem_pool_context(self) -> SharedKV | None:
         if self._options.copier is CopierChoice.WORKER:
             self._shared_kv = SharedKV()
         return self._shared_kv
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if not self._is_supported:
             return
@@ -486,16 +453,16 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._copying.begin_loads(plan)
         if self._worker is not None:
-            with self._guard("start_load_kv"):
+            with self.failures.guard("start_load_kv"):
                 self._copying.loads_started(self._worker.start_loads(plan))
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads of whole blocks have ended before their request is scheduled, so they are not waited for here."""
         if self._copying.has_layered and self._layered_worker is not None:
             self._layered_worker.begin_layer(layer_name)
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         plan = self._plan() if self._layerwise.saves else None
         if plan is not None and self._layered_worker is not None:
@@ -511,7 +478,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         invalid = set() if plan is None else set(plan.invalid_blocks)
         sound: set[str] = set()
         if self._copying.has_layered and self._layered_worker is not None:
-            with self._guard("get_block_ids_with_load_errors"):
+            with self.failures.guard("get_block_ids_with_load_errors"):
                 sound = self._layered_worker.end_layered()
         return invalid | self._copying.end_layers(sound)
 
@@ -521,22 +488,22 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._copying.begin_stores(plan)
         if self._worker is not None:
-            with self._guard("wait_for_save"):
+            with self.failures.guard("wait_for_save"):
                 self._copying.stores_started(self._worker.store(plan))
         if self._probation is not None and plan.probe is not None:
-            with self._guard("look"):
+            with self.failures.guard("look"):
                 self._probation.look(plan.probe)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         loaded: set[str] = set()
         failed: set[str] = set()
         if self._worker is not None:
-            with self._guard("get_transfer_results"):
+            with self.failures.guard("get_transfer_results"):
                 loaded, failed = self._worker.take_loaded()
         missing = self._copying.take_unstarted()
         return KVConnectorTransferResults(set(), loaded | missing, failed | missing)
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._copying.complete(None if self._worker is None else self._worker.take_report())
         if self._probation is not None and (found := self._probation.take_counters()):
@@ -549,7 +516,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- both ----
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """What was counted since the last call."""
         counters = Counter(self.counters())
@@ -560,13 +527,13 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def counters(self) -> dict[str, int]:
         """Everything counted since the start, for tests and benchmarks."""
-        found = Counter(self._failures)
+        found = Counter(self._counters)
         for part in (self._scheduler, self._session, self._adapters, self._pages):
             if part is not None:
                 found.update(part.counters)
         return dict(found)
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def shutdown(self) -> None:
         if self._session is not None:
             self._session.close()

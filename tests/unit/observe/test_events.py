@@ -22,7 +22,7 @@ from kvservice.observe.lookup_metrics import LOOKUP_COUNTERS
 from kvservice.observe.metrics import COUNTERS, CUTS, GAUGES, REASONS, transport_of
 
 PRODUCT = Path(__file__).resolve().parents[3] / "kvservice"
-COUNTED = re.compile(r'(?:[a-z]*counters\[|_failures\[|\b_?count(?:_error)?\()(f?)"([a-z_]+)(\{)?')
+COUNTED = re.compile(r'(?:[a-z]*counters\[|\b_?count(?:_error)?\()(f?)"([a-z_]+)(\{)?')
 OF_LOOKUP = ("core/directory/directory.py", "core/directory/membership.py", "lookup/service.py", "lookup/watch.py")
 OF_ROUTER = ("client/engine_stats.py",)
 SHARD = ("auth", "core", "pool", "client", "lookup", "transfer", "shard")

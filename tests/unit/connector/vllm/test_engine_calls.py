@@ -235,7 +235,7 @@ def test_a_step_before_the_kv_caches_are_registered_does_nothing(group: KVServic
     assert not found.finished_sending and not found.finished_recving and not found.failed_recving
     assert not found.invalid_block_ids
     assert len(calls) == 2 + len(LAYER_CALLS) + len(AFTER_THE_FORWARD)
-    assert not group._failures
+    assert not group._counters
 
 
 def test_two_images_in_another_order_are_another_prompt() -> None:

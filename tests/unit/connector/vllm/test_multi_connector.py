@@ -94,6 +94,6 @@ def test_every_connector_stores_and_the_first_that_hits_loads(model: Path) -> No
         for name, tensor in several.tensors.items():
             assert torch.equal(tensor[[7, 8, 10]], wanted[name])
             assert torch.equal(tensor[[12, 13, 14]], wanted[name])
-        assert not any(any(child._failures.values()) for child in several.children)
+        assert not any(any(child._counters.values()) for child in several.children)
     finally:
         several.close()
