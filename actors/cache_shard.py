@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from kvservice.shard.server_config import ShardServerConfig
-from kvservice.units import NodeId
+from kvservice.units import NodeId, endpoint_of
 
 LOOKUPS_SECONDS = 10.0  # for lookup partitions that start at the same time; then the shard starts without them
 LOOK_SECONDS = 0.05  # between two looks whether they listen; one look is a connection
@@ -111,8 +111,9 @@ async def _listening(addresses: Sequence[str]) -> None:
                 if address.startswith("unix:"):
                     _, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
                 else:
-                    host, _, port = address.removeprefix("dns:///").rpartition(":")
-                    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                    endpoint = endpoint_of(address.removeprefix("dns:///"))
+                    assert endpoint is not None, "the supervisor has made it of a host and a port"
+                    _, writer = await asyncio.open_connection(*endpoint)
             except OSError:
                 await asyncio.sleep(LOOK_SECONDS)
             else:

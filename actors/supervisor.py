@@ -183,7 +183,7 @@ class Supervisor:
                 allow_plaintext=config.allow_plaintext,
             )
             if address.endswith(":0"):
-                address = f"{nodes[ray_node]}:{_free_port_on(ray_node)}"
+                address = f"{bracketed(nodes[ray_node])}:{_free_port_on(ray_node)}"
             arguments = (
                 address,
                 partition,
@@ -364,8 +364,8 @@ def _end_of(worker: Mapping[str, Any]) -> str:
 
 
 def _alive_nodes() -> dict[str, str]:
-    """Ray node id -> address of each node that is alive, as it is written before a port."""
-    return {node["NodeID"]: bracketed(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    """Ray node id -> address of each node that is alive."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
 def listening_hosts(nodes: Mapping[str, str], config: ServiceConfig) -> dict[str, str]:

@@ -16,6 +16,8 @@ LeaseId = NewType("LeaseId", int)  # uint64, single use within one boot epoch
 AttachmentId = NewType("AttachmentId", int)  # uint64, one attached engine within one boot epoch
 HandoffId = NewType("HandoffId", bytes)  # 16 random bytes, one prompt handed from a prefill to a decode engine
 
+NAME_CHARS_MAX = 512  # of a model, namespace, tenant, node or address: more than any real name; a longer one is refused
+
 KiB = 1 << 10  # bytes
 MiB = 1 << 20
 GiB = 1 << 30

@@ -6,8 +6,8 @@ import contextlib
 import operator
 from numbers import Real
 
-from kvservice.core.block.marks import MARK_NAME_CHARS_MAX
 from kvservice.errors import InvalidRequest
+from kvservice.units import NAME_CHARS_MAX
 
 
 def whole_number(name: str, value: object) -> int:
@@ -38,6 +38,6 @@ def text(name: str, value: object) -> str:
 def name_of(name: str, value: object) -> str:
     """Text that is short enough to travel. Raises InvalidRequest."""
     found = text(name, value)
-    if len(found) > MARK_NAME_CHARS_MAX:
-        raise InvalidRequest(f"{name} has at most {MARK_NAME_CHARS_MAX} characters, not {len(found)}")
+    if len(found) > NAME_CHARS_MAX:
+        raise InvalidRequest(f"{name} has at most {NAME_CHARS_MAX} characters, not {len(found)}")
     return found

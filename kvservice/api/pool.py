@@ -11,7 +11,7 @@ from kvservice.api.explanation import RequestExplanation
 from kvservice.api.hit import Hit
 from kvservice.api.layout import Arrays, Layout, Tokens
 from kvservice.api.pool_thread import PoolThread
-from kvservice.session.options import Mode, PoolOptions
+from kvservice.session.options import PoolOptions
 
 NAMESPACE = "python"  # apart from engines: a program that attaches first must not keep an engine out
 # For blocks of other nodes. Far more than they take on a network that is worth fetching over; then what is here counts.
@@ -128,7 +128,7 @@ class Pool:
     @property
     def mode(self) -> str:
         """`service` or `embedded`."""
-        return _mode(self._thread)
+        return self._thread.mode.value
 
     def attach(
         self,
@@ -295,7 +295,7 @@ class AsyncPool:
     @property
     def mode(self) -> str:
         """`service` or `embedded`."""
-        return _mode(self._thread)
+        return self._thread.mode.value
 
     async def attach(
         self,
@@ -395,7 +395,3 @@ class AsyncCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def _mode(thread: PoolThread) -> str:
-    return "embedded" if thread.mode is Mode.EMBEDDED else "service"

@@ -30,6 +30,7 @@ from kvservice.auth.identity import CLIENT_NAME, NODE_NAME
 from kvservice.descriptors import cannot_listen
 from kvservice.errors import ConfigError, ServiceConflict, plaintext_refused
 from kvservice.private_files import check_socket_path, is_listening, make_directory
+from kvservice.units import bracketed, endpoint_of
 
 log = logging.getLogger("kvservice.wire")
 
@@ -149,8 +150,8 @@ def local_or_tcp(host: str, port: int, socket_path: str, *, tls: bool, allow_pla
     The socket is chosen for a loopback host without a port number, when neither TLS nor `allow_plaintext` is set: a
     port would then be open to every user of the machine.
     """
-    address = f"{host}:{port}"
-    return address if tls or allow_plaintext or port or not is_loopback(address) else f"unix:{socket_path}"
+    is_tcp = tls or allow_plaintext or port or not is_loopback(host)
+    return f"{bracketed(host)}:{port}" if is_tcp else f"unix:{socket_path}"
 
 
 def listen(server: grpc.aio.Server, address: str, tls: TlsFiles | None, *, allow_plaintext: bool) -> str:
@@ -226,10 +227,11 @@ def check_listener(address: str, tls: TlsFiles | None, *, allow_plaintext: bool)
 def _check_free(address: str) -> None:
     """Raises ConfigError if a port cannot be bound. gRPC writes lines of its own for that, and its error gives no
     reason."""
-    host, _, port = address.rpartition(":")
+    endpoint = endpoint_of(address)
+    assert endpoint is not None, f"{address} is made of a host and a port"
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            *endpoint, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -258,9 +260,8 @@ def open_blocking_channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
     return grpc.secure_channel(address, tls.channel_credentials(), options=_named(()))
 
 
-def is_loopback(address: str) -> bool:
-    """Whether host:port is reachable from this machine only. A name other than localhost counts as reachable."""
-    host = address.rpartition(":")[0].strip("[]")
+def is_loopback(host: str) -> bool:
+    """Whether this host is reachable from this machine only. A name other than localhost counts as reachable."""
     if host == "localhost":
         return True
     try:

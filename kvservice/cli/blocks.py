@@ -22,7 +22,6 @@ BLOCK_STATES = ("sealed", "leased")  # slots that hold a block, which is what pe
 # Blocks that are read before they are sorted: 10,000 take a second or two. With more, only those of the first nodes and
 # slots are sorted, and the output says so.
 SORTED_MAX = 10_000
-KEY_DIGITS_MAX = 32  # of a whole key
 KEY_DIGITS = 12  # of a key in a narrow table: enough to name a block of one service
 
 
@@ -91,6 +90,7 @@ def collect(service: str | None, lookup: Sequence[str] | None, selected: Selecti
 def check(selected: Selection) -> None:
     """Raises ConfigError for a choice that no block can match."""
     from kvservice.core.store.slots import SHOWN_STATES
+    from kvservice.wire.figures import KEY_DIGITS_MAX
 
     for state in selected.state:
         if state not in SHOWN_STATES:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvservice.cli.progress import Progress
 from kvservice.errors import NoService
+from kvservice.units import bracketed, endpoint_of
 
 if TYPE_CHECKING:
     from kvservice.client.overview import Overview
@@ -97,13 +98,15 @@ def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
     problems: list[str] = []
     places: set[tuple[str, int]] = set()
     for name in metrics:
-        host, _, port = name.rpartition(":")
+        if (endpoint := endpoint_of(name)) is None:
+            problems.append(f"{name}: it is not HOST:PORT")
+            continue
         try:
-            rows: list[Any] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        except (OSError, ValueError) as error:
+            rows: list[Any] = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
             problems.append(f"{name}: {error}")
             continue
-        places |= {(str(row[4][0]), int(port)) for row in rows}
+        places |= {(str(row[4][0]), endpoint[1]) for row in rows}
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         answers = dict(zip(sorted(places), pool.map(_scrape, sorted(places)), strict=True))
     problems += [f"{address}: {answer}" for (address, _), answer in answers.items() if answer]
@@ -116,9 +119,8 @@ def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
 def _scrape(place: tuple[str, int]) -> str:
     """ "" or what is wrong with the shard's metrics at this address and port. Blocks."""
     address, port = place
-    host = f"[{address}]" if ":" in address else address
     try:
-        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=CALL_SECONDS) as reply:
+        with urllib.request.urlopen(f"http://{bracketed(address)}:{port}/metrics", timeout=CALL_SECONDS) as reply:
             text = reply.read().decode()
     except (urllib.error.URLError, OSError, ValueError) as error:
         return str(error)

@@ -104,7 +104,7 @@ def run(
     from kvservice.console.settings import ConsoleSettings, token_of
 
     tls_dir, allow_plaintext = tls_of_environment()
-    if certificate is None and key is None and tls_dir and not is_loopback(f"{host}:0"):
+    if certificate is None and key is None and tls_dir and not is_loopback(host):
         certificate, key = Path(tls_dir, CERTIFICATE_NAME), Path(tls_dir, KEY_NAME)
     settings = ConsoleSettings(
         token_of(token_file),

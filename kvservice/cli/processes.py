@@ -49,7 +49,7 @@ def run_shard(
         node_named(node),
         config.lookup,
         segment_dir=segment_dir,
-        peer_host=bracketed(host),
+        peer_host=host.strip("[]"),
         peer_port=port,
     )
     if not config.lookup:
@@ -65,15 +65,14 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
     from kvservice.lookup.process import serve
     from kvservice.lookup.server import LookupServer
 
-    count = config.lookup_partitions
-    root = config.runtime_root
+    count, host = config.lookup_partitions, host.strip("[]")
     if port is None and config.lookup_port:
         port = config.lookup_port + partition
     address = lookup_address(
         config.service,
         partition,
-        root,
-        bracketed(host),
+        config.runtime_root,
+        host,
         port or 0,
         tls=bool(config.tls_dir),
         allow_plaintext=config.allow_plaintext,
@@ -97,7 +96,7 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
             f"lookup partition {partition} of {count}",
             hint=HINT.format(count=count) if count > 1 else "",
             service=config.service,
-            host=host.strip("[]"),
+            host=host,
             metrics_port=config.metrics_port,
             traces=config.traces,
         )

@@ -19,7 +19,7 @@ import grpc
 from kvservice.auth.token import Token
 from kvservice.client.members import Members, note_hint
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.block.keys import unpack_keys
+from kvservice.core.block.keys import KEY_BYTES, unpack_keys
 from kvservice.core.explain.diagnosis import BlockHistory, Evidence, RecordedRequest, count_outcomes, diagnose
 from kvservice.core.explain.records import KEEP_SECONDS, Explanation, HistoryEntry, SourceRun
 from kvservice.core.messages import MissReason
@@ -31,7 +31,6 @@ from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_
 
 CALL_SECONDS = 3.0  # For one RPC. A shard that takes longer is listed as silent, and what it knows is missing.
 ASKED_AT_ONCE = 16  # RPCs at once, so that a large service is asked in seconds.
-KEY_BYTES = 16  # of a block's key, as kvservice.core.block.keys has it
 CANDIDATES_MAX = 16  # ids that an answer lists when several fit; more do not help a reader
 _ENGINES_PART = re.compile(r"-[0-9a-f]{8}$")
 

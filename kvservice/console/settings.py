@@ -31,7 +31,7 @@ class ConsoleSettings:
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("give both --certificate and --key, or neither", key="certificate")
-        if self.certificate is None and not is_loopback(f"{self.host}:0") and not self.allow_plaintext:
+        if self.certificate is None and not is_loopback(self.host) and not self.allow_plaintext:
             raise ConfigError(
                 f"{self.host} can be reached from other machines, and without TLS whoever is on the way reads the token"
                 ": give --certificate and --key; or set KVSERVICE_TLS_DIR; or stay on 127.0.0.1 and come through "

@@ -56,8 +56,7 @@ async def serve(
         if metrics_port:
             loop = asyncio.get_running_loop()
             collector = ShardCollector(config.settings.service, on_loop(loop, server.stats), server.timings)
-            host = config.peer_host.strip("[]")
-            end_metrics = serve_endpoint([collector], on_loop(loop, server.condition), metrics_port, host)
+            end_metrics = serve_endpoint([collector], on_loop(loop, server.condition), metrics_port, config.peer_host)
         say(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}")
         await first_of(asked.to_end.wait(), server.left.wait())
         if not server.left.is_set() and grace_seconds > 0:  # what is kept for the next start is handed to nobody

@@ -571,7 +571,7 @@ def _choose_reader(config: ShardServerConfig) -> tuple[str, Callable[[Segment], 
         raise ConfigError(
             "transport 'nixl' needs NIXL, which comes with the extra 'nixl' (pip install nixl-cu12); or take shm"
         )
-    beyond = not is_loopback(f"{config.peer_host}:0")  # on loopback all peers are on this machine
+    beyond = not is_loopback(config.peer_host)  # on loopback all peers are on this machine
     maps_peers = kind != "nixl"
     if kind == "nixl" or (kind == "auto" and beyond and nixl_available()):
         return (

@@ -19,5 +19,5 @@ class ShardServerConfig:
     node_id: NodeId
     lookup_addresses: tuple[str, ...] = ()  # host:port or unix:/path of each, in partition order; () = no other nodes
     segment_dir: Path = DEV_SHM  # must have room for the pool
-    peer_host: str = "127.0.0.1"  # bound and advertised; loopback without TLS = a Unix socket instead
+    peer_host: str = "127.0.0.1"  # bound and advertised, without brackets; loopback without TLS = a Unix socket instead
     peer_port: int = 0  # 0 = any free port

@@ -20,7 +20,7 @@ from kvservice.core.explain.records import KEEP_SECONDS, check_request_id
 from kvservice.core.messages import Holder, PoolStats
 from kvservice.errors import Forbidden, InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
-from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
+from kvservice.units import NAME_CHARS_MAX, AttachmentId, BootEpoch, LeaseId, NodeId
 from kvservice.version import __version__
 from kvservice.wire import codec
 from kvservice.wire.explain import encode_explanation, encode_history
@@ -42,9 +42,7 @@ from kvservice.wire.serving import LONG_CALLS_MAX, Context
 from kvservice.wire.v1 import shard_pb2
 from kvservice.wire.versions import check_version
 
-READER_CHARS_MAX = 512  # of a peer's node id, as everywhere on the wire; a longer one is cut
 DRAIN_SECONDS_MAX = 3600.0  # an hour: a hand-over of any pool ends sooner; a longer drain is refused
-assert READER_CHARS_MAX <= codec.NAME_CHARS_MAX
 assert LONG_CALLS_MAX >= FOLLOWS_MAX + TAKES_MAX, "the shard's own limits must be reached first"
 
 
@@ -98,7 +96,7 @@ class PeerServicer:
 
         So a lease of one caller is never another's.
         """
-        name = name[:READER_CHARS_MAX]
+        name = name[:NAME_CHARS_MAX]
         self._check_speaks_for(name, context)
         return NodeId(f"{name} {proof_in(context).hex()}")
 

@@ -22,7 +22,7 @@ def devices_for(host: str) -> list[str]:
     an address that means all of them, as 0.0.0.0 does, or one that no device of this machine has.
     """
     try:
-        address = ipaddress.ip_address(_resolved(host.strip("[]")))
+        address = ipaddress.ip_address(_resolved(host))
         if address.is_unspecified:
             return []
         if address.is_loopback:

@@ -42,6 +42,7 @@ from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import REF_BYTES, BlockHandle, BlockRef, PackedRefs
 from kvservice.errors import InvalidRequest, UnsupportedLayout
 from kvservice.units import (
+    NAME_CHARS_MAX,
     AttachmentId,
     BlockKey,
     BootEpoch,
@@ -55,7 +56,6 @@ from kvservice.units import (
 )
 from kvservice.wire.v1 import common_pb2, lookup_pb2, shard_pb2
 
-NAME_CHARS_MAX = 512  # of a model, a namespace, a node id or an address; longer ones are refused
 BLOCKS_PER_MESSAGE_MAX = 8192  # as many as keys in a request; a Seal of more is refused, and the engine sends several
 WINDOW_BLOCKS_MAX = WINDOW_GROUPS_MAX * BLOCKS_PER_MESSAGE_MAX  # a window can be as long as the hit, in every group
 LEASES_PER_MESSAGE_MAX = 65_536  # of one heartbeat; an engine has one for each running request. More are refused.

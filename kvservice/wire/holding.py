@@ -8,8 +8,7 @@ from kvservice.core.acquire.holds import PIN_NAME_CHARS_MAX, PINS_MAX
 from kvservice.core.block.keys import pack_keys, unpack_keys
 from kvservice.core.messages import MissReason, Pin, WarmRequest, WarmResult
 from kvservice.errors import InvalidRequest
-from kvservice.units import NodeId, printable
-from kvservice.wire.codec import NAME_CHARS_MAX
+from kvservice.units import NAME_CHARS_MAX, NodeId, printable
 from kvservice.wire.v1 import shard_pb2
 
 DIGEST_BYTES = 32  # of a fingerprint; another length is refused

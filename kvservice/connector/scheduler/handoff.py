@@ -25,12 +25,11 @@ from typing import Protocol
 
 from kvservice.core.messages import Handoff
 from kvservice.errors import InvalidRequest
-from kvservice.units import AttachmentId, HandoffId, NodeId
+from kvservice.units import NAME_CHARS_MAX, AttachmentId, HandoffId, NodeId
 
 NAME = "kvservice"
 VERSION = 1  # of these parameters; another version is refused by name
 OF_HANDOFFS = frozenset(("role", "handoff", "node"))  # the keys of a hand-off; hints and switches have others
-NODE_CHARS_MAX = 512  # A longer name of a node is refused. It is more than any real name has.
 PUBLIC_TOKENS_MAX = 1 << 24  # 16 million tokens, more than any context; a larger number is refused
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -70,9 +69,9 @@ def parse_transfer_params(params: object) -> Prefill | Handoff | None:
     if role != "decode":
         raise InvalidRequest(f'kv_transfer_params.{NAME}.role must be "prefill" or "decode"')
     node = ours.get("node")
-    if not isinstance(node, str) or not 0 < len(node) <= NODE_CHARS_MAX or not node.isprintable():
+    if not isinstance(node, str) or not 0 < len(node) <= NAME_CHARS_MAX or not node.isprintable():
         raise InvalidRequest(
-            f"kv_transfer_params.{NAME}.node must be a node's id of 1 to {NODE_CHARS_MAX} printable characters"
+            f"kv_transfer_params.{NAME}.node must be a node's id of 1 to {NAME_CHARS_MAX} printable characters"
         )
     return Handoff(handoff_id, NodeId(node))
 

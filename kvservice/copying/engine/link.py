@@ -14,7 +14,6 @@ import logging
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections import Counter, deque
@@ -49,11 +48,11 @@ from kvservice.copying.message import (
 )
 from kvservice.discovery import copy_worker_socket
 from kvservice.errors import InvalidRequest, KVServiceError, Unavailable
+from kvservice.private_files import peer_credentials
 from kvservice.units import SlotIndex
 
 log = logging.getLogger("kvservice.copying")
 
-CREDENTIALS = struct.Struct("3i")
 # For the connection and the answer to a greeting, which take milliseconds. Then the worker is tried again later.
 CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 2.0  # between attempts to find a worker
@@ -342,8 +341,7 @@ class WorkerLink:
                 connection.connect(str(copy_worker_socket(directory, self._worker_device)))
             except OSError as error:
                 raise Unavailable(f"no copy worker listens in {directory}: {error}") from error
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-            pid, user, _ = CREDENTIALS.unpack(credentials)
+            pid, user = peer_credentials(connection)
             worker = WorkerProcess.of_peer(pid, user, in_host_memory=self._offer.descriptor is not None)
             try:
                 self._greet(connection)

@@ -30,11 +30,10 @@ from enum import Enum
 from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
 from kvservice.core.block.tenants import NOBODY
 from kvservice.errors import InvalidRequest
-from kvservice.units import BlockKey
+from kvservice.units import NAME_CHARS_MAX, BlockKey
 
 MARKS_MAX = 1024  # with more, the oldest become one that covers everything before it: in doubt a miss
 MARKED_KEYS_MAX = 65_536  # of all prompts together, a MiB; with more, as above
-MARK_NAME_CHARS_MAX = 512  # of a namespace, tenant or model, as everywhere on the wire
 # After this a mark is forgotten. A tier adopts no older blocks, so nothing from before a mark outlives it.
 MARK_SECONDS = 30 * 86_400.0
 # Clocks of nodes may differ by this. A block that another node stored so long after a mark still counts as before it.
@@ -89,8 +88,8 @@ def check_mark(mark: Mark) -> Mark:
     if any(len(key) != KEY_BYTES for key in mark.keys):
         raise InvalidRequest(f"a block key is {KEY_BYTES} bytes")
     needs_name = mark.kind in (MarkKind.TENANT, MarkKind.MODEL)
-    if (needs_name and not mark.name) or len(mark.name) > MARK_NAME_CHARS_MAX:
-        raise InvalidRequest(f"a {mark.kind.value} that is cleared has a name of 1 to {MARK_NAME_CHARS_MAX} characters")
+    if (needs_name and not mark.name) or len(mark.name) > NAME_CHARS_MAX:
+        raise InvalidRequest(f"a {mark.kind.value} that is cleared has a name of 1 to {NAME_CHARS_MAX} characters")
     if mark.name and mark.kind in (MarkKind.PROMPT, MarkKind.EVERYTHING):
         raise InvalidRequest(f"a mark of a {mark.kind.value} has no name")
     return mark

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvservice.core.block.tenants import OTHERS
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import UsageRow
 
 # Pairs of a model and a tenant that have a row: it bounds the metric series of one shard. Further ones share a row.
 ROWS_MAX = 64
-OTHERS = "(others)"
 
 
 class UsageTable:

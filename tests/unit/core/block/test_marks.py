@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.block.marks import (
     CLOCK_SKEW_SECONDS,
-    MARK_NAME_CHARS_MAX,
     MARK_SECONDS,
     MARKED_KEYS_MAX,
     MARKS_MAX,
@@ -27,7 +26,7 @@ from kvservice.core.block.marks import (
 from kvservice.core.store.freshness import Freshness
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import make_chain
-from kvservice.units import BlockKey
+from kvservice.units import NAME_CHARS_MAX, BlockKey
 
 A, B = make_chain(2)
 KNOWN = BlockScopes(A, "acme", frozenset({("prod", "llama")}))
@@ -98,7 +97,7 @@ def test_with_too_many_keys_the_oldest_cover_everything() -> None:
         Mark(MarkKind.MODEL, -1.0, "x"),
         Mark(MarkKind.MODEL, 1.0),
         Mark(MarkKind.TENANT, 1.0),
-        Mark(MarkKind.MODEL, 1.0, "x" * (MARK_NAME_CHARS_MAX + 1)),
+        Mark(MarkKind.MODEL, 1.0, "x" * (NAME_CHARS_MAX + 1)),
         Mark(MarkKind.PROMPT, 1.0),
         Mark(MarkKind.PROMPT, 1.0, "name", keys=(A,)),
         Mark(MarkKind.PROMPT, 1.0, keys=(BlockKey(b"short"),)),
