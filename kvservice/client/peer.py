@@ -48,7 +48,7 @@ class PeerPort(Protocol):
     async def handshake(self, holder: Holder, timeout: float) -> PeerInfo: ...
 
     async def locate(
-        self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float, wait_seconds: float = 0.0
+        self, holder: Holder, keys: tuple[BlockKey, ...], timeout: float, wait_seconds: float = 0.0
     ) -> LocateResult: ...
 
     async def follow(
@@ -56,7 +56,6 @@ class PeerPort(Protocol):
         holder: Holder,
         handoff: HandoffId,
         keys: tuple[BlockKey, ...],
-        reader: NodeId,
         wait_seconds: float,
         timeout: float,
     ) -> FollowResult: ...
@@ -91,7 +90,7 @@ class PeerClient:
     """PeerPort over gRPC. `transport` names the ways in which this node reads peers, such as "shm+nixl": one of them
     must be the peer's as well.
 
-    With `secret` this node proves who it is, so that peers keep its leases apart from others'.
+    `reader` is this node. With `secret` it proves who it is, so that peers keep its leases apart from others'.
     """
 
     def __init__(
@@ -134,10 +133,10 @@ class PeerClient:
         return info
 
     async def locate(
-        self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float, wait_seconds: float = 0.0
+        self, holder: Holder, keys: tuple[BlockKey, ...], timeout: float, wait_seconds: float = 0.0
     ) -> LocateResult:
         request = shard_pb2.LocateRequest(
-            epoch=holder.epoch, keys=pack_keys(keys), reader=reader, wait_seconds=wait_seconds
+            epoch=holder.epoch, keys=pack_keys(keys), reader=self._reader, wait_seconds=wait_seconds
         )
         reply = await self._call(
             holder, lambda stub: stub.Locate(request, timeout=timeout, metadata=self._proof(holder)), "locate"
@@ -149,12 +148,11 @@ class PeerClient:
         holder: Holder,
         handoff: HandoffId,
         keys: tuple[BlockKey, ...],
-        reader: NodeId,
         wait_seconds: float,
         timeout: float,
     ) -> FollowResult:
         request = shard_pb2.FollowRequest(
-            epoch=holder.epoch, handoff=handoff, keys=pack_keys(keys), reader=reader, wait_seconds=wait_seconds
+            epoch=holder.epoch, handoff=handoff, keys=pack_keys(keys), reader=self._reader, wait_seconds=wait_seconds
         )
         reply = await self._call(
             holder, lambda stub: stub.Follow(request, timeout=timeout, metadata=self._proof(holder)), "follow"

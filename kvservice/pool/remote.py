@@ -155,7 +155,7 @@ class RemoteShards:
                     await self._meet(self._peers, action.holder, action.timeout_seconds)
                     sent_at = self._clock()
                     result = await self._peers.locate(
-                        action.holder, action.keys, self._node_id, action.timeout_seconds, action.wait_seconds
+                        action.holder, action.keys, action.timeout_seconds, action.wait_seconds
                     )
                     span.set(leased=sum(handle is not None for handle in result.handles))
                 except KVServiceError as error:
@@ -190,7 +190,6 @@ class RemoteShards:
                     holder,
                     action.handoff.handoff_id,
                     action.keys,
-                    self._node_id,
                     action.wait_seconds,
                     action.wait_seconds + FOLLOW_SLACK_SECONDS,
                 )

@@ -51,7 +51,7 @@ async def test_calls_that_wait_are_bounded_and_starve_no_short_ones(
 
     def follow(number: int) -> asyncio.Future[object]:
         handoff = HandoffId(bytes([number]) * 16)
-        return asyncio.ensure_future(peers.follow(holder, handoff, keys, NodeId("n1"), 10.0, 20.0))
+        return asyncio.ensure_future(peers.follow(holder, handoff, keys, 10.0, 20.0))
 
     try:
         waiting = [follow(number + 1) for number in range(WAITERS)]
@@ -59,7 +59,7 @@ async def test_calls_that_wait_are_bounded_and_starve_no_short_ones(
         with pytest.raises(Exhausted, match=f"{WAITERS} calls like Follow are under way"):
             await follow(99)
         assert not any(one.done() for one in waiting)
-        await peers.locate(holder, keys, NodeId("n1"), CALL_SECONDS)
+        await peers.locate(holder, keys, CALL_SECONDS)
         async with grpc.aio.insecure_channel(holder.peer_address) as channel:
             admin = shard_pb2_grpc.AdminServiceStub(channel)
             assert not (await admin.Stats(shard_pb2.StatsRequest(), timeout=CALL_SECONDS)).draining

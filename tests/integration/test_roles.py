@@ -134,9 +134,9 @@ async def test_a_lease_is_released_by_the_reader_that_has_it(cluster: LocalClust
     assert await engine.store(keys) == [SealStatus.SEALED] * 6
     holder = holder_of(cluster, "n0")
     mine, thief, other = [PeerClient("shm", N1, secret=secret) for secret in (b"m" * 32, b"", b"t" * 32)]
-    located = await mine.locate(holder, keys, N1, CALL_SECONDS)
+    located = await mine.locate(holder, keys, CALL_SECONDS)
     for forger in (thief, other):
-        await forger.locate(holder, keys, N1, CALL_SECONDS)  # in the same name: a lease of its own
+        await forger.locate(holder, keys, CALL_SECONDS)  # in the same name: a lease of its own
         with pytest.raises(Forbidden, match="is not this reader's"):
             await forger.release(holder, holder.epoch, located.lease_id, CALL_SECONDS)
     assert cluster.accounting("n0").leases == 3
@@ -262,13 +262,13 @@ async def test_a_nodes_certificate_speaks_for_that_node_alone(tmp_path: Path) ->
     own = write(tmp_path / "n0", nodes=("n0",), addresses=("127.0.0.1",))
     other = TlsFiles(write(tmp_path / "n1", nodes=("n1",)))
     async with service(tmp_path / "s", own, lookup_directory=everybody) as (lookup, holder):
-        peers = PeerClient("shm", N1, tls=other)
+        peers, stranger = PeerClient("shm", N1, tls=other), PeerClient("shm", N0, tls=other)
         forged = Holder(NodeId("n3"), "127.0.0.1:1", BootEpoch(1))
         attempts = {
             "announce": announce(lookup, forged, other),
             "leave": announce(lookup, forged, other, leaving=True),
-            "locate": peers.locate(holder, chain(seed=1, count=2), N0, CALL_SECONDS),
-            "follow": peers.follow(holder, b"h" * 16, chain(seed=1, count=2), N0, 0.1, CALL_SECONDS),  # type: ignore[arg-type]
+            "locate": stranger.locate(holder, chain(seed=1, count=2), CALL_SECONDS),
+            "follow": stranger.follow(holder, b"h" * 16, chain(seed=1, count=2), 0.1, CALL_SECONDS),  # type: ignore[arg-type]
             "take over": peers.take_over(holder, holder, LAYOUT.payload_bytes, [], 0.1, CALL_SECONDS),
         }
         for what, attempt in attempts.items():
@@ -279,10 +279,9 @@ async def test_a_nodes_certificate_speaks_for_that_node_alone(tmp_path: Path) ->
             stub = lookup_pb2_grpc.LookupServiceStub(channel)
             counters = (await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)).counters
         assert counters["announce_wrong_certificate"] == 2
-        stranger = PeerClient("shm", N0, tls=other)
         with pytest.raises(Forbidden, match="this certificate is of node n1"):
             await stranger.release(holder, holder.epoch, LeaseId(1), CALL_SECONDS)
-        await peers.locate(holder, chain(seed=1, count=2), N1, CALL_SECONDS)  # in its own name
+        await peers.locate(holder, chain(seed=1, count=2), CALL_SECONDS)  # in its own name
         moved = TlsFiles(write(tmp_path / "moved", nodes=("n5",), addresses=("10.0.0.5",)))
         with pytest.raises(Forbidden, match=r"for address 10\.0\.0\.5"):
             await announce(lookup, Holder(NodeId("n5"), "127.0.0.1:1", BootEpoch(1)), moved)

@@ -106,7 +106,7 @@ async def test_a_client_with_a_certificate_reaches_everything(files: Path, tmp_p
         await eventually_async(lambda: asking.members(CALL_SECONDS), "the announcement of the shard, over TLS too")
         assert (await asking.resolve(KEYS, 0, CALL_SECONDS)).complete
         assert (await peers.handshake(holder, CALL_SECONDS)).epoch == holder.epoch
-        located = await peers.locate(holder, KEYS, NodeId("b"), CALL_SECONDS)
+        located = await peers.locate(holder, KEYS, CALL_SECONDS)
         assert located.handles == (None,) * len(KEYS)
         assert (await peers.room(holder, CALL_SECONDS)).holder == holder
         assert set(await reader.read([lookup], CALL_SECONDS) or {}) == {NODE}

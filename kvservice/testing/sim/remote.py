@@ -115,23 +115,21 @@ class SimPeers:
         return PeerInfo(holder.epoch, memory.geometry, b"")
 
     async def locate(
-        self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float, wait_seconds: float = 0.0
+        self, holder: Holder, keys: tuple[BlockKey, ...], timeout: float, wait_seconds: float = 0.0
     ) -> LocateResult:
-        epoch = holder.epoch
-        return await self._call(holder, timeout, lambda runtime: runtime.locate(reader, epoch, keys, wait_seconds))
+        me, epoch = self._node.node_id, holder.epoch
+        return await self._call(holder, timeout, lambda runtime: runtime.locate(me, epoch, keys, wait_seconds))
 
     async def follow(
         self,
         holder: Holder,
         handoff: HandoffId,
         keys: tuple[BlockKey, ...],
-        reader: NodeId,
         wait_seconds: float,
         timeout: float,
     ) -> FollowResult:
-        return await self._call(
-            holder, timeout, lambda runtime: runtime.follow(reader, holder.epoch, handoff, keys, wait_seconds)
-        )
+        me, epoch = self._node.node_id, holder.epoch
+        return await self._call(holder, timeout, lambda runtime: runtime.follow(me, epoch, handoff, keys, wait_seconds))
 
     async def release(
         self,

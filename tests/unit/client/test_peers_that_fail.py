@@ -82,7 +82,7 @@ async def test_a_peer_that_refuses_is_asked_again_a_failed_one_not(
     try:
         for _ in range(FAILURES_TO_OPEN + 2):
             with pytest.raises(KVServiceError):
-                await peers.locate(holder, CHAIN, NodeId("me"), 20.0)
+                await peers.locate(holder, CHAIN, 20.0)
     finally:
         await peers.close()
     assert scripted.calls == FAILURES_TO_OPEN + 2 * is_asked_again
@@ -96,12 +96,12 @@ async def test_calls_that_fail_together_open_a_breaker_once(served: tuple[Script
     holder = Holder(NodeId("peer"), address, BootEpoch(1))
     calls_under_way = 4 * FAILURES_TO_OPEN
     try:
-        calls = [peers.locate(holder, CHAIN, NodeId("me"), 20.0) for _ in range(calls_under_way)]
+        calls = [peers.locate(holder, CHAIN, 20.0) for _ in range(calls_under_way)]
         await asyncio.gather(*calls, return_exceptions=True)
         assert scripted.calls == calls_under_way
         now += OPEN_SECONDS_FIRST
         with pytest.raises(KVServiceError, match="as the test says"):
-            await peers.locate(holder, CHAIN, NodeId("me"), 20.0)
+            await peers.locate(holder, CHAIN, 20.0)
     finally:
         await peers.close()
 
