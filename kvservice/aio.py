@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
+A = TypeVar("A")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -66,6 +67,17 @@ async def in_thread(work: Callable[[], T], threads: Executor | None = None) -> T
     except RuntimeError:
         return work()
     return await future
+
+
+async def ask_each(ask: Callable[[A], Awaitable[T]], items: Iterable[A], at_once: int) -> list[T]:
+    """Await `ask(item)` for each item, so many at a time. Returns the answers in the order of the items."""
+    permits = asyncio.Semaphore(at_once)
+
+    async def one(item: A) -> T:
+        async with permits:
+            return await ask(item)
+
+    return await asyncio.gather(*map(one, items))
 
 
 class DaemonThreads(Executor):

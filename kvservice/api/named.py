@@ -7,12 +7,11 @@ prefix may lose its first block before its last.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from kvservice.aio import in_thread
+from kvservice.aio import ask_each, in_thread
 from kvservice.api.attached import Verify
 from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import MappedPool
@@ -131,17 +130,15 @@ class NamedBlocks:
         mapped = await self._program.memory()
         if mapped is None or not names:
             return [None] * len(names)
-        room = asyncio.Semaphore(ASKED_MAX)
-        return await asyncio.gather(*(self._hold_one(mapped, self._key(mapped, n, term), seconds, room) for n in names))
 
-    async def _hold_one(
-        self, mapped: MappedPool, key: BlockKey, seconds: float, room: asyncio.Semaphore
-    ) -> PromisedBlock | None:
-        async with room:
+        async def hold(name: bytes) -> PromisedBlock | None:
+            key = self._key(mapped, name, term)
             result = await self._program.ask(mapped.attachment, AcquireRequest((key,), 0, seconds))
-        if result is None or not result.blocks:
-            return None
-        return PromisedBlock(mapped, key, result.blocks[0], result)
+            return (
+                PromisedBlock(mapped, key, result.blocks[0], result) if result is not None and result.blocks else None
+            )
+
+        return await ask_each(hold, names, ASKED_MAX)
 
     async def _load(
         self,

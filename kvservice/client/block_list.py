@@ -6,12 +6,12 @@ Everything runs on the caller's loop. Nothing is raised for shards that do not a
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grpc
 
+from kvservice.aio import ask_each
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
@@ -73,13 +73,9 @@ class BlockReader:
         Raises InvalidRequest for a filter that cannot match, and Unauthenticated if the service has tenants and the
         token is missing or wrong.
         """
-        permits = asyncio.Semaphore(NODES_AT_ONCE)
-
-        async def read_node(node: str) -> tuple[list[BlockRow], bool, str]:
-            async with permits:
-                return await self._read_node(node, addresses[node], wanted, limit)
-
-        found = await asyncio.gather(*[read_node(node) for node in sorted(addresses)])
+        found = await ask_each(
+            lambda node: self._read_node(node, addresses[node], wanted, limit), sorted(addresses), NODES_AT_ONCE
+        )
         rows = [row for of_node, _, _ in found for row in of_node]
         complete = len(rows) <= limit and all(is_all for _, is_all, _ in found)
         return BlockList(tuple(rows[:limit]), complete, tuple(problem for _, _, problem in found if problem))

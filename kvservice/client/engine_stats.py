@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from kvservice.aio import ask_each
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
@@ -53,15 +54,13 @@ class EngineStatsReader:
         nodes = await self._nodes(lookup_addresses, timeout)
         if nodes is None:
             return None
-        permits = asyncio.Semaphore(AT_ONCE_MAX)
 
         async def ask(node: Holder) -> NodeEngineStats | None:
-            async with permits:
-                answer = await self._ask(node, timeout)
+            answer = await self._ask(node, timeout)
             last = known.get(node.node_id) if known else None
             return last if answer is None and last is not None and last.node == node else answer
 
-        answers = await asyncio.gather(*[ask(node) for node in nodes])
+        answers = await ask_each(ask, nodes, AT_ONCE_MAX)
         self._channels.keep_only({*lookup_addresses, *(node.peer_address for node in nodes)})
         return {answer.node.node_id: answer for answer in answers if answer is not None}
 

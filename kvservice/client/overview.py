@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from kvservice.aio import ask_each
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
@@ -270,13 +271,9 @@ class OverviewReader:
                 keys_of[row.node.node_id] += row.block_count
                 if row.alive:
                     addresses[row.node.node_id] = row.node.peer_address
-        permits = asyncio.Semaphore(AT_ONCE_MAX)
-
-        async def ask(node_id: str, address: str) -> _NodeAnswer:
-            async with permits:
-                return await self._ask_shard(node_id, address, timeout)
-
-        shards = await asyncio.gather(*[ask(node_id, address) for node_id, address in sorted(addresses.items())])
+        shards = await ask_each(
+            lambda node: self._ask_shard(node, addresses[node], timeout), sorted(addresses), AT_ONCE_MAX
+        )
         self._channels.keep_only({*lookup_addresses, *addresses.values()})
         return _overview(service, [lookup for lookup, _ in answers], shards, keys_of)
 

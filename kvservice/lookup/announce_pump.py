@@ -20,9 +20,10 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.announce import Announcer, Update
-from kvservice.core.directory.membership import HIDE_SECONDS, AnnounceOutcome
+from kvservice.core.directory.membership import HIDE_SECONDS
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
+from kvservice.lookup.service import OUTCOMES
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
@@ -36,11 +37,7 @@ BACKOFF_SECONDS_FIRST = 0.05  # the pause after a first failure: most last as lo
 BACKOFF_SECONDS_MAX = 2.0  # pauses double up to this, below the time after which the directory hides a silent node
 assert BACKOFF_SECONDS_FIRST <= BACKOFF_SECONDS_MAX < HIDE_SECONDS
 
-_OUTCOMES = {
-    lookup_pb2.AnnounceReply.OUTCOME_APPLIED: AnnounceOutcome.APPLIED,
-    lookup_pb2.AnnounceReply.OUTCOME_RESYNC: AnnounceOutcome.RESYNC,
-    lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH: AnnounceOutcome.STALE_EPOCH,
-}
+_OUTCOMES = {said: outcome for outcome, said in OUTCOMES.items()}
 
 
 class AnnouncePump:

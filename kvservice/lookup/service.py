@@ -30,7 +30,7 @@ assert ANNOUNCED_KEYS_MAX >= UPDATE_KEYS_MAX
 assert 2 * ANNOUNCED_KEYS_MAX * KEY_BYTES < MESSAGE_BYTES_MAX, "an announcement must fit into a request"
 assert 2 * ANNOUNCED_KEYS_MAX * KEY_BYTES + EVENT_OVERHEAD_BYTES < QUEUE_BYTES_MAX, "an event must fit into a queue"
 
-_OUTCOMES = {
+OUTCOMES = {
     AnnounceOutcome.APPLIED: lookup_pb2.AnnounceReply.OUTCOME_APPLIED,
     AnnounceOutcome.RESYNC: lookup_pb2.AnnounceReply.OUTCOME_RESYNC,
     AnnounceOutcome.STALE_EPOCH: lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH,
@@ -97,7 +97,7 @@ class LookupServicer:
         failpoint("lookup.announce")
         self._counters["announce_calls"] += 1
         self._hub.publish()
-        return lookup_pb2.AnnounceReply(outcome=_OUTCOMES[outcome], lookup_epoch=self._epoch)
+        return lookup_pb2.AnnounceReply(outcome=OUTCOMES[outcome], lookup_epoch=self._epoch)
 
     def _check_speaks_for(self, caller: Caller, node: Holder) -> None:
         try:

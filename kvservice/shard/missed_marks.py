@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import grpc
 
+from kvservice.aio import ask_each
 from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
 from kvservice.client.operator import OperatorClient
@@ -30,17 +31,15 @@ async def marks_of_others(node_id: NodeId, lookups: Sequence[str], tls: TlsFiles
     try:
         answers = await asyncio.gather(*[_nodes(channels, address) for address in lookups])
         nodes = {node: address for found in answers for node, address in found.items() if node != node_id}
-        permits = asyncio.Semaphore(AT_ONCE_MAX)
 
         async def ask(node: str) -> tuple[Mark, ...]:
-            async with permits:
-                try:
-                    return await client.marks(nodes[node], ASK_SECONDS)
-                except KVServiceError as error:
-                    log.warning("marks_not_asked", extra={"node": node, "reason": error.message})
-                    return ()
+            try:
+                return await client.marks(nodes[node], ASK_SECONDS)
+            except KVServiceError as error:
+                log.warning("marks_not_asked", extra={"node": node, "reason": error.message})
+                return ()
 
-        found = await asyncio.gather(*[ask(node) for node in sorted(nodes)])
+        found = await ask_each(ask, sorted(nodes), AT_ONCE_MAX)
         return tuple(mark for marks in found for mark in marks)
     finally:
         await client.close()

@@ -9,7 +9,6 @@ in the order of time. Objects are never changed: nodes that write the same marks
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
@@ -17,7 +16,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from kvservice.aio import within
+from kvservice.aio import ask_each, within
 from kvservice.core.block.marks import MARK_SECONDS, MARKS_MAX, Mark, MarkKind, pack_marks, unpack_marks
 
 log = logging.getLogger("kvservice.tier")
@@ -48,9 +47,8 @@ class MarkObjects:
         kept = names[len(ended) :]
         many, some = kept[:-MARKS_MAX], kept[-MARKS_MAX:]
         found = [Mark(MarkKind.EVERYTHING, _time_of(many[-1]))] if many else []
-        permits = asyncio.Semaphore(READS_AT_ONCE_MAX)
         new = [name for name in some if not self._read_before.get(name)]
-        read = dict(zip(new, await asyncio.gather(*[self._read(name, permits) for name in new]), strict=True))
+        read = dict(zip(new, await ask_each(self._read, new, READS_AT_ONCE_MAX), strict=True))
         self._read_before = {name: self._read_before.get(name) or read[name] for name in some}
         for marks in self._read_before.values():
             found += marks
@@ -63,15 +61,14 @@ class MarkObjects:
         path = f"{self._folder}/{name}"
         await within(REQUEST_SECONDS, self._library.put_async(self._store, path, data, use_multipart=False))
 
-    async def _read(self, name: str, permits: asyncio.Semaphore) -> tuple[Mark, ...]:
-        async with permits:
-            try:
-                answer = await within(REQUEST_SECONDS, self._library.get_async(self._store, f"{self._folder}/{name}"))
-            except FileNotFoundError:  # its time is over by the clock of another node
-                return ()
-            marks = None
-            if answer.meta["size"] <= OBJECT_BYTES_MAX:
-                marks = unpack_marks(bytes(await within(REQUEST_SECONDS, answer.bytes_async())))
+    async def _read(self, name: str) -> tuple[Mark, ...]:
+        try:
+            answer = await within(REQUEST_SECONDS, self._library.get_async(self._store, f"{self._folder}/{name}"))
+        except FileNotFoundError:  # its time is over by the clock of another node
+            return ()
+        marks = None
+        if answer.meta["size"] <= OBJECT_BYTES_MAX:
+            marks = unpack_marks(bytes(await within(REQUEST_SECONDS, answer.bytes_async())))
         if marks is None:
             log.error("marks_damaged", extra={"object": name})
             return (Mark(MarkKind.EVERYTHING, _time_of(name)),)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from kvservice.aio import ask_each
 from kvservice.api.loop import LoopThread
 from kvservice.api.mapped import MappedPool
 from kvservice.api.program import AttachedProgram
@@ -177,15 +178,14 @@ class PagePool:
         if mapped is None:
             self._miss(NO_POOL, len(pages))
             return [False] * len(pages)
-        room, term = asyncio.Semaphore(ALONE_MAX), self._term
+        term = self._term
 
         async def ask(page: str) -> bool:
             keys = self._keys(mapped, [page], term)
-            async with room:
-                results = [
-                    await self._program.ask(mapped.attachment, AcquireRequest((key,), 0, self._timeout_seconds))
-                    for (key,) in keys
-                ]
+            results = [
+                await self._program.ask(mapped.attachment, AcquireRequest((key,), 0, self._timeout_seconds))
+                for (key,) in keys
+            ]
             held = [result for result in results if result is not None and result.blocks]
             if len(held) == len(results) and self._promise(term, PagePromise(mapped, held, keys), [page]):
                 self._counters["found_pages"] += 1
@@ -194,7 +194,7 @@ class PagePool:
             self._miss(next((result.miss.value for result in results if result is not None), NO_POOL), 1)
             return False
 
-        return list(await asyncio.gather(*(ask(page) for page in pages)))
+        return await ask_each(ask, pages, ALONE_MAX)
 
     # -- promises ----
 

@@ -13,6 +13,7 @@ from kvservice.core.directory.directory import AnnounceOutcome, Directory
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.lookup.client import merge_runs
+from kvservice.lookup.service import OUTCOMES
 from kvservice.testing.sim.world import Process, World
 from kvservice.units import BlockKey, NodeId
 from kvservice.wire.v1 import lookup_pb2
@@ -23,11 +24,6 @@ HEARTBEAT_SECONDS = 1.0
 CALL_SECONDS = 0.5
 # Between two sweeps of silent nodes: as often as heartbeats.
 SWEEP_SECONDS = 1.0
-_OUTCOMES = {
-    AnnounceOutcome.APPLIED: lookup_pb2.AnnounceReply.OUTCOME_APPLIED,
-    AnnounceOutcome.RESYNC: lookup_pb2.AnnounceReply.OUTCOME_RESYNC,
-    AnnounceOutcome.STALE_EPOCH: lookup_pb2.AnnounceReply.OUTCOME_STALE_EPOCH,
-}
 
 
 class LookupPartition(Process):
@@ -107,7 +103,7 @@ class Herald(AnnouncePump):
 
         def answered(outcome: AnnounceOutcome, lookup_epoch: int) -> None:
             if not answer.done():
-                answer.set_result(lookup_pb2.AnnounceReply(outcome=_OUTCOMES[outcome], lookup_epoch=lookup_epoch))
+                answer.set_result(lookup_pb2.AnnounceReply(outcome=OUTCOMES[outcome], lookup_epoch=lookup_epoch))
 
         def reply(outcome: AnnounceOutcome, lookup_epoch: int) -> None:
             if process.life == life:
