@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from kvservice.aio import end_tasks
 from kvservice.errors import InvalidRequest
 
 T = TypeVar("T")
+CLOSED = "this pool is closed: connect() again"
 END_SECONDS = 10.0  # for work that was given up to let go of files and memory
+LEFT_SECONDS = 0.5  # for calls that the end of the thread finds under way; then they are told that the pool is closed
 
 
 class LoopThread:
@@ -21,9 +25,10 @@ class LoopThread:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
+        self._stopped = False
+        self._lock = threading.Lock()  # nothing is submitted once it is stopped: nobody would run it
         self._thread = threading.Thread(target=self._run, name="kvservice-pool", daemon=True)
         self._thread.start()
-        self._stopped = False
 
     @property
     def is_usable(self) -> bool:
@@ -34,13 +39,15 @@ class LoopThread:
         self, work: Coroutine[Any, Any, T], ended: threading.Event | None = None
     ) -> concurrent.futures.Future[T]:
         """Run this on the loop. Cancelling the future cancels the work, and `ended` is set when that has ended. Raises
-        InvalidRequest after `stop`, and in a child of a fork."""
-        if not self.is_usable:
+        InvalidRequest after `stop`, and in a child of a fork; work that `stop` finds under way ends with it too."""
+        if os.getpid() != self._pid:
             work.close()
-            if os.getpid() != self._pid:
-                raise InvalidRequest(f"this pool belongs to process {self._pid}: connect() again after a fork")
-            raise InvalidRequest("this pool is closed: connect() again")
-        return asyncio.run_coroutine_threadsafe(work if ended is None else _noting(work, ended), self._loop)
+            raise InvalidRequest(f"this pool belongs to process {self._pid}: connect() again after a fork")
+        with self._lock:
+            if self._stopped:
+                work.close()
+                raise InvalidRequest(CLOSED)
+            return asyncio.run_coroutine_threadsafe(self._do(work, ended), self._loop)
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run this on the loop and wait for its result. A KeyboardInterrupt cancels it, and waits for its end."""
@@ -53,6 +60,11 @@ class LoopThread:
                 ended.wait(END_SECONDS)
             raise
 
+    def wait_for_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """`wait` for what lets go of something: nothing is left to do where the thread has ended."""
+        with contextlib.suppress(InvalidRequest):
+            self.wait(work)
+
     async def wait_async(self, work: Coroutine[Any, Any, T]) -> T:
         """The same for a coroutine of another loop, which runs on meanwhile."""
         ended = threading.Event()
@@ -63,20 +75,34 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """End the thread. Idempotent. Blocks until it has ended."""
-        if self.is_usable:
-            self._stopped = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        """End the thread, and what it is doing. Idempotent. Blocks until it has ended."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def _run(self) -> None:
         self._loop.run_forever()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.run_until_complete(self._end())
         self._loop.close()
 
+    async def _end(self) -> None:
+        await self._loop.shutdown_default_executor()
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            # Who waited for a thread has its result now, and may have to let go of it.
+            _, left = await asyncio.wait(others, timeout=LEFT_SECONDS)
+            await end_tasks(left)
 
-async def _noting(work: Coroutine[Any, Any, T], ended: threading.Event) -> T:
-    try:
-        return await work
-    finally:
-        ended.set()
+    async def _do(self, work: Coroutine[Any, Any, T], ended: threading.Event | None) -> T:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._stopped:
+                raise InvalidRequest(CLOSED) from None
+            raise
+        finally:
+            if ended is not None:
+                ended.set()

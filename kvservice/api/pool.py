@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Literal
@@ -11,6 +12,7 @@ from kvservice.api.explanation import RequestExplanation
 from kvservice.api.hit import Hit
 from kvservice.api.layout import Arrays, Layout, Tokens
 from kvservice.api.pool_thread import PoolThread
+from kvservice.errors import InvalidRequest
 from kvservice.session.options import PoolOptions
 
 NAMESPACE = "python"  # apart from engines: a program that attaches first must not keep an engine out
@@ -263,8 +265,7 @@ class Cache:
 
     def close(self) -> None:
         """Detach. Idempotent. The blocks stay in the pool."""
-        if self._thread.loop.is_usable:
-            self._thread.loop.wait(self._thread.detach(self._attached))
+        self._thread.loop.wait_for_end(self._thread.detach(self._attached))
 
     def __enter__(self) -> Cache:
         return self
@@ -316,9 +317,9 @@ class AsyncPool:
 
     async def close(self) -> None:
         """See Pool.close."""
-        if self._thread.loop.is_usable:
+        with contextlib.suppress(InvalidRequest):  # closed meanwhile
             await self._thread.loop.wait_async(self._thread.close())
-            self._thread.loop.stop()
+        self._thread.loop.stop()
 
     async def __aenter__(self) -> AsyncPool:
         return self
@@ -385,7 +386,7 @@ class AsyncCache:
 
     async def close(self) -> None:
         """See Cache.close."""
-        if self._thread.loop.is_usable:
+        with contextlib.suppress(InvalidRequest):  # closed meanwhile
             await self._thread.loop.wait_async(self._thread.detach(self._attached))
 
     async def __aenter__(self) -> AsyncCache:

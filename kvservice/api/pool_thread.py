@@ -45,6 +45,7 @@ class PoolThread:
         self.loop = LoopThread()
         self._runtime: PoolRuntime | None = None
         self._opening = asyncio.Lock()  # two programs that attach at once share one pool
+        self._closing = asyncio.Lock()  # who closes it as well waits for the first
         self.attached: list[AttachedModel | AttachedProgram] = []
         _open.add(self)
 
@@ -102,17 +103,17 @@ class PoolThread:
 
     async def close(self) -> None:
         """Detach everything and close the embedded pool. Idempotent. `loop.stop` comes next: see `end`."""
-        for each in list(self.attached):
-            await self.detach(each)
-        runtime, self._runtime = self._runtime, None
-        if runtime is not None:
-            await runtime.close()
+        async with self._closing:
+            for each in list(self.attached):
+                await self.detach(each)
+            runtime, self._runtime = self._runtime, None
+            if runtime is not None:
+                await runtime.close()
 
     def end(self) -> None:
         """Close, and end the thread. Blocks; for callers on other threads. Idempotent; does nothing after a fork."""
-        if self.loop.is_usable:
-            self.loop.wait(self.close())
-            self.loop.stop()
+        self.loop.wait_for_end(self.close())
+        self.loop.stop()
 
     async def _open_pool(self) -> PoolPort:
         if self._runtime is None:

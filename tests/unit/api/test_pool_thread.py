@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import kvservice
 from kvservice.api.layout import Layout
 from kvservice.api.loop import LoopThread
 from kvservice.api.pool_thread import PoolThread
+from kvservice.core.messages import AcquireRequest, AcquireResult
 from kvservice.errors import InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.session.options import Mode, PoolOptions
@@ -65,3 +67,41 @@ async def test_work_that_is_given_up_ends_before_its_caller_goes_on() -> None:
 def test_what_is_no_layout_is_told_as_such(layout: Any) -> None:
     with kvservice.connect(mode="embedded", memory="8MiB") as pool, pytest.raises(InvalidRequest, match="Layout"):
         pool.attach("m", layout)
+
+
+def test_a_call_that_a_close_finds_under_way_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers it any more, so its thread would wait for ever."""
+    pool = kvservice.connect(mode="embedded", memory="8MiB")
+    cache, asked, said = pool.attach("m", Layout(4, (3,))), threading.Event(), list[str]()
+
+    async def never(self: Any, attachment: int, request: AcquireRequest) -> AcquireResult:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def get() -> None:
+        try:
+            cache.get(range(8))
+        except InvalidRequest as error:
+            said.append(error.message)
+
+    monkeypatch.setattr(PoolRuntime, "acquire", never)
+    thread = threading.Thread(target=get, daemon=True)
+    thread.start()
+    assert asked.wait(10)
+    pool.close()
+    thread.join(10)
+    assert not thread.is_alive() and said == ["this pool is closed: connect() again"]
+
+
+def test_threads_that_close_one_pool_all_return() -> None:
+    for _ in range(10):
+        pool = kvservice.connect(mode="embedded", memory="8MiB")
+        cache = pool.attach("m", Layout(4, (3,)))
+        calls: list[Callable[[], object]] = [pool.close, cache.close, pool.close, cache.close]
+        threads = [threading.Thread(target=call, daemon=True) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads)
