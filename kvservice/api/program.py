@@ -97,6 +97,14 @@ class AttachedProgram:
 
     async def memory(self) -> MappedPool | None:
         """The memory of the current attachment, mapped at first use. None while there is no pool."""
+        attachment, mapped = self.session.attachment, self._mapped
+        if attachment is None:
+            return None
+        if mapped is not None and mapped.attachment is attachment:
+            return mapped
+        return await self.write(self._map())  # on a thread, whose mapping nobody would close after a cancellation
+
+    async def _map(self) -> MappedPool | None:
         async with self._mapping:
             attachment, mapped = self.session.attachment, self._mapped
             if attachment is None or (mapped is not None and mapped.attachment is attachment):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import kvservice
+from kvservice.api import program
 from kvservice.api.layout import Layout
 from kvservice.api.loop import LoopThread
+from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
 from kvservice.core.messages import AcquireRequest, AcquireResult
 from kvservice.errors import InvalidRequest
@@ -105,3 +108,25 @@ def test_threads_that_close_one_pool_all_return() -> None:
         for thread in threads:
             thread.join(10)
         assert not any(thread.is_alive() for thread in threads)
+
+
+async def test_a_get_cancelled_at_first_use_leaves_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mapping holds the lock that keeps the shard from taking slots back."""
+    made: list[MappedPool] = []
+    began = threading.Event()
+
+    def slow(*arguments: Any) -> MappedPool:
+        began.set()
+        time.sleep(0.05)
+        made.append(MappedPool(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(program, "MappedPool", slow)
+    async with await kvservice.connect_async("embedded", memory="8MiB") as pool:
+        cache = await pool.attach("m", Layout(4, (3,)))
+        get = asyncio.create_task(cache.get(range(8)))
+        await asyncio.to_thread(began.wait, 10)
+        get.cancel()
+        await asyncio.wait([get])
+        await cache.close()
+        assert [mapped._closed for mapped in made] == [True]
