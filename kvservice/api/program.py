@@ -70,10 +70,13 @@ class AttachedProgram:
 
     async def open(self) -> None:
         """Attach. Raises what the first attempt failed with; later attempts are made in the background."""
-        failure = await self.begin()
-        if failure is not None:
+        try:
+            failure = await self.begin()
+            if failure is not None:
+                raise failure
+        except BaseException:  # who gave up has nothing to close
             await self.close()
-            raise failure
+            raise
 
     @property
     def is_attached(self) -> bool:

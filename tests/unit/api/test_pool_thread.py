@@ -16,7 +16,7 @@ from kvservice.api.layout import Layout
 from kvservice.api.loop import LoopThread
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
-from kvservice.core.messages import AcquireRequest, AcquireResult
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment
 from kvservice.errors import InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.session.options import Mode, PoolOptions
@@ -130,3 +130,23 @@ async def test_a_get_cancelled_at_first_use_leaves_no_mapping(monkeypatch: pytes
         await asyncio.wait([get])
         await cache.close()
         assert [mapped._closed for mapped in made] == [True]
+
+
+async def test_an_attach_that_is_cancelled_leaves_nothing_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    attach, began = PoolRuntime.attach, threading.Event()
+
+    async def slow(self: PoolRuntime, *arguments: Any) -> Attachment:
+        made = await attach(self, *arguments)
+        began.set()
+        await asyncio.sleep(0.05)
+        return made
+
+    async with await kvservice.connect_async("embedded", memory="8MiB") as pool:
+        monkeypatch.setattr(PoolRuntime, "attach", slow)
+        attaching = asyncio.create_task(pool.attach("m", Layout(4, (3,))))
+        await asyncio.to_thread(began.wait, 10)
+        attaching.cancel()
+        await asyncio.wait([attaching])
+        monkeypatch.undo()
+        async with await pool.attach("m", Layout(4, (5,))) as other:  # the model is nobody's
+            assert other.is_attached
