@@ -122,11 +122,12 @@ class Hit:
         """The same as a tensor of torch. Writing to it changes nothing in the pool."""
         import torch
 
-        # NumPy has more types without a sign than torch, so the bits go by those with one.
-        bits = np.dtype(f"int{8 * self._layout.numpy_type.itemsize}")
+        kind = self._layout.numpy_type
         if self._layout.dtype in FOREIGN_TYPES:
-            return torch.from_numpy(self._array(bits)).view(getattr(torch, self._layout.dtype))
-        return torch.from_numpy(self._array(self._layout.numpy_type))
+            # NumPy has more types without a sign than torch, so the bits go by those with one.
+            bits = self._array(np.dtype(f"int{8 * kind.itemsize}"))
+            return torch.from_numpy(bits).view(getattr(torch, self._layout.dtype))
+        return torch.from_numpy(self._array(kind))
 
     def copy(self) -> Array:
         """A copy of the blocks that is yours, and checked: these are the bytes that were stored. Raises LeaseLost."""
@@ -135,14 +136,16 @@ class Hit:
         return found
 
     def copy_to(self, target: Array | torch.Tensor) -> None:
-        """Copy the blocks into an array or a tensor of the shape of `view`. Raises LeaseLost, and then `target` holds
-        nothing of use; InvalidRequest when its shape differs."""
-        if tuple(target.shape) != (self._count, *self._layout.shape):
-            raise InvalidRequest(f"the hit is {(self._count, *self._layout.shape)}, the target {tuple(target.shape)}")
+        """Copy the blocks into an array of the shape and type of `view`, or a tensor of those of `tensor()`. Raises
+        LeaseLost, and then `target` holds nothing of use; InvalidRequest when its shape or type differs."""
+        source = self.view if isinstance(target, np.ndarray) else self.tensor()
+        if target.shape != source.shape or target.dtype != source.dtype:
+            here, there = (f"{tuple(each.shape)} of {each.dtype}" for each in (source, target))
+            raise InvalidRequest(f"the hit is {here}, the target {there}")
         if isinstance(target, np.ndarray):
-            np.copyto(target, self.view)
+            np.copyto(target, source)
         else:
-            target.copy_(self.tensor())
+            target.copy_(source)
         self.check()
 
     def check(self) -> None:

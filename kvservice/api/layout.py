@@ -134,5 +134,5 @@ def _from_torch(tensor: Any) -> Array:
 
     stands_for = FOREIGN_TYPES.get(str(tensor.dtype).removeprefix("torch."))
     held = tensor.detach().cpu()
-    found: Array = (held if stands_for is None else held.view(getattr(torch, stands_for))).numpy()
+    found: Array = (held if stands_for is None else held.view(getattr(torch, stands_for))).numpy(force=True)
     return found

@@ -169,14 +169,38 @@ def test_an_error_inside_the_with_is_not_covered(cache: kvservice.Cache, pool: k
     eventually(lambda: leases(pool) == 0, "no lease")
 
 
-def test_copy_to_refuses_another_shape(cache: kvservice.Cache) -> None:
+def test_copy_to_refuses_another_shape_or_type(cache: kvservice.Cache, pool: kvservice.Pool) -> None:
     cache.put(range(8), some(2))
     with cache.get(range(8)) as hit:
         target = torch.zeros((2, 2, 5))
         hit.copy_to(target)
         assert np.array_equal(target.numpy(), some(2))
-        with pytest.raises(InvalidRequest, match="the hit is"):
-            hit.copy_to(np.zeros((3, 2, 5), "f4"))
+        for other in (np.zeros((3, 2, 5), "f4"), np.zeros((2, 2, 5), "i4"), torch.zeros((2, 2, 5)).half()):
+            with pytest.raises(InvalidRequest, match="the hit is"):
+                hit.copy_to(other)
+    with pool.attach("bits", Layout(4, (3,), "bfloat16")) as stood_for:
+        stood_for.put(range(4), torch.ones((1, 3), dtype=torch.bfloat16))
+        with stood_for.get(range(4)) as hit, pytest.raises(InvalidRequest, match="of uint16, the target"):
+            hit.copy_to(np.zeros((1, 3), "f4"))  # would be 16256.0
+
+
+@pytest.mark.parametrize("kind", ["bool", "complex64", "complex128", "uint64", "float8_e5m2"])
+def test_blocks_come_back_as_tensors_of_their_type(pool: kvservice.Pool, kind: str) -> None:
+    layout = Layout(4, (2, 3), kind)
+    tensor = torch.arange(-6, 6).reshape(2, 2, 3).to(getattr(torch, kind))
+    with pool.attach(kind, layout) as cache:
+        cache.put(range(8), tensor)
+        with cache.get(range(8)) as hit:
+            assert hit.tensor().dtype is tensor.dtype
+            assert torch.equal(hit.tensor().to(torch.complex128), tensor.to(torch.complex128))
+
+
+def test_a_tensor_that_only_says_it_is_conjugate_is_stored_so(pool: kvservice.Pool) -> None:
+    tensor = torch.randn((2, 3), dtype=torch.complex64)
+    for name, given in (("conj", tensor.conj()), ("neg", tensor.conj().imag)):
+        with pool.attach(name, Layout(4, (3,), given.dtype)) as cache:
+            cache.put(range(8), given)
+            assert np.array_equal(cache.get(range(8)).copy(), given.numpy(force=True))
 
 
 def test_bfloat16_comes_back_as_bfloat16(pool: kvservice.Pool) -> None:
