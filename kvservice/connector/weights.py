@@ -348,14 +348,24 @@ class Terms:
         self._file = None if version_file is None else Path(version_file).expanduser()
         self._read: _Stamp | None = None  # the file as it was last read
 
-    def first(self) -> bytes:
-        """The term of the weights that the engine was started with: empty, because the fingerprint names them. The text
-        in the file at that time belongs to weights that an engine had before, for example this one before it
-        crashed."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._read = _Stamp.of(self._file)
-        return b""
+    def first(self, name: Callable[[], str] | None = None) -> bytes:
+        """The term of the weights that the engine was started with. The text in the file at that time belongs to
+        weights that an engine had before, for example this one before it crashed.
+
+        Empty if the fingerprint names them. It cannot where a file does, whose engines share whatever they started
+        with: there `name` says what they are, and may raise UnnamedWeights.
+        """
+        if self._file is None:
+            return b""
+        with contextlib.suppress(OSError):
+            self._read = _Stamp.of(self._file)
+        if name is None:
+            return b""
+        try:
+            return version_term(f"started with {name()}")
+        except UnnamedWeights as error:
+            log.warning("%s; this engine shares with nobody until the next reset", error.message)
+            return os.urandom(TERM_BYTES)
 
     def next(self) -> bytes:
         """The term of the weights that the engine has from now on. Reads one small file."""

@@ -85,6 +85,11 @@ class EngineOptions(ConnectorOptions):
     def _is_one_engine(self) -> EngineOptions:
         if self.offload is Offload.EVICTING:
             raise ConfigError("offload 'evicting' reads the free queue of vLLM, which this engine does not have")
+        if self.weights_version_file is not None:
+            raise ConfigError(
+                "weights_version_file is for weights that are changed in place, and this engine keeps those that it "
+                "starts with: leave it out, or name them with weights_version"
+            )
         if self.layerwise is not Layerwise.OFF and self.copier is CopierChoice.WORKER:
             raise ConfigError("layerwise and copier 'worker' exclude each other: a copy worker copies whole blocks")
         if self.share is Share.ENGINES and self.block_tokens != PAGE_TOKENS:

@@ -93,7 +93,7 @@ def engine_spec(
     spec = found.full
     fields: dict[str, object] = {
         "engine": f"vllm {vllm.__version__}",
-        "weights": weights or _weights(model, weights_cache),
+        "weights": weights or weights_of(model, weights_cache),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(spec.dtype),
@@ -400,14 +400,14 @@ def _draft_fields(speculative: Any, weights_cache: Path | None) -> dict[str, obj
     if speculative is None or not speculative.uses_draft_model():
         return {}
     draft = speculative.draft_model_config
-    fields: dict[str, object] = {"draft": _weights(draft, weights_cache)}
+    fields: dict[str, object] = {"draft": weights_of(draft, weights_cache)}
     for name in ("quantization", "kv_cache_dtype", "attention_backend", "moe_backend"):
         fields[f"draft.{name}"] = text_of(getattr(speculative, name, None))
     return fields | model_fields(draft, "draft")
 
 
-def _weights(model_config: Any, cache: Path | None) -> str:
-    """Raises UnnamedWeights."""
+def weights_of(model_config: Any, cache: Path | None) -> str:
+    """What all bytes of the weights are called. May read them, which takes minutes. Raises UnnamedWeights."""
     if getattr(model_config, "model_weights", ""):
         raise UnnamedWeights(
             f"the weights come from {model_config.model_weights}, whose bytes are not read here; name them yourself "

@@ -193,7 +193,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             may_write=self._kv_transfer_config.is_kv_producer,
             remember_stored=remembers,
             grouping=grouping,
-            term=self._terms.first(),
+            term=self._terms.first(lambda: compat.weights_of(vllm_config.model_config, self._options.weights_cache)),
         )
         self._session, self._scheduler = session, half
         self._layered_scheduler = half if isinstance(half, LayerwiseScheduler) else None

@@ -339,6 +339,7 @@ def test_a_version_is_believed_once(tmp_path: Path) -> None:
     one, other = Terms(str(file)), Terms(str(file))
     file.write_text("step-0")
     assert one.first() == other.first() == b"", "the fingerprint names what was loaded, whatever was loaded before"
+    assert one.first(lambda: "a") == other.first(lambda: "a") != one.first(lambda: "b"), "no fingerprint names it"
     assert one.next() != other.next(), "the file speaks of weights from before the start"
     file.write_text("step-1")
     assert (first := one.next()) == other.next()
@@ -349,3 +350,11 @@ def test_a_version_is_believed_once(tmp_path: Path) -> None:
     assert one.next() != other.next()
     file.write_text("")
     assert one.next() != other.next()
+
+
+def test_weights_without_a_name_are_nobody_elses_until_a_reset(tmp_path: Path) -> None:
+    def nameless() -> str:
+        raise UnnamedWeights("nothing says which commit it is")
+
+    terms = Terms(str(tmp_path / "version"))
+    assert terms.first(nameless) != terms.first(nameless)

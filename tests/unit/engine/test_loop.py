@@ -420,6 +420,8 @@ def test_what_it_lacks_is_refused_by_name(option: str, words: str) -> None:
 def test_options_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="offload 'eager'"):
         EngineOptions(preempt_by="swap", offload="lazy")
+    with pytest.raises(ConfigError, match="name them with weights_version"):
+        EngineOptions(weights_version_file="/version")
     with pytest.raises(ConfigError, match="copies whole blocks"):
         EngineOptions(layerwise="load", copier="worker")
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from kvservice.testing.cluster import LocalCluster
+from kvservice.units import MiB
 from tests.unit.connector.vllm.test_connector import BLOCK, Pair, StepOutput, blocks, make, model, request, wait_for
 
 __all__ = ["make", "model"]  # fixtures
@@ -108,3 +111,19 @@ def test_engines_with_one_weights_version_share_after_a_reset(make: Callable[...
     version.write_text("step-2")
     assert pair.scheduler.reset_cache() is True
     assert promised(pair, "e") == 3, "back to the weights of step 2"
+
+
+@pytest.mark.processes
+def test_engines_that_start_with_other_weights_share_nothing(
+    make: Callable[..., Pair], model: Path, tmp_path: Path
+) -> None:
+    """Before the first reset the file says nothing of them, and the fingerprint names no weights where there is a
+    file."""
+    file = tmp_path / "version"
+    file.write_text("step-1")
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=8 * MiB, slab_bytes=MiB, transport="shm") as cluster:
+        options = {"mode": "service", "memory": None, "socket": cluster.socket("n0"), "weights_version_file": str(file)}
+        stored(make(options), "a", 3)
+        assert promised(make(options), "b") == 3
+        (model / "model.safetensors").write_bytes(b"trained further")
+        assert promised(make(options), "c") == 0
