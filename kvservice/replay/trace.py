@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +136,8 @@ def key_of(identity: int) -> BlockKey:
 
 def _number(row: dict[str, object], name: str, where: str) -> float:
     value = row.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    # Python's whole numbers go further than its floats.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise InvalidRequest(f"{where}: {name} must be a number from 0 on")
     return float(value)
 

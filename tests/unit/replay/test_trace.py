@@ -41,6 +41,7 @@ def test_a_request_keeps_its_time_tokens_and_block_identity(tmp_path: Path) -> N
         ({**GOOD, "timestamp": float("nan")}, "timestamp"),
         ({**GOOD, "timestamp": True}, "timestamp"),
         ({**GOOD, "timestamp": -1}, "timestamp"),
+        ({**GOOD, "timestamp": 10**400}, "timestamp"),
         ({**GOOD, "input_length": 600.5}, "input_length"),
         ({**GOOD, "output_length": -1}, "output_length"),
         ({**GOOD, "input_length": 1025}, "do not fill 2 blocks"),
