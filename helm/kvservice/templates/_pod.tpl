@@ -1,9 +1,10 @@
-{{/* Security context of a pod that meets the restricted standard. */}}
+{{/* Security context of a pod that meets the restricted standard. A number in a file of values is a float to Helm, which
+     would write a million as 1e+06, so large numbers are made whole. */}}
 {{- define "kvservice.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.security.runAsUser }}
-runAsGroup: {{ .Values.security.runAsGroup }}
-fsGroup: {{ .Values.security.runAsGroup }}
+runAsUser: {{ int64 .Values.security.runAsUser }}
+runAsGroup: {{ int64 .Values.security.runAsGroup }}
+fsGroup: {{ int64 .Values.security.runAsGroup }}
 seccompProfile: {type: RuntimeDefault}
 {{- with .Values.security.seLinuxOptions }}
 seLinuxOptions: {{- toYaml . | nindent 2 }}
