@@ -173,6 +173,13 @@ def test_a_disk_is_any_volume(values: tuple[str, ...], volume_of_it: Object) -> 
         assert {"name": "blocks", "mountPath": settings(objects)["disk_path"]} in mounts
 
 
+@pytest.mark.parametrize(("size", "room"), [("50Gi", "46080MiB"), ("2Ti", "1887436MiB"), ("100Mi", "90MiB")])
+def test_blocks_leave_room_in_an_empty_dir(size: str, room: str) -> None:
+    """The kubelet evicts a pod whose emptyDir is over its limit, and a full tier has an index and folders too."""
+    given = settings(rendered(STANDALONE, "tiers.disk.volume=emptyDir", f"tiers.disk.size={size}"))
+    assert given["disk_bytes"] == room
+
+
 def test_a_claim_without_a_name_is_made_for_each_pod() -> None:
     made = volume(pod(rendered(RAY_FULL), "worker"), "blocks")["ephemeral"]["volumeClaimTemplate"]["spec"]
     assert made["storageClassName"] == "local-nvme" and made["resources"]["requests"] == {"storage": "1Ti"}

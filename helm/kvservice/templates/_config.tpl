@@ -10,7 +10,7 @@ eviction = {{ .Values.cache.eviction | quote }}
 {{- with .Values.tiers.disk }}
 {{- if .volume }}
 disk_path = {{ .path | quote }}
-{{- with .size }}
+{{- with include "kvservice.diskSize" $ }}
 disk_bytes = {{ printf "%sB" . | quote }}
 {{- end }}
 disk_write = {{ .write | quote }}

@@ -1,6 +1,8 @@
-{{/* "16Gi" or "512Mi" as a number of MiB. */}}
+{{/* "2Ti", "16Gi" or "512Mi" as a number of MiB. */}}
 {{- define "kvservice.mib" -}}
-{{- if hasSuffix "Gi" . -}}
+{{- if hasSuffix "Ti" . -}}
+{{- mul 1048576 (trimSuffix "Ti" . | int) -}}
+{{- else if hasSuffix "Gi" . -}}
 {{- mul 1024 (trimSuffix "Gi" . | int) -}}
 {{- else -}}
 {{- trimSuffix "Mi" . | int -}}

@@ -5,6 +5,18 @@
 {{- end }}
 {{- end -}}
 
+{{/* Room for blocks on the disk; empty = chosen by the shard. The index and folders need some too, and the kubelet evicts a
+     pod whose emptyDir is over its limit, so blocks take nine tenths of that. */}}
+{{- define "kvservice.diskSize" -}}
+{{- with .Values.tiers.disk -}}
+{{- if and .size (eq .volume "emptyDir") -}}
+{{- printf "%dMi" (div (mul 9 (include "kvservice.mib" .size | int)) 10) -}}
+{{- else -}}
+{{- .size -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvservice.diskVolume" -}}
 {{- $size := .Values.tiers.disk.size -}}
 {{- with .Values.tiers.disk -}}
