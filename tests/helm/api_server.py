@@ -1,5 +1,5 @@
-"""What the chart renders when Helm can ask a cluster, with a stand-in for the API server: it knows one namespace, and
-at most one Secret. Helm's own client asks it, as it asks a real one.
+"""What the chart renders when Helm can ask a cluster, with a stand-in for the API server: it knows the namespace
+`default` or that of the release, and at most one Secret. Helm's own client asks it, as it asks a real one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ KINDS = {
 }
 
 
-def installed(values: str, *settings: str, kept: Object | None = None) -> tuple[Object, ...]:
-    """What Helm renders in a cluster that has the Secret `kept`, if any."""
+def installed(
+    values: str, *settings: str, kept: Object | None = None, of_namespace: bool = False
+) -> tuple[Object, ...]:
+    """What Helm renders in a cluster that has the Secret `kept`, if any. `of_namespace`: for a user with rights in the
+    release's namespace alone, which exists then. Else the namespace is made by the installation."""
     arguments = [word for setting in settings for word in ("--set", setting)]
-    with _api_server(kept) as address:
+    with _api_server(kept, of_namespace) as address:
         done = helm(
             *("helm4", "template", RELEASE, str(CHART), "--dry-run=server", "--kube-apiserver", address),
             *("--disable-openapi-validation", "--no-hooks"),
@@ -58,7 +61,7 @@ def _resources(name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _api_server(kept: Object | None) -> Iterator[str]:
+def _api_server(kept: Object | None, of_namespace: bool) -> Iterator[str]:
     known: dict[str, Any] = {
         "/version": {"major": "1", "minor": "32", "gitVersion": "v1.32.0"},
         "/api": {"kind": "APIVersions", "versions": ["v1"]},
@@ -68,19 +71,32 @@ def _api_server(kept: Object | None) -> Iterator[str]:
             "groups": [_group(name) for name in KINDS if "/" in name],
         },
         **{f"/api{'s' if '/' in name else ''}/{name}": _resources(name) for name in KINDS},
-        "/api/v1/namespaces/default": {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default"}},
     }
+    if of_namespace:
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+        known[f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/default"] = account
+    else:
+        default = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default"}}
+        known["/api/v1/namespaces/default"] = default
     if kept is not None:
         owner = {"meta.helm.sh/release-name": RELEASE, "meta.helm.sh/release-namespace": NAMESPACE}
         theirs = {**kept, "metadata": {**kept["metadata"], "annotations": owner}}
         known[f"/api/v1/namespaces/{NAMESPACE}/secrets/{kept['metadata']['name']}"] = theirs
-    missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+
+    def refusal(path: str) -> tuple[int, str]:
+        of_others = of_namespace and f"/namespaces/{NAMESPACE}/" not in path
+        return (403, "Forbidden") if of_others else (404, "NotFound")
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found = known.get(self.path.partition("?")[0])
-            body = json.dumps(found or missing).encode()
-            self.send_response(200 if found else 404)
+            path = self.path.partition("?")[0]
+            code, answer = 200, known.get(path)
+            if answer is None:
+                code, reason = refusal(path)
+                failure = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
+                answer = {**failure, "reason": reason, "code": code, "message": f"{path}: {reason}"}
+            body = json.dumps(answer).encode()
+            self.send_response(code)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

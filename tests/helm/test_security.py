@@ -83,6 +83,12 @@ def test_the_charts_certificates_need_a_cluster_that_keeps_them() -> None:
     assert "Secret" in kinds(installed("standalone-values.yaml", "tls.secretName="))
 
 
+def test_rights_in_one_namespace_are_enough_to_install() -> None:
+    """Without the class, which belongs to the cluster, nothing outside the release's namespace is asked for."""
+    objects = installed("standalone-values.yaml", "tls.secretName=", "priorityClass.create=false", of_namespace=True)
+    assert "Secret" in kinds(objects) and "PriorityClass" not in kinds(objects)
+
+
 def test_what_the_chart_makes_is_taken_and_kept(tmp_path: Path) -> None:
     objects = installed("standalone-values.yaml", "tls.secretName=")
     secret = find(objects, "Secret")
