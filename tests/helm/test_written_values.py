@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.helm.chart import CHART, HELMS, NAMESPACE, PLAINTEXT, Object, find, helm, pod
+from tests.helm.chart import CHART, HELMS, NAMESPACE, PLAINTEXT, Object, find, helm, pod, refusal
 
 
 def written(folder: Path, text: str, *, binary: str = "helm4", release: str = "rel") -> tuple[Object, ...]:
@@ -32,3 +33,27 @@ def test_a_large_user_id_stays_a_whole_number(binary: str, tmp_path: Path) -> No
     given = shard.spec["securityContext"]
     assert (given["runAsUser"], given["runAsGroup"], given["fsGroup"]) == (1000680000, 1000690000, 1000690000)
     assert repr(find(objects, "PriorityClass")["value"]) == "1000000"
+
+
+# -- names ----
+
+SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, which Kubernetes asks of a Service
+NAME_MAX = 63  # characters of a Service's name, and of a pod's label
+
+
+@pytest.mark.parametrize(
+    ("release", "text"),
+    [
+        ("cache.eu-1", "{}"),
+        ("cache", "nameOverride: kv.v1"),
+        ("a" * 39 + ".b", "{}"),
+        ("a" * 53, "tiers: {memoryNodes: {enabled: true, nodeSelector: {pool: memory}}}"),
+    ],
+)
+def test_names_of_any_release_are_names_of_services(release: str, text: str, tmp_path: Path) -> None:
+    for mode in ("standalone", "ray"):
+        objects = written(tmp_path, f"{text}\n" if mode == "standalone" else "mode: ray", release=release)
+        names = [item["metadata"]["name"] for item in objects if item["kind"] in ("Service", "StatefulSet")]
+        # A StatefulSet's pods have its name, a dash and the hash of its template in a label.
+        assert all(SERVICE_NAME.fullmatch(name) and len(name) + 11 <= NAME_MAX for name in names), names
+    assert "fullnameOverride" in refusal("fullnameOverride=a.b")
