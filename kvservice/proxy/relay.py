@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
 from kvservice.aio import end_tasks, within
@@ -276,6 +276,8 @@ class ClientExchange:
         streamed = web.StreamResponse(status=response.status, headers=headers)
         if not upstream.is_event_stream(response):
             streamed.content_length = first_bytes  # the whole answer is there
+        elif self._request.version < HttpVersion11:
+            streamed.force_close()  # nothing else tells a client without chunks where the stream ends
         self._streamed = streamed
         self._around.metrics.first_byte(self._request.path, self._loop.time() - self._began)
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -39,3 +41,20 @@ async def test_an_answer_that_ends_with_its_connection_is_checked(lab: Lab, stre
             assert body.startswith(b'data: {"a": 1}\n\n') and b"middle of its answer" in body
         else:
             assert status == 502
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_of_http_1_0_sees_where_an_answer_ends(lab: Lab, stream: bool) -> None:
+    """It knows no chunks, so a stream ends with its connection, also if it asks for one that stays open."""
+    proxy = await lab.proxy([], [await lab.server()])
+    body = json.dumps({"prompt": "x", "stream": stream}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.proxy.port)
+    writer.write(b"POST /v1/completions HTTP/1.0\r\nConnection: keep-alive\r\n")
+    writer.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+    async with asyncio.timeout(5):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"Content-Length: (\d+)", head)
+        assert stream == (length is None)
+        answer = await (reader.read() if length is None else reader.readexactly(int(length[1])))
+    assert answer.endswith(b"data: [DONE]\n\n") if stream else json.loads(answer)["choices"]
+    writer.close()
