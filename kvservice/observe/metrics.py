@@ -316,7 +316,7 @@ class ShardCollector(Collector):
             | {f"tier_{row.name}_{name}" for name in TIER_COUNTERS for row in numbers.tiers}
             | COUNTERS.keys()
             | GAUGES.keys()
-            | {MIRROR_AGE_MS}
+            | {MIRROR_AGE_MS, EVICTION_RULE, *SHADOW_HITS_PPM.values()}
         )
         rest = {name: count for name, count in numbers.counters.items() if name not in own and not transport_of(name)}
         known = dict.fromkeys((name for name in SHARD_EVENTS if "*" not in name), 0)

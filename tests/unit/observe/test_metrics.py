@@ -70,6 +70,7 @@ def test_the_rules_of_eviction_are_exported() -> None:
         assert f'kvservice_eviction_rule{{node="n0",rule="{rule}",service="s"}} {rules}' in text
         assert f'kvservice_eviction_shadow_hit_ratio{{node="n0",rule="{rule}",service="s"}} {found}' in text
     assert 'rule="lru"' not in exported(stats()), "a policy of one rule has no shadows"
+    assert 'event="eviction' not in text, "what can fall is no counter"
 
 
 def test_tiers_have_figures_and_counters_of_their_own() -> None:
