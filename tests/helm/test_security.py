@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kvservice.auth.tls import TlsFiles
 from tests.helm.api_server import installed
-from tests.helm.chart import VALUES, Pod, find, kinds, pod, pods, refusal, rendered
+from tests.helm.chart import ROOT, VALUES, Pod, find, kinds, pod, pods, refusal, rendered
 
 # What the restricted pod security standard allows, https://kubernetes.io/docs/concepts/security/pod-security-standards/
 VOLUMES = {"configMap", "emptyDir", "secret", "persistentVolumeClaim", "projected", "downwardAPI", "csi", "ephemeral"}
@@ -56,6 +57,16 @@ def test_pods_meet_the_restricted_standard_as_documented(values: str) -> None:
         if component == "shard" and values == "standalone-full-values.yaml":  # its disk is one of the node's
             expected.add("volume blocks is a hostPath")
         assert set(violations(each)) == expected, each.owner
+
+
+@pytest.mark.parametrize("disk", ["volume=hostPath", "volume=claim", "volume=claim,tiers.disk.claimName=one"])
+def test_openshifts_constraints_allow_what_shards_ask_for(disk: str) -> None:
+    scc = yaml.safe_load((ROOT / "examples" / "kubernetes" / "openshift-scc.yaml").read_text())
+    shard = pod(rendered("standalone-full-values.yaml", f"tiers.disk.size=1Ti,tiers.disk.{disk}"), "shard")
+    asked = {kind for volume in shard.spec["volumes"] for kind in volume if kind != "name"}
+    assert asked <= set(scc["volumes"])
+    added = {name for each in shard.containers for name in each["securityContext"]["capabilities"].get("add", [])}
+    assert added == set(scc["allowedCapabilities"])
 
 
 @pytest.mark.parametrize("values", VALUES)
