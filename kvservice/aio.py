@@ -22,8 +22,8 @@ T = TypeVar("T")
 CANCEL_AGAIN_SECONDS = 1.0
 
 
-async def within(seconds: float, work: Awaitable[T]) -> T:
-    """Await `work` for at most `seconds` and return its result.
+async def within(seconds: float | None, work: Awaitable[T]) -> T:
+    """Await `work` for at most `seconds`, None = as long as it takes, and return its result.
 
     `work` runs as a task of its own, which has ended when this returns or raises.
 

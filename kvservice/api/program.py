@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from kvservice.aio import in_thread
+from kvservice.aio import in_thread, within
 from kvservice.api.arguments import name_of
 from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import Copy, MappedPool
@@ -150,18 +150,28 @@ class AttachedProgram:
         mapped: MappedPool,
         blocks: Sequence[Array | Copy],
         items: Callable[[int, Sequence[BlockRef]], list[SealItem]],
+        seconds: float | None = None,
     ) -> tuple[list[SealStatus], str]:
         """Write the blocks, batch by batch, and seal them. `items(first, refs)` names the slots of the blocks from
-        number `first` on. Returns what became of the leading ones, which are in the pool, and why of no more."""
+        number `first` on. Returns what became of the leading ones, which are in the pool, and why of no more. It waits
+        for the pool's answers for `seconds` at most, by default as long as its calls may take."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+
+        def left() -> float | None:
+            return None if seconds is None else max(0.0, began + seconds - clock())
+
         statuses: list[SealStatus] = []
         batch = max(1, min(BATCH_BYTES // self.layout.block_bytes, BATCH_BLOCKS_MAX))
         while len(statuses) < len(blocks):
             first = len(statuses)
             part = blocks[first : first + batch]
             try:
-                refs = await self._written(mapped, part)
-                sealed = await self.session.store(mapped.attachment, items(first, refs)) if refs else []
-            except KVServiceError:
+                refs = await self._written(mapped, part, left())
+                sealed = []
+                if refs:
+                    sealed = await within(left(), self.session.store(mapped.attachment, items(first, refs)))
+            except (KVServiceError, asyncio.TimeoutError):
                 return statuses, NO_POOL
             kept = list(takewhile(lambda status: status in (SealStatus.SEALED, SealStatus.DUPLICATE), sealed))
             statuses += kept
@@ -171,10 +181,13 @@ class AttachedProgram:
 
     # -- inside ----
 
-    async def _written(self, mapped: MappedPool, blocks: Sequence[Array | Copy]) -> list[BlockRef]:
-        """Slots with the leading blocks, as many as there was room for. Raises KVServiceError."""
+    async def _written(
+        self, mapped: MappedPool, blocks: Sequence[Array | Copy], seconds: float | None
+    ) -> list[BlockRef]:
+        """Slots with the leading blocks, as many as there was room for. Raises KVServiceError, and TimeoutError if
+        there is no answer in time. A copy is never cut short."""
         attachment = mapped.attachment
-        refs = await self.session.reserve(attachment, len(blocks))
+        refs = await within(seconds, self.session.reserve(attachment, len(blocks)))
         written = 0
         try:
             written = await in_thread(lambda: mapped.write(refs, blocks[: len(refs)]))

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from examples.demo.sglang_engine import SETTINGS, SITE, environment
+from kvservice.client.shard import ACQUIRE_SLACK_SECONDS
+from kvservice.connector.sglang.options import CALL_SECONDS_MAX
+from kvservice.connector.sglang.page_pool import STORE_SECONDS
 
 pytestmark = [
     pytest.mark.sglang,
@@ -32,6 +35,17 @@ print(json.dumps({
         for name in calls if name != "__init__"
     },
 }))
+"""
+PATIENCE = """
+import json
+from unittest import mock
+from sglang.srt.managers.cache_controller import HiCacheController
+threads = {name: mock.Mock(**{"is_alive.return_value": True}) for name in ("prefetch_thread", "backup_thread")}
+controller = mock.Mock(spec=["storage_stop_event", *threads], **threads)
+try:
+    HiCacheController._stop_storage_threads(controller)
+except RuntimeError:
+    print(json.dumps([thread.join.call_args.kwargs["timeout"] for thread in threads.values()]))
 """
 METRICS = """
 import json, os, sys
@@ -81,6 +95,12 @@ def test_it_takes_every_call_that_sglang_declares() -> None:
     assert {"batch_exists", "batch_get_v1", "batch_set_v1", "batch_exists_v2", "batch_get_v2", "batch_set_v2"} <= set(
         found["calls"]
     )
+
+
+def test_no_call_outlasts_the_patience_of_a_flush() -> None:
+    """What it raises then ends SGLang's scheduler, and with it the engine."""
+    longest = max(CALL_SECONDS_MAX + ACQUIRE_SLACK_SECONDS, STORE_SECONDS)
+    assert said(PATIENCE) == [pytest.approx(10)] * 2 and longest < 10
 
 
 def test_counters_are_in_the_metrics_of_sglang(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
 from kvservice.api.program import BATCH_BYTES, AttachedProgram
-from kvservice.breaker import Breaker
 from kvservice.connector.lmcache.locks import ObjectLocks, PromisedObject, SharedLease
 from kvservice.connector.lmcache.names import ObjectKeyPort, ObjectLayout, identity_of, object_hash, rows_of
 from kvservice.connector.lmcache.options import AdapterOptions
+from kvservice.connector.silence import Silence
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, KEYS_PER_REQUEST_MAX, block_keys, route_of_head, span_route
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
@@ -43,10 +43,6 @@ PLACES_MAX = 1 << 15
 # Requests for a row. Every second one goes on behind an object that is found by itself only: sixteen such objects are
 # an answer of 4,096 tokens.
 ASKS_MAX = 33
-# A shard that hangs keeps a lookup for its whole time, until its heartbeat is missed. One lookup that took all of it,
-# and no less than this, makes the others go on without.
-SILENT_SECONDS = 0.4
-REST_SECONDS_MAX = 2.0  # between two lookups that try a silent shard again: one that comes back is used soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,7 @@ class PooledObjects:
         self._places: BoundedTable[BlockKey, _Place] = BoundedTable(PLACES_MAX)
         # By model and group, as stored last.
         self._last_layout: BoundedTable[tuple[str, int], ObjectLayout] = BoundedTable(LAYOUTS_MAX)
-        self._breaker = Breaker(open_seconds_max=REST_SECONDS_MAX, failures_to_open=1)
+        self._silence = Silence()
         self._sample = DigestSample(options.verify_load.value)
         self.counters: Counter[str] = Counter()
 
@@ -250,16 +246,12 @@ class PooledObjects:
         self, pool: _ObjectPool, chain: Sequence[BlockKey], skip: int, seconds: float
     ) -> AcquireResult | None:
         """As the pool's `ask`; None at once while the shard is silent, but for one that tries it."""
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        if not self._breaker.admits(began, self._options.fetch_timeout_seconds):
+        began = asyncio.get_running_loop().time()
+        if self._silence.spares(self._options.fetch_timeout_seconds):
             self.counters["lookups_spared"] += 1
             return None
         result = await pool.ask(chain, skip, seconds)
-        if result is not None:
-            self._breaker.succeeded()
-        elif clock() - began >= max(seconds, SILENT_SECONDS):
-            self._breaker.failed(clock())
+        self._silence.ended(began, seconds, answered=result is not None)
         return result
 
     def _learn_places(self, keys: Sequence[BlockKey]) -> None:

@@ -7,12 +7,15 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from kvservice.config import Count, Shown
+from kvservice.config import Count, Seconds, Shown
 from kvservice.connector.options import Share, SharingOptions
 from kvservice.errors import ConfigError
 
 # What SGLang reads itself and hands on. It takes further ones of its own out before.
 OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
+# A flush of SGLang waits 10 s for each thread that is in a call of its storage; then its scheduler raises, and the
+# engine ends. So no call may take as long, also with half a second for the way to a shard that does not answer.
+CALL_SECONDS_MAX = 8.0
 INTERFACE = (
     'add "interface_v1": 1 to --hicache-storage-backend-extra-config: kvservice copies straight between the pages of '
     "SGLang's host memory and the pool"
@@ -23,6 +26,10 @@ class SGLangOptions(SharingOptions):
     """What the engine's operator can set."""
 
     what: ClassVar[str] = "key of --hicache-storage-backend-extra-config"
+
+    fetch_timeout_seconds: Annotated[Seconds, Field(ge=0, le=CALL_SECONDS_MAX), Shown(unit="seconds")] = 5.0
+    """Service: longest that a request waits for blocks of another node. SGLang ends itself when it is flushed while a
+    call of its storage takes 10 seconds."""
 
     head_group: Annotated[
         Annotated[Count, Field(ge=1)] | None,

@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from kvservice.aio import ask_each
 from kvservice.api.loop import LoopThread
@@ -24,6 +25,7 @@ from kvservice.api.program import AttachedProgram
 from kvservice.api.reasons import NO_POOL, TOO_LONG
 from kvservice.connector.options import Verify
 from kvservice.connector.sglang.pages import PageForm
+from kvservice.connector.silence import Silence
 from kvservice.core.block.keys import (
     DEFAULT_TENANT_KEY,
     KEYS_PER_REQUEST_MAX,
@@ -43,6 +45,8 @@ from kvservice.units import BlockKey
 PROMISE_SECONDS = 30.0
 # Pages asked for at a time where each stands for itself. Those of other nodes should not hold up the rest.
 ALONE_MAX = 32
+# Longest that a store waits for the shard's answers, which come within milliseconds; SGLang's patience is in `options`.
+STORE_SECONDS = 4.0
 REFUSED_MAX = 4096  # first pages of prompts that the pool does not want, 0.5 MB; a forgotten one is stored
 
 
@@ -67,16 +71,18 @@ class PagePool:
         *,
         timeout_seconds: float,
         verify: Verify,
+        silence: Silence,
         term: bytes = b"",
     ) -> None:
-        """`timeout_seconds`: the longest that a question waits for blocks of other nodes and tiers. `term`: blocks of
-        another one have other names."""
+        """`timeout_seconds`: the longest that a question waits for blocks of other nodes and tiers. `silence`: of the
+        shard, for all its pools. `term`: blocks of another one have other names."""
         self._loop = loop
         self._program = program
         self._form = form
         self._counters = counters
         self._timeout_seconds = timeout_seconds
         self._sample = DigestSample(verify.value)
+        self._silence = silence
         self._lock = threading.Lock()
         self._promised: dict[str, tuple[PagePromise, int]] = {}  # by page: the youngest promise, and its number in that
         # By first page: prompts that the pool does not want, because nothing like them comes back.
@@ -89,13 +95,14 @@ class PagePool:
 
     # -- for SGLang's threads ----
 
-    def find(self, before: Sequence[str], pages: Sequence[str]) -> int:
-        """How many of these pages, which follow the pages `before` in their prompt, are here now, from the first on."""
-        return self._loop.wait(self._find(before, pages))
+    def find(self, before: Sequence[str], pages: Sequence[str], seconds: float = inf) -> int:
+        """How many of these pages, which follow the pages `before` in their prompt, are here now, from the first on.
+        `seconds`: what is left of the time for a question."""
+        return self._loop.wait(self._find(before, pages, min(seconds, self._timeout_seconds)))
 
-    def find_alone(self, pages: Sequence[str]) -> list[bool]:
+    def find_alone(self, pages: Sequence[str], seconds: float = inf) -> list[bool]:
         """Which of these pages are here now. For pools that keep no whole prefix: each page stands for itself."""
-        return self._loop.wait(self._find_alone(pages))
+        return self._loop.wait(self._find_alone(pages, min(seconds, self._timeout_seconds)))
 
     def load(self, before: Sequence[str], pages: Sequence[str], addresses: Sequence[Sequence[int]]) -> list[bool]:
         """Copy these pages to the addresses of their pieces. True for the leading ones that came; after the first False
@@ -137,8 +144,8 @@ class PagePool:
 
     # -- finding ----
 
-    async def _find(self, before: Sequence[str], pages: Sequence[str]) -> int:
-        mapped = await self._program.memory()
+    async def _find(self, before: Sequence[str], pages: Sequence[str], seconds: float) -> int:
+        mapped = await self._pool()
         chain = [*before, *pages][:KEYS_PER_REQUEST_MAX]
         self._counters["asked_pages"] += len(pages)
         if mapped is None or len(chain) <= len(before):
@@ -147,10 +154,12 @@ class PagePool:
         term = self._term
         keys = self._keys(mapped, chain, term)
         name = f"sgl-{secrets.token_hex(6)}"  # SGLang does not say which request it asks for
-        asked = [AcquireRequest(tuple(each), len(before), self._timeout_seconds, request_id=name) for each in keys]
+        asked = [AcquireRequest(tuple(each), len(before), seconds, request_id=name) for each in keys]
+        began = asyncio.get_running_loop().time()
         results = await asyncio.gather(*(self._program.ask(mapped.attachment, each) for each in asked))
         found = min(0 if result is None else len(result.blocks) for result in results)
         leased = [result for result in results if result is not None]
+        self._silence.ended(began, seconds, answered=bool(leased))
         if all(result.admitted for result in leased):
             self._refused.pop(chain[0])
         else:
@@ -172,20 +181,20 @@ class PagePool:
         self._program.session.report(RequestReport(name, len(chain), len(before), found, missed))
         return found
 
-    async def _find_alone(self, pages: Sequence[str]) -> list[bool]:
-        mapped = await self._program.memory()
+    async def _find_alone(self, pages: Sequence[str], seconds: float) -> list[bool]:
+        mapped = await self._pool()
         self._counters["asked_pages"] += len(pages)
         if mapped is None:
             self._miss(NO_POOL, len(pages))
             return [False] * len(pages)
         term = self._term
+        began = asyncio.get_running_loop().time()
 
         async def ask(page: str) -> bool:
             keys = self._keys(mapped, [page], term)
-            results = [
-                await self._program.ask(mapped.attachment, AcquireRequest((key,), 0, self._timeout_seconds))
-                for (key,) in keys
-            ]
+            requests = [AcquireRequest((key,), 0, seconds) for (key,) in keys]
+            results = [await self._program.ask(mapped.attachment, each) for each in requests]
+            self._silence.ended(began, seconds, answered=any(result is not None for result in results))
             held = [result for result in results if result is not None and result.blocks]
             if len(held) == len(results) and self._promise(term, PagePromise(mapped, held, keys), [page]):
                 self._counters["found_pages"] += 1
@@ -272,7 +281,7 @@ class PagePool:
     async def _store(
         self, before: list[str], pages: list[str], addresses: Sequence[Sequence[int]], *, alone: bool
     ) -> list[bool]:
-        mapped = await self._program.memory()
+        mapped = await self._pool()
         chain = [*before, *pages][:KEYS_PER_REQUEST_MAX]
         storable = max(len(chain) - len(before), 0)
         if mapped is None or not storable:
@@ -297,7 +306,9 @@ class PagePool:
             return found
 
         fills = [self._form.store(addresses[page], block) for page, block in blocks]
-        statuses, reason = await self._program.write(self._program.store(mapped, fills, items))
+        began = asyncio.get_running_loop().time()
+        statuses, reason = await self._program.write(self._program.store(mapped, fills, items, STORE_SECONDS))
+        self._silence.ended(began, STORE_SECONDS, answered=reason != NO_POOL)
         kept = len(statuses) // len(keys)
         known = statuses.count(SealStatus.DUPLICATE) // len(keys)
         self._counters["stored_pages"] += kept - known
@@ -307,6 +318,11 @@ class PagePool:
         return [number < kept for number in range(len(pages))]
 
     # -- inside ----
+
+    async def _pool(self) -> MappedPool | None:
+        """The pool's memory. None while there is no pool, or a silent one that others try."""
+        mapped = await self._program.memory()
+        return None if mapped is None or self._silence.spares(max(self._timeout_seconds, STORE_SECONDS)) else mapped
 
     def _keys(self, mapped: MappedPool, pages: Sequence[str], term: bytes) -> list[Sequence[BlockKey]]:
         """By block of a page: the keys of these pages. Raises ValueError for what is no hash in hex."""

@@ -11,6 +11,7 @@ Nothing raises into SGLang's threads: a failure is counted, logged once per kind
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from kvservice.connector.sglang.pages import PageForm, Ranks, cut_heads
 from kvservice.connector.sglang.sharing import KnownPrompt, ModelSource, form_of, shared_of
 from kvservice.connector.shared.identity import shared_name
 from kvservice.connector.shared.judge import Judge
+from kvservice.connector.silence import Silence
 from kvservice.core.block.numbers import number_fields
 from kvservice.errors import ConfigError, KVServiceError, UnsupportedLayout
 
@@ -87,6 +89,10 @@ class FoundPrefix:
     restorable: list[int]  # every length up to `pages` that all of them can serve, as far as is known
 
 
+def _left(until: float) -> float:
+    return max(0.0, until - time.monotonic())
+
+
 class PageStorage:
     """One rank's storage. Only a wrong option raises, at the start."""
 
@@ -109,6 +115,7 @@ class PageStorage:
         self._taken: dict[str, int] = {}  # of the counters
         self.failures = Failures(self.counters)
         self._gate: KnownPrompt | None = None  # with the option share
+        self._silence = Silence()
 
     # -- host pools ----
 
@@ -147,6 +154,7 @@ class PageStorage:
             self.counters,
             timeout_seconds=options.fetch_timeout_seconds,
             verify=options.verify_load,
+            silence=self._silence,
             term=self._clears.term,
         )
 
@@ -209,7 +217,9 @@ class PageStorage:
     def find_all(
         self, before: Sequence[str] | None, pages: Sequence[str], others: Sequence[PageTransfer]
     ) -> FoundPrefix:
-        """How long a prefix all pools can serve. A pool that states no policy known here has no say, and is empty."""
+        """How long a prefix all pools can serve. A pool that states no policy known here has no say, and is empty. All
+        together have the time of one question."""
+        until = time.monotonic() + self._options.fetch_timeout_seconds
         count = self.find(before, pages) if KV in self._pools else len(pages)
         by_pool = {KV: count} if count and KV in self._pools else {}
         lengths = list(range(1, count + 1))
@@ -218,27 +228,27 @@ class PageStorage:
                 break
             if wanted.policy not in (ALL_PAGES, TRAILING_PAGES):
                 continue
-            here = self._lengths(wanted, before or (), pages[: lengths[-1]])
+            here = self._lengths(wanted, before or (), pages[: lengths[-1]], until)
             if here:
                 by_pool[wanted.pool] = here[-1]
             known = set(here)
             lengths = [length for length in lengths if length in known]
         return FoundPrefix(lengths[-1] if lengths else 0, by_pool, lengths)
 
-    def _lengths(self, wanted: PageTransfer, before: Sequence[str], pages: Sequence[str]) -> list[int]:
+    def _lengths(self, wanted: PageTransfer, before: Sequence[str], pages: Sequence[str], until: float) -> list[int]:
         """The lengths of prefixes of `pages` that one pool can serve. Of one that holds only the last pages of a
         prefix: the longest ones, found from the end."""
         pool = self._pools.get(wanted.pool)
         if pool is None:
             return []
         if wanted.policy == ALL_PAGES:
-            return list(range(1, pool.find(before, pages) + 1))
+            return list(range(1, pool.find(before, pages, _left(until)) + 1))
         window = max(1, len(wanted.pages))
         here: dict[int, bool] = {}
         end = len(pages)
         while end > 0:
             begin = max(0, end - ALONE_MAX)
-            here |= zip(range(begin, end), pool.find_alone(pages[begin:end]), strict=True)
+            here |= zip(range(begin, end), pool.find_alone(pages[begin:end], _left(until)), strict=True)
             served = [
                 length
                 for length in range(begin + 1, len(pages) + 1)

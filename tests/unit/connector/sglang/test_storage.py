@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,11 +17,13 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from kvservice.api.pool_thread import PoolThread
 from kvservice.api.program import AttachedProgram
 from kvservice.connector.sglang import page_pool
+from kvservice.connector.sglang import storage as storage_module
 from kvservice.connector.sglang.clears import ClearTerms, agreed_name
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
 from kvservice.connector.sglang.storage import TRAILING_PAGES, PageStorage
-from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment
+from kvservice.connector.silence import SILENT_SECONDS
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, SealItem, SealStatus
 from kvservice.errors import ConfigError, SegmentError
 from kvservice.testing.eventually import eventually
 from tests.unit.connector.sglang.host_memory import (
@@ -436,6 +441,54 @@ def test_failures_are_misses_and_never_raise(thread: PoolThread) -> None:
     assert failed == {"failed_store": 2, "failed_find": 3, "failed_load": 2}
 
 
+def test_a_silent_shard_costs_one_call_its_time(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of stores and questions, on all pools. SGLang ends itself when it is flushed while a call takes 10 s."""
+    memory, pages = HostMemory(), page_hashes(PROMPT)
+    made = storage(memory, thread=thread)
+    made.register("mamba", LatentMemory(), places([0]))
+    (program, _), ask, asked = thread.attached, AttachedProgram.ask, 0
+
+    async def seal(attachment: Attachment, items: Sequence[SealItem]) -> list[SealStatus]:
+        await asyncio.sleep(60)
+        return []
+
+    async def counted(self: AttachedProgram, attachment: Attachment, request: AcquireRequest) -> AcquireResult | None:
+        nonlocal asked
+        asked += 1
+        return await ask(self, attachment, request)
+
+    monkeypatch.setattr(page_pool, "STORE_SECONDS", 2 * SILENT_SECONDS)
+    monkeypatch.setattr(AttachedProgram, "ask", counted)
+    began = time.monotonic()
+    with monkeypatch.context() as patched:
+        patched.setattr(program.session, "store", seal)
+        assert made.store([], wanted(pages, [0, 1, 2, 3, 4, 5])) == [False] * 6
+    assert 2 * SILENT_SECONDS <= time.monotonic() - began < 5
+    assert made.store([], wanted(pages, [0, 1, 2, 3, 4, 5], "mamba")) == [False] * 6
+    assert made.find([], pages) == 0 and not asked
+    assert (made.counters["dropped_unavailable"], made.counters["missed_unavailable"]) == (12, 6)
+    eventually(lambda: all(made.store([], wanted(pages, [0, 1, 2, 3, 4, 5]))), "the shard is tried again")
+    assert made.find([], pages) == 6
+
+
+def test_pools_share_the_time_of_a_question(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, ask, times = page_hashes(PROMPT), AttachedProgram.ask, list[float]()
+    memory, _, made = with_state(thread)
+    stored(memory, made, pages, [0, 1, 2, 3, 4, 5])
+
+    async def slow(self: AttachedProgram, attachment: Attachment, request: AcquireRequest) -> AcquireResult | None:
+        times.append(request.timeout_seconds)
+        await asyncio.sleep(0.05)
+        return await ask(self, attachment, request)
+
+    monkeypatch.setattr(page_pool, "ALONE_MAX", 1)
+    monkeypatch.setattr(storage_module, "ALONE_MAX", 1)
+    monkeypatch.setattr(AttachedProgram, "ask", slow)
+    assert made.find_all([], pages, [wanted(pages[5:], [7], "mamba", TRAILING_PAGES)]).pages == 0
+    assert len(times) == 7, "one question for the keys and values, and one for each state"
+    assert all(later <= earlier - 0.05 for earlier, later in pairwise(times))
+
+
 def test_pieces_of_another_size_are_never_copied(thread: PoolThread) -> None:
     memory, pages = HostMemory(), page_hashes(PROMPT)
     made = storage(memory, thread=thread)
@@ -499,6 +552,7 @@ def test_a_pool_without_room_leaves_the_engine_without_the_cache(
         ({"copier": "worker"}, "copier"),
         ({"head_group": 0}, "head_group"),
         ({"mode": "cluster"}, "mode"),
+        ({"fetch_timeout_seconds": 9}, "fetch_timeout_seconds"),
     ],
 )
 def test_a_wrong_option_is_an_error_that_names_it(given: dict[str, object], said: str) -> None:
