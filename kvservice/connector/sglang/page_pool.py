@@ -108,8 +108,8 @@ class PagePool:
         """Copy these pages to the addresses of their pieces. True for the leading ones that came; after the first False
         nothing of use is at the addresses."""
         with self._lock:
-            is_promised = bool(pages) and pages[0] in self._promised
-        if not is_promised and pages:
+            is_promised = all(page in self._promised for page in pages)
+        if not is_promised:
             self._counters["asked_again"] += 1
             self.find(before, pages)
         return self._load_promised(pages, addresses)

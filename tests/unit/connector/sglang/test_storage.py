@@ -185,6 +185,18 @@ def test_what_is_promised_again_is_held_once(thread: PoolThread) -> None:
     assert not program.session._leases
 
 
+def test_pages_that_another_request_has_read_are_asked_for(thread: PoolThread) -> None:
+    """Also in the middle: that request had the pages before them in its host memory already."""
+    memory, pages = HostMemory(), page_hashes(PROMPT)
+    made = storage(memory, thread=thread)
+    stored(memory, made, pages, [0, 1, 2, 3, 4, 5])
+    before = memory.pages([0, 1, 2, 3, 4, 5])
+    assert made.find([], pages) == 6 and made.find(pages[:2], pages[2:4]) == 2
+    assert made.load(pages[:2], wanted(pages[2:4], [8, 9])) == [True] * 2
+    assert made.load([], wanted(pages, [10, 11, 12, 13, 14, 15])) == [True] * 6
+    np.testing.assert_array_equal(memory.pages([10, 11, 12, 13, 14, 15]), before)
+
+
 def test_prompts_with_another_salt_share_nothing(thread: PoolThread) -> None:
     memory = HostMemory()
     made = storage(memory, thread=thread)
