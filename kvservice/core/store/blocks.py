@@ -366,7 +366,8 @@ class BlockStore:
     def adopt(
         self, index: SlotIndex, payload_bytes: int, header: SlotHeader, now: float, *, verified: bool
     ) -> Block | None:
-        """Take over a slot that an earlier boot left. A wrong or duplicate block is dropped, and None returned.
+        """Take over a slot that an earlier boot left. A wrong or duplicate block is dropped, and None returned; so is
+        one that its tenant has no quota for, because what was evicted at the quota may still lie there.
 
         A slot that an engine was writing is quarantined under that engine's id.
         """
@@ -380,7 +381,8 @@ class BlockStore:
                 return None
             self.table.adopt(index, header.generation, owner=bytes(header.key), account=account)
             return None
-        if not verified or header.key in self._slots or header.length != payload_bytes:
+        is_over = self.accounts.over_quota(account, payload_bytes)
+        if not verified or header.key in self._slots or header.length != payload_bytes or is_over:
             self._emit(ClearHeader(index))
             self.counters["adopt_dropped"] += 1
             if not verified:

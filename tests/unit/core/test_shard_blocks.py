@@ -10,13 +10,14 @@ import pytest
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.messages import LocateResult, SealStatus
 from kvservice.core.segment.geometry import slab_of, slot_index
 from kvservice.core.segment.header import SlotFlags
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.writes import RESERVE_COUNT_MAX
 from kvservice.errors import InvalidRequest, StaleEpoch
-from kvservice.testing.builders import LARGE, CoreHarness, content_of, make_chain, make_spec
+from kvservice.testing.builders import LARGE, SMALL, CoreHarness, content_of, make_chain, make_spec
 from kvservice.units import BlockKey, BootEpoch, Generation, LeaseId, NodeId, SlotIndex
 
 CHAIN = make_chain(4)
@@ -448,6 +449,17 @@ def test_an_adopted_copy_stays_a_copy() -> None:
     harness.fetch_all(op, OTHER[:1])
     harness.restart()
     assert {block.key: block.is_secondary for block in harness.state.blocks()} == {CHAIN[0]: False, OTHER[0]: True}
+
+
+def test_a_restart_gives_no_tenant_more_than_its_quota() -> None:
+    """What was evicted at the quota still lies in free slots."""
+    harness = CoreHarness(slab_count=4, tenants={"acme": TenantLimits(2 * SMALL)})
+    engine = harness.attach(tenant="acme")
+    for chain in (CHAIN[:2], OTHER[:2]):
+        harness.store(engine, chain)
+    harness.restart()
+    assert len(harness.state.blocks()) == 2
+    assert [tenant.used_bytes for tenant in harness.state.tenants()] == [2 * SMALL]
 
 
 def test_a_slot_gets_no_generation_a_reader_may_wait_for() -> None:
