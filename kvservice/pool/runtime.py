@@ -21,7 +21,7 @@ from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX, ClearResult
 from kvservice.core.attachments import AttachReply
-from kvservice.core.block.marks import FUTURE_SECONDS_MAX, MARK_SECONDS, Mark
+from kvservice.core.block.marks import FUTURE_SECONDS_MAX, MARK_SECONDS, Mark, without_repeated
 from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.directory.meetings import Meetings
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
@@ -338,12 +338,13 @@ class PoolRuntime(PoolAnswers):
         return result
 
     async def take_marks(self, marks: Sequence[Mark]) -> tuple[Mark, ...]:
-        """Clear what was cleared elsewhere while this node was away. Returns all marks that are known afterwards.
-        Raises Unavailable when some marks are ahead of this node's clock; the others are taken all the same."""
+        """Clear what was cleared elsewhere while this node was away: for a mark that a later one repeats, only that.
+        Returns all marks that are known afterwards. Raises Unavailable when some marks are ahead of this node's clock;
+        the others are taken all the same."""
         known, wall = set(self._state.freshness.marks.all()), self._state.freshness.wall(self._clock())
-        new = [mark for mark in dict.fromkeys(marks) if mark not in known and mark.at > wall - MARK_SECONDS]
-        ahead = [mark for mark in new if mark.at >= wall + FUTURE_SECONDS_MAX]
-        await self._clear([mark for mark in new if mark not in ahead])
+        ahead = [mark for mark in marks if mark not in known and mark.at >= wall + FUTURE_SECONDS_MAX]
+        told = without_repeated([mark for mark in dict.fromkeys(marks) if mark not in ahead])
+        await self._clear([mark for mark in told if mark not in known and mark.at > wall - MARK_SECONDS])
         if ahead:
             seconds = max(mark.at for mark in ahead) - wall
             raise Unavailable(f"a clear is of {seconds:.0f} s after this node's time: set the clocks", transient=True)

@@ -110,6 +110,16 @@ def covers(mark: Mark, block: BlockScopes) -> bool:
             return block.names is None or any(model == mark.name for _, model in block.names)
 
 
+def without_repeated(marks: Sequence[Mark]) -> list[Mark]:
+    """The marks but for those that a later one repeats, of the same scope or of everything: later also if clocks
+    differ."""
+    latest: dict[tuple[MarkKind, str, tuple[BlockKey, ...]], float] = {}
+    for mark in marks:
+        latest[mark.scope] = max(latest.get(mark.scope, 0.0), mark.at)
+    everything = latest.get((MarkKind.EVERYTHING, "", ()), 0.0)
+    return [mark for mark in marks if max(latest[mark.scope], everything) < mark.at + CLOCK_SKEW_SECONDS]
+
+
 class Marks:
     """The marks of one shard. Looking one up for a block takes as long with one mark as with all."""
 

@@ -19,7 +19,7 @@ from kvservice.pool import runtime as pool_runtime
 from kvservice.pool import tiers as pool_tiers
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
-from kvservice.pool.tier_specs import OBJECTS, TierSpec
+from kvservice.pool.tier_specs import DISK, OBJECTS, TierSpec
 from kvservice.pool.tiers import TierPhase
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
@@ -36,9 +36,18 @@ async def opened(tmp_path: Path) -> AsyncIterator[Opened]:
     """Opens a pool of this node; the memory of each node outlives it."""
     pools: list[PoolRuntime] = []
 
-    async def make(name: str) -> PoolRuntime:
-        spec = TierSpec(OBJECTS, f"file://{tmp_path}/store", 0, "stored", "none", "a")
-        config = PoolConfig(NodeId(name), tmp_path / name, plan_geometry(8 * MiB), directory=tmp_path, tiers=(spec,))
+    async def make(name: str, disk: bool = False) -> PoolRuntime:
+        tiers = [TierSpec(OBJECTS, f"file://{tmp_path}/store", 0, "stored", "none", "a")]
+        if disk:
+            tiers.append(TierSpec(DISK, f"{tmp_path}/disk", 64 * MiB, "stored", "none"))
+        config = PoolConfig(
+            NodeId(name),
+            tmp_path / name,
+            plan_geometry(8 * MiB),
+            directory=tmp_path,
+            tiers=tuple(tiers),
+            mark_files=(tmp_path / "disk.marks",) if disk else (),
+        )
         pools.append(await PoolRuntime.open(config))
         return pools[-1]
 
@@ -188,3 +197,29 @@ async def test_a_store_that_hangs_holds_a_start_up_for_a_moment(
     began = time.monotonic()
     pool = await opened("n")
     assert 0.2 <= time.monotonic() - began < 2.0 and len(pool.inventory()) == len(CHAIN)
+
+
+async def test_a_repeated_clear_costs_nothing_at_a_restart(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store keeps the marks of both. What was stored since the second one is on the node's disk."""
+    pool = await opened("n", disk=True)
+    await is_open(pool)
+    await eventually_async(lambda: pool.tier_states()[1].phase is TierPhase.OPEN, "the disk is open")
+    now = time.time()
+    for ago in (60, 30):
+        await pool.clear([Mark(MarkKind.EVERYTHING, now - ago)])
+    await store(pool)
+    await eventually_async(lambda: len(list((tmp_path / "disk").rglob("*.safetensors"))) == len(CHAIN), "written down")
+    await pool.close()
+    (tmp_path / "n").unlink()
+    load = ObjectTier.load_marks
+
+    def load_late(tier: ObjectTier) -> tuple[Mark, ...]:
+        time.sleep(0.5)  # as a store that is not in this machine; the disk is open before
+        return load(tier)
+
+    monkeypatch.setattr(ObjectTier, "load_marks", load_late)
+    back = await opened("n", disk=True)
+    await is_open(back)
+    assert back.stats().counters["tier_disk_found"] == len(CHAIN) == len(back.inventory())
