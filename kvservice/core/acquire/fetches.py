@@ -187,9 +187,11 @@ class Fetches:
         index, block = fetch.indices[position], fetch.blocks.get(key)
         # A peer's request has no fingerprint; the books of a tier do.
         fingerprint = fetch.fingerprint if block is None else block.fingerprint or fetch.fingerprint
-        is_here = key in self._store  # an engine of this node sealed the same block meanwhile
-        if is_here or not self._shard.may_keep(handle, slot, fetch.account, fingerprint, now):
+        if key in self._store:  # an engine of this node sealed the same block meanwhile
             self._store.abort(slot)
+        elif not self._shard.may_keep(handle, slot, fetch.account, fingerprint, now):
+            self._store.abort(slot)
+            self._tiers.not_kept(fetch.holder.node_id, key)
         else:
             parent = fetch.chain[index - 1] if index else None
             route = span_route(fetch.chain, index) if block is None else block.route

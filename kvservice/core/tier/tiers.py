@@ -442,6 +442,13 @@ class Tiers:
         elif wrong:
             self._shard.emit(Erase(tier.rules.name, tuple(wrong)))
 
+    def not_kept(self, holder: NodeId, key: BlockKey) -> None:
+        """A block that is being read is too old to be served, now and later. It leaves the tier when its read ends, so
+        that a younger one is written."""
+        tier = self._of_holder.get(holder)
+        if tier is not None and tier.books is not None:
+            tier.books.discard(key)
+
     def left_memory(self, key: BlockKey) -> None:
         """A block was evicted from memory: in the books it counts as used until now. Uses in memory are not told to
         them, which would cost an acquire of what is in memory as much as it costs by itself."""

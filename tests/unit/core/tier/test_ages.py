@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.core.block.marks import CLOCK_SKEW_SECONDS
+from kvservice.core.block.marks import CLOCK_SKEW_SECONDS, MarkKind
 from kvservice.core.events import PullResult
 from kvservice.core.messages import MissReason
 from kvservice.testing.builders import WALL, CoreHarness, make_chain
 from kvservice.units import AttachmentId
-from tests.unit.core.tier.test_bring_back import DISK, OBJECTS, on_disk
+from tests.unit.core.tier.test_bring_back import DISK, OBJECTS, forget_memory, on_disk
 
 CHAIN = make_chain(3)
 LIMIT, NOW = 60.0, WALL + 100.0  # the age limit, and the wall's clock when a test begins
@@ -66,3 +66,21 @@ def test_a_younger_file_than_the_books_say_keeps_its_age() -> None:
     harness.brought(harness.reads()[0], PullResult.OK, stored_at=NOW + 1.0)
     assert len(harness.result(op).blocks) == 3
     assert {block.stored_at for block in harness.state.blocks()} == {NOW + 1.0}
+
+
+def test_a_file_of_no_age_makes_room_for_one_that_counts() -> None:
+    """A start that keeps the memory finds blocks of no known age there, and may write them down. After a clear they are
+    never served: the file goes when that is seen, or it would be read in vain as long as it lies there."""
+    harness = CoreHarness(tiers=(DISK,), slab_count=4, has_directory=False)
+    harness.clear(MarkKind.EVERYTHING)
+    harness.advance(2 * CLOCK_SKEW_SECONDS)
+    engine = harness.attach()
+    harness.store(engine, CHAIN)
+    harness.write_all()
+    forget_memory(harness, engine)
+    op = harness.acquire(engine, CHAIN)
+    harness.brought(harness.reads()[0], PullResult.OK, stored_at=0.0)
+    assert harness.result(op).blocks == () and harness.count("arrived_too_old") == len(CHAIN)
+    assert set(harness.erased()) == set(CHAIN)
+    harness.store(engine, CHAIN)
+    assert harness.write_all() == list(CHAIN)
