@@ -15,13 +15,15 @@ from pathlib import Path
 
 from kvservice.discovery import (
     COPY_WORKER_PREFIX,
-    MARKS_NAME,
+    KEPT_NAMES,
     OWN_NAMES,
     RECORD_NAME,
     SOCKET_NAME,
     ShardRecord,
     default_runtime_root,
     find_shards,
+    kept_memory,
+    name_kept_memory,
 )
 from kvservice.lookup.mirror_file import MIRROR_SUFFIX, mirror_path
 from kvservice.memory.segment import is_owned, is_segment_of, remove_stale, remove_unowned, segment_path
@@ -76,7 +78,8 @@ def remove_dead(
     owned: list[Path] = []
     own = default_runtime_root() / service
     records = find_shards(service, live_only=False)
-    elsewhere: dict[str, Path] = {each.node_id: Path(each.segment_dir) for each in records if each.segment_dir}
+    elsewhere: dict[str, Path] = {node: path.parent for node, path in kept_memory(service).items()}
+    elsewhere |= {each.node_id: Path(each.segment_dir) for each in records if each.segment_dir}
     for node in sorted(_nodes_without_ray(service, own) - set(running)):
         segment, directory = segment_path(service, node, elsewhere.get(node, DEV_SHM)), own / node
         mirror = mirror_path(segment)
@@ -87,7 +90,8 @@ def remove_dead(
         removed += [path for path in ([mirror] if keep_memory else [segment, mirror]) if remove_unowned(path)]
         kept = {path.stem for path in directory.glob(f"{COPY_WORKER_PREFIX}*.sock") if is_listening(str(path))}
         if keep_memory and segment.exists():
-            kept.add(MARKS_NAME)  # without them a shard that takes the memory up would serve what was cleared
+            kept |= set(KEPT_NAMES)  # without marks a shard that takes the memory up would serve what was cleared
+            name_kept_memory(directory, segment)
         removed += _remove_record(directory, kept)
     return removed, owned
 

@@ -7,6 +7,7 @@
     <runtime root>/<service>/lookup-<i>.sock         Unix socket of lookup partition i, on one machine without TLS
     <runtime root>/<service>/<node id>/secret        32 bytes that identify the node to others; only its shards read it
     <runtime root>/<service>/<node id>/epoch         the boot epoch of the node's last shard, in decimal digits
+    <runtime root>/<service>/<node id>/kept          link to the memory that waits for the node's next start, if any
     <runtime root>/<service>/<node id>/copy-<device>.json, copy-<device>.sock    a copy worker of that node, if any
 
 All these files belong to one user, and no other user may read or write them. A record is stale when no process listens
@@ -15,6 +16,7 @@ on its socket; stale records are not returned. Every function blocks for a few f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -41,12 +43,15 @@ MIRROR_NAME = "mirror"  # symbolic link to the mirror of the directory, in share
 SECRET_NAME = "secret"
 EPOCH_NAME = "epoch"
 MARKS_NAME = "marks"  # what was cleared
+KEPT_NAME = "kept"  # symbolic link to the memory of a shard that has ended and keeps its blocks
+KEPT_NAMES = (MARKS_NAME, KEPT_NAME)  # what stays in a node's directory as long as its memory does
 OWN_NAMES = (
     SOCKET_NAME,
     RPC_SOCKET_NAME,
     SECRET_NAME,
     EPOCH_NAME,
     MARKS_NAME,
+    KEPT_NAME,
     MIRROR_NAME,
 )  # a shard's files beside its record
 COPY_WORKER_PREFIX = "copy-"
@@ -191,6 +196,21 @@ def last_epoch(directory: Path) -> int:
 def keep_epoch(directory: Path, epoch: BootEpoch) -> None:
     """Write the node's boot epoch. Raises ConfigError when it cannot be written."""
     _write(directory / EPOCH_NAME, str(epoch).encode(), "keep the node's boot epoch")
+
+
+def name_kept_memory(directory: Path, segment: Path) -> None:
+    """Note in a node's directory where its memory waits, because no record of the node says it any more. Without the
+    directory nothing is noted, and `kvservice down` looks in /dev/shm."""
+    link = directory / KEPT_NAME
+    with contextlib.suppress(FileNotFoundError):
+        link.unlink(missing_ok=True)
+        link.symlink_to(segment)
+
+
+def kept_memory(service: str, runtime_root: Path | None = None) -> dict[NodeId, Path]:
+    """Where the memory of nodes waits whose shards have ended in order."""
+    found = sorted((runtime_root or default_runtime_root()).glob(f"{service}/*/{KEPT_NAME}"))
+    return {NodeId(path.parent.name): path.readlink() for path in found if path.is_symlink()}
 
 
 def write_record(record: ShardRecord, runtime_root: Path | None = None) -> Path:

@@ -172,14 +172,15 @@ def _remove_blocks(folder: Path, console: Console) -> list[Path]:
 
 
 def _is_without_ray(service: str) -> bool:
-    """Whether this machine knows shards of the service, running or killed, and none of them is one of Ray."""
+    """Whether this machine knows shards of the service, running, killed or with memory that they keep, and none of
+    them is one of Ray."""
     from kvservice.actors import ray_auth
     from kvservice.actors.leftovers import is_ray_node
-    from kvservice.discovery import find_shards
+    from kvservice.discovery import find_shards, kept_memory
 
     if ray_auth.head_record(service).exists():
         return False
-    known = [record.node_id for record in find_shards(service, live_only=False)]
+    known = [*(record.node_id for record in find_shards(service, live_only=False)), *kept_memory(service)]
     return bool(known) and not any(is_ray_node(node) for node in known)
 
 

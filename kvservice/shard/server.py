@@ -149,10 +149,9 @@ class ShardServer:
                 "shard`, or another --service"
             )
         self._secret = secret = discovery.node_secret(directory)
-        segment = segment_path(settings.service, config.node_id, config.segment_dir)
         if config.lookup_addresses:
             mirror = DirectoryMirror.open(
-                mirror_path(segment),
+                mirror_path(self._segment_path),
                 directory / discovery.MIRROR_NAME,
                 config.lookup_addresses,
                 settings.mirror_bytes,
@@ -164,7 +163,7 @@ class ShardServer:
         self._pool = await PoolRuntime.open(
             PoolConfig(
                 config.node_id,
-                segment,
+                self._segment_path,
                 geometry,
                 settings.lease_seconds,
                 # The epoch of a new segment (the machine rebooted) must be above every earlier one, and the clock may
@@ -194,6 +193,7 @@ class ShardServer:
         await self._listen(socket_path)
         self._socket_path = socket_path
         self._register(config.lookup_addresses)
+        (directory / discovery.KEPT_NAME).unlink(missing_ok=True)  # the record says where the memory is
         if self._directory is not None:
             self._directory.start(self.holder, settings.heartbeat_seconds, self._superseded)
 
@@ -298,7 +298,7 @@ class ShardServer:
             if pool is not None and leaving and not keep_segment:
                 pool.unlink()
             if leaving and served and not (self._is_replacing and self._is_taken()):
-                self._remove(self._own_files())
+                self._remove(set(self._own_files()) - (self._kept_files() if keep_segment else set()))
         return all_ended
 
     async def _remove_blocks(self) -> None:
@@ -314,6 +314,11 @@ class ShardServer:
             return is_listening(self._socket_path)
         except ConfigError:  # another user's
             return True
+
+    def _kept_files(self) -> set[Path]:
+        """Of our files those for the next start. Marks stay: this node tells them to nodes that were away."""
+        discovery.name_kept_memory(self._node_directory, self._segment_path)
+        return {self._node_directory / name for name in discovery.KEPT_NAMES}
 
     def _own_files(self) -> list[Path]:
         """Our files in the node's directory, beside the record."""
@@ -332,6 +337,10 @@ class ShardServer:
         """Where this node's files are."""
         settings = self._config.settings
         return discovery.node_directory(settings.service, self._config.node_id, settings.runtime_root)
+
+    @property
+    def _segment_path(self) -> Path:
+        return segment_path(self._config.settings.service, self._config.node_id, self._config.segment_dir)
 
     @property
     def _owner(self) -> str:

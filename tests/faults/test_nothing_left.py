@@ -25,8 +25,17 @@ import pytest
 
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
+from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.drain.sender import DrainPhase
-from kvservice.discovery import ShardRecord, keep_epoch, keep_secret, node_directory, write_record
+from kvservice.discovery import (
+    KEPT_NAMES,
+    ShardRecord,
+    keep_epoch,
+    keep_secret,
+    kept_memory,
+    node_directory,
+    write_record,
+)
 from kvservice.errors import ConfigError, SegmentError, TransferError, Unavailable
 from kvservice.lookup.server import LookupServer
 from kvservice.memory.segment import Segment
@@ -208,6 +217,25 @@ async def test_a_start_that_fails_keeps_the_kept_blocks(
     assert server.pool.accounting()[0]["sealed"] == 5
     await server.stop()
     assert everything(config) == set()
+
+
+async def test_kept_memory_keeps_its_marks_and_is_named(config: ShardServerConfig, root: Path) -> None:
+    """A node that was away asks this one what was cleared meanwhile, also after this one's orderly restart."""
+    config = replace(config, segment_dir=root)
+    directory = node_directory(config.settings.service, config.node_id, root)
+    server = ShardServer(config)
+    await server.start()
+    mark = Mark(MarkKind.EVERYTHING, time.time())
+    await server.pool.clear([mark])
+    await server.stop(keep_segment=True)
+    assert {path.name for path in directory.iterdir()} == set(KEPT_NAMES)
+    assert kept_memory(config.settings.service, root)[config.node_id].parent == root
+    server = ShardServer(config)
+    await server.start()
+    assert [each.at for each in await server.pool.take_marks([])] == [mark.at]
+    assert not kept_memory(config.settings.service, root), "the record says it now"
+    await server.stop()
+    assert not directory.exists()
 
 
 def test_a_shard_whose_port_is_taken_leaves_nothing(config: ShardServerConfig, taken_port: int) -> None:

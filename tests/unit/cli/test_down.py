@@ -20,6 +20,7 @@ from kvservice.client.members import chosen_service
 from kvservice.core.segment.geometry import Geometry
 from kvservice.discovery import (
     EPOCH_NAME,
+    KEPT_NAME,
     MARKS_NAME,
     SECRET_NAME,
     ShardRecord,
@@ -72,7 +73,7 @@ def test_memory_that_is_kept_stays_with_its_marks(memory: Path) -> None:
     path, directory = killed(memory, "s")
     leftovers.remove_dead("s", [], keep_memory=True)
     assert list(memory.iterdir()) == [path]
-    assert [each.name for each in directory.iterdir()] == [MARKS_NAME]
+    assert {each.name for each in directory.iterdir()} == {MARKS_NAME, KEPT_NAME}
 
 
 def test_memory_without_a_directory_is_found_too(memory: Path) -> None:
@@ -92,6 +93,20 @@ def test_memory_in_a_folder_of_its_own_is_found_by_the_record(memory: Path, tmp_
     assert f"--segment-dir {elsewhere}" in doctor._start_again(record)
     assert path in leftovers.remove_dead("s", [])[0]
     assert not list(elsewhere.iterdir())
+
+
+def test_kept_memory_in_a_folder_of_its_own_is_found_later(memory: Path, tmp_path: Path) -> None:
+    """Of a shard that was killed, and of one that ended in order: neither leaves a record to the second `down`."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    path, directory = killed(elsewhere, "s")
+    write_record(replace(ROW, segment_dir=str(elsewhere)))
+    leftovers.remove_dead("s", [], keep_memory=True)
+    assert path.exists() and not find_shards("s", live_only=False)
+    leftovers.remove_dead("s", [], keep_memory=True)
+    assert path.exists() and (directory / MARKS_NAME).exists()
+    assert path in leftovers.remove_dead("s", [])[0]
+    assert not list(elsewhere.iterdir()) and not directory.exists()
 
 
 def test_a_service_whose_name_begins_alike_is_left_alone(memory: Path) -> None:
