@@ -18,6 +18,7 @@ from typing import Any
 
 import typer
 
+from kvservice.cli.output import drop_output
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.units import KiB, MiB, format_bytes
 
@@ -159,4 +160,7 @@ class _Stops:
 
 
 def _say(what: str, text: str) -> None:
-    typer.echo(f"{what + ':':<9} {text}")
+    try:
+        typer.echo(f"{what + ':':<9} {text}")
+    except BrokenPipeError:  # the demo goes on to its end unseen, and removes everything
+        drop_output()

@@ -6,6 +6,7 @@ A command gathers its data in one function and draws it in another. It calls `sh
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -44,6 +45,12 @@ def console(*, stderr: bool = False, width_min: int = 0) -> Console:
     made = Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
     made.width = max(made.width, width_min)
     return made
+
+
+def drop_output() -> None:
+    """Call it when the reader of stdout has gone, as `head` has: what is printed from here on, also at the end of
+    Python, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def counted(count: int, thing: str) -> str:

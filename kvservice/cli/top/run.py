@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from kvservice.cli.output import drop_output
 
 if TYPE_CHECKING:
     from kvservice.client.members import Members
@@ -63,5 +64,5 @@ def _run_plain(members: Members, seconds: float, count: int | None) -> None:
         asyncio.run(work())
     except KeyboardInterrupt:
         return
-    except BrokenPipeError:  # the reader of the pipe has seen enough; Python must not write to it again at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        drop_output()
