@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from kvservice.cli.output import counted
 from kvservice.cli.progress import Progress
 from kvservice.errors import NoService
-from kvservice.units import bracketed, endpoint_of
+from kvservice.units import bracketed, endpoint_of, format_bytes
 
 if TYPE_CHECKING:
     from kvservice.client.overview import Overview
@@ -27,10 +28,12 @@ ASKED_AT_ONCE = 16
 MEMORY_METRIC = "kvservice_segment_bytes{"
 
 
-def run(lookup: Sequence[str] | None, metrics: Sequence[str], nodes: int, wait_seconds: float) -> tuple[list[str], str]:
+def run(
+    lookup: Sequence[str] | None, metrics: Sequence[str], nodes: int, wait_seconds: float, service: str | None = None
+) -> tuple[list[str], str]:
     """Ask until nothing is wrong or the time is over; blocks. Returns (what is wrong, or nothing; what was seen).
-    Without `lookup` the setting of this name says whom to ask, and without that and `metrics` the service of this
-    machine is asked. Raises NoService if there is none, ConfigError if there are several."""
+    Without `lookup` the setting of this name says whom to ask, and without that and `metrics` this machine's service
+    of this name is asked, or the only one. Raises NoService if there is none, ConfigError if there are several."""
     from kvservice.config import load_config
 
     lookups = load_config(lookup=",".join(lookup) if lookup else None).lookup
@@ -38,7 +41,7 @@ def run(lookup: Sequence[str] | None, metrics: Sequence[str], nodes: int, wait_s
     with Progress("waiting") as progress:
         while True:
             try:
-                problems, seen = _round(lookups, metrics, nodes) if lookups or metrics else _ask_here(nodes)
+                problems, seen = _round(lookups, metrics, nodes) if lookups or metrics else _ask_here(service, nodes)
             except NoService as error:  # it may still start
                 if time.monotonic() >= deadline:
                     raise
@@ -70,15 +73,15 @@ def _ask_directory(lookups: Sequence[str], nodes: int) -> tuple[list[str], str]:
     return _judge(status.read_overview("", lookups, {}, tls_beside()), nodes)
 
 
-def _ask_here(nodes: int) -> tuple[list[str], str]:
+def _ask_here(service: str | None, nodes: int) -> tuple[list[str], str]:
     from kvservice.cli import status
     from kvservice.client.members import find_members
 
-    members = find_members(None)
+    members = find_members(service)
     known = {**members.shards, **members.gone}
     problems, words = _judge(status.read_overview(members.service, members.lookups, known, members.tls), nodes)
     if len(known) < nodes and not members.lookups:  # else the lookup partitions say so
-        problems.append(f"{len(known)} shards are registered on this machine, but {nodes} are expected")
+        problems.append(f"{counted(len(known), 'shard')} registered on this machine, but {nodes} are expected")
     return problems, words
 
 
@@ -88,10 +91,16 @@ def _judge(seen: Overview, nodes: int) -> tuple[list[str], str]:
     problems = [*seen.problems, *misplaced(seen.lookups)]
     for row in seen.lookups:
         if not row.error and row.nodes_alive < nodes:
-            problems.append(f"lookup partition {row.address} knows {row.nodes_alive} nodes, but {nodes} are expected")
+            known = counted(row.nodes_alive, "node")
+            problems.append(f"lookup partition {row.address} knows {known}, but {nodes} are expected")
     problems += [f"node {node.label} is draining" for node in seen.nodes if node.state == "draining"]
     pool = sum(node.pool.total_bytes for node in seen.nodes)
-    return problems, f"{len(seen.lookups)} lookup partitions, {len(seen.nodes)} cache shards, {pool >> 20} MiB"
+    parts = (
+        counted(len(seen.lookups), "lookup partition"),
+        counted(len(seen.nodes), "cache shard"),
+        format_bytes(pool),
+    )
+    return problems, ", ".join(parts)
 
 
 def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
@@ -112,8 +121,8 @@ def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
     problems += [f"{address}: {answer}" for (address, _), answer in answers.items() if answer]
     good = list(answers.values()).count("")
     if good < nodes:
-        problems.append(f"the metrics of {good} shards answer, but {nodes} are expected")
-    return problems, f"metrics of {good} shards"
+        problems.append(f"the metrics of {counted(good, 'shard')} answer, but {nodes} are expected")
+    return problems, f"metrics of {counted(good, 'shard')}"
 
 
 def _scrape(place: tuple[str, int]) -> str:

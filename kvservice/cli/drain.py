@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import grpc
-from rich.console import RenderableType
 
 from kvservice.cli.output import Format, console, write
 from kvservice.cli.progress import Progress
@@ -51,7 +50,7 @@ def run(
     shard refuses the certificate or token."""
     chosen = _choose(service, lookup, node, local)
     if undo:
-        return _undo(chosen)
+        return _undo(chosen, form)
     with Progress("draining") as progress:
         deadline = time.monotonic() + timeout + SLACK_SECONDS
         while not all(one.done for one in chosen):
@@ -62,15 +61,18 @@ def run(
             progress.update("; ".join(_progress_line(one) for one in chosen), *_blocks_safe(chosen))
             if not all(one.done for one in chosen):
                 time.sleep(POLL_SECONDS)
-    if not form.is_for_people:
-        write(chosen, _draw, form, lambda all_: [{"node": o.node, "error": o.error, **o.progress} for o in all_])
+    _write(chosen, form)
     for one in chosen:
         console(stderr=True).print(_result_line(one), soft_wrap=True)
     return not any(one.error for one in chosen)
 
 
-def _draw(chosen: list[Drained], wide: bool) -> RenderableType:
-    return "\n".join(_result_line(one) for one in chosen)
+def _write(chosen: list[Drained], form: Format) -> None:
+    """For programs; people are told on stderr."""
+    if not form.is_for_people:
+        write(
+            chosen, lambda *_: "", form, lambda all_: [{"node": o.node, "error": o.error, **o.progress} for o in all_]
+        )
 
 
 def _blocks_safe(chosen: list[Drained]) -> tuple[float, float | None]:
@@ -147,7 +149,7 @@ def _failed(one: Drained, error: grpc.RpcError) -> None:
     one.error = f"its shard ended during the drain ({one.phase})" if one.phase else str(details)
 
 
-def _undo(chosen: list[Drained]) -> bool:
+def _undo(chosen: list[Drained], form: Format) -> bool:
     from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
     for one in chosen:
@@ -156,12 +158,14 @@ def _undo(chosen: list[Drained]) -> bool:
                 stub = shard_pb2_grpc.AdminServiceStub(channel)
                 reply = stub.Drain(shard_pb2.DrainRequest(undo=True), timeout=CALL_SECONDS)
             one.phase = reply.phase
+            one.progress = {"phase": one.phase}
         except grpc.RpcError as error:
             _failed(one, error)
         stays = one.phase == "serving"
         console(stderr=True).print(
             f"node {one.node} " + ("serves again" if stays else f"cannot stay: {one.error or one.phase}")
         )
+    _write(chosen, form)
     return all(one.phase == "serving" for one in chosen)
 
 

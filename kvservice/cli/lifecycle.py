@@ -23,7 +23,7 @@ from kvservice.cli.extras import how_to_install
 from kvservice.cli.output import console as new_console
 from kvservice.cli.output import counted
 from kvservice.cli.progress import Progress
-from kvservice.errors import ConfigError, NoService, Unavailable
+from kvservice.errors import ConfigError, NoService, ServiceConflict, Unavailable
 from kvservice.units import format_bytes
 
 if TYPE_CHECKING:
@@ -250,7 +250,13 @@ async def _foreground(config: Any) -> None:
         where, hide_seconds=hide, forget_seconds=forget, tls_dir=config.tls_dir, allow_plaintext=config.allow_plaintext
     )
     try:
-        address = await lookup.start()
+        try:
+            address = await lookup.start()
+        except ServiceConflict as error:
+            raise ServiceConflict(
+                f"service {config.service!r} runs on this machine already: `kvservice status` shows it, and `kvservice "
+                "down` says how to end it. For one more choose another --service"
+            ) from error
         shard = ShardServer(ShardServerConfig(config, NodeId(ALONE), (address,)))
         await _serve_alone(config, lookup, shard, asked)
     finally:

@@ -31,8 +31,8 @@ def replay(
     plot: Path | None,
     form: Format,
 ) -> None:
-    """Play everything and print it; blocks meanwhile. Raises InvalidRequest if the file is not a trace, ConfigError if
-    it is not there or an option is wrong."""
+    """Play everything and print it; blocks meanwhile. Raises ConfigError if the file is no trace or cannot be read, or
+    if an option is wrong."""
     from kvservice.replay.cluster import Below, Machine
     from kvservice.replay.study import DEFAULT_POLICIES, OPTIMUM, Plan, default_capacities, play_all, report
     from kvservice.replay.trace import read_trace
@@ -40,13 +40,14 @@ def replay(
     machine = Machine(token_bytes=_token_bytes(token_bytes))
     _check_moments(disk_writes, "--disk-write")
     _check_moments(objects_writes, "--objects-write")
-    if not path.exists():
-        raise ConfigError(f"cannot read {path}: there is no such file")
     if plot is not None:
         check_plot(plot)
     with Progress("replay") as progress:
         size = path.stat().st_size if path.is_file() else 0
-        trace = read_trace(path, limit, lambda done: progress.update("reading the trace", done, size))
+        try:
+            trace = read_trace(path, limit, lambda done: progress.update("reading the trace", done, size))
+        except InvalidRequest as error:
+            raise ConfigError(error.message) from error
         chosen = tuple(policies) or DEFAULT_POLICIES
         plan = Plan(
             capacities or default_capacities(trace),

@@ -173,8 +173,8 @@ def _draw(found: list[Effective], wide: bool) -> RenderableType:
             ]
         return Group(*texts)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("SETTING", "VALUE", "FROM"):
-        table.add_column(column, overflow="fold", no_wrap=column == "SETTING")
+    for column in ("setting", "value", "from"):
+        table.add_column(column, overflow="fold", no_wrap=column == "setting")
     for each in found:
         style = "" if each.origin == "default" else "bold"
         value = ("no", "yes")[each.value] if isinstance(each.value, bool) else written(each)  # as the help has it

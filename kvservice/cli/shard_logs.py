@@ -53,7 +53,7 @@ def _records(service: str | None, node: str | None) -> list[Any]:
     name = chosen_service(service)
     found = find_shards(name, live_only=False)
     if not found:
-        raise NoService(unknown_service(name))
+        raise NoService(unknown_service(name, or_elsewhere=False))
     chosen = [record for record in found if node is None or record.node_id.startswith(node)]
     if not chosen:
         there = ", ".join(record.node_id for record in found)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from kvservice.cli.status import plain, table
 from kvservice.units import format_bytes, printable
 
 if TYPE_CHECKING:
@@ -70,15 +70,14 @@ def _ask(members: Members, node: str) -> list[Held] | str:
 
 
 def draw(usage: Usage, wide: bool) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("TENANT", "NODE", "HOLDS", "QUOTA", "USED", "IN FLIGHT"):
-        table.add_column(column)
+    numbers = ("used", "quota", "of quota", "slots being filled")  # the words of `kvservice status`
+    made = table("tenant", "node", *numbers, right=numbers)
     for each in usage.held:
-        share = f"{each.used_bytes / each.quota_bytes:.0%}" if each.quota_bytes else ""
-        quota = format_bytes(each.quota_bytes) if each.quota_bytes else "none"
-        cells = (printable(each.tenant), printable(each.node), format_bytes(each.used_bytes), quota, share)
-        table.add_row(*(Text(cell) for cell in cells), str(each.in_flight))
+        share = f"{100 * each.used_bytes / each.quota_bytes:.0f} %" if each.quota_bytes else ""
+        quota = format_bytes(each.quota_bytes) if each.quota_bytes else "-"
+        cells = (format_bytes(each.used_bytes), quota, share, str(each.in_flight))
+        made.add_row(plain(each.tenant), plain(each.node), *cells)
     lines = [Text(f"problem: {printable(problem)}", style="red") for problem in usage.problems]
     if not usage.held and not lines:
         return Text("this service has no tenants: everybody is one, see docs/tenants.md")
-    return Group(*([table] if usage.held else []), *lines)
+    return Group(*([made] if usage.held else []), *lines)

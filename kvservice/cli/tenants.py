@@ -103,15 +103,14 @@ def list_all(file: File, output: Output = Format.TABLE) -> None:
 
 
 def _draw_limits(rows: list[dict[str, Any]]) -> RenderableType:
-    from rich.table import Table
+    from kvservice.cli.status import plain, table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("TENANT", "TOKENS", "QUOTA", "ON DISK", "IN FLIGHT", "PUBLIC", "ADMIN"):
-        table.add_column(column)
+    numbers = ("tokens", "quota", "disk quota", "in flight")
+    made = table("tenant", *numbers, "public", "admin", right=numbers)
     for row in rows:
-        limits = (row["quota"] or "none", row["disk_quota"] or "none", str(row["in_flight"] or "any"), row["public"])
-        table.add_row(row["name"], str(row["tokens"]), *limits, "yes" if row["admin"] else "")
-    return table
+        limits = (row["quota"] or "-", row["disk_quota"] or "-", str(row["in_flight"] or "-"), row["public"])
+        made.add_row(plain(row["name"]), str(row["tokens"]), *limits, "yes" if row["admin"] else "no")
+    return made
 
 
 @command(

@@ -48,6 +48,9 @@ def check(
     from kvservice.cli.progress import Progress
     from kvservice.tier.folder_check import check_folder
 
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no folder: name disk_path/SERVICE/NODE, with the disk_path of the node's shard")
+
     def gather() -> FolderCheck:
         with Progress("checking") as progress:
             return check_folder(path, lambda done, count: progress.update("block files", done, count))

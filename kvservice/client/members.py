@@ -133,16 +133,14 @@ def chosen_service(given: str | None) -> str:
     return running[0]
 
 
-def unknown_service(name: str) -> str:
-    """What to tell a user if this machine knows no service of this name."""
+def unknown_service(name: str, *, or_elsewhere: bool = True) -> str:
+    """What to tell a user if this machine knows no service of this name. `or_elsewhere`: the command has --lookup."""
     from kvservice.discovery import HOW_TO_START
 
     found = services_here()
     if not found:
-        return (
-            f"no service is registered on this machine; start one with {HOW_TO_START}, or name a lookup partition of "
-            "another machine with --lookup HOST:PORT"
-        )
+        elsewhere = ", or name a lookup partition of another machine with --lookup HOST:PORT" if or_elsewhere else ""
+        return f"no service is registered on this machine; start one with {HOW_TO_START}{elsewhere}"
     return f"no service {name!r} is registered on this machine; there is {', '.join(found)}; name it with --service"
 
 

@@ -27,6 +27,7 @@ LINE_BYTES_MAX = 1 << 20
 REQUESTS_MAX = 10_000_000
 BLOCKS_MAX = 50_000_000  # Of all requests together; they take about 2 GB here. More are refused.
 ID_MAX = 1 << 63  # Ids are below it, so that they fit 64 bits; a larger one is refused.
+LINE = "each line is one request: a JSON object with timestamp, input_length and hash_ids"
 TOKENS_MAX = 1 << 40  # Tokens of one prompt or answer; a larger number is a broken file, and is refused.
 
 
@@ -63,7 +64,7 @@ class Trace:
 def trace_of(name: str, requests: list[Request]) -> Trace:
     """Build a trace. Raises InvalidRequest if there are no requests."""
     if not requests:
-        raise InvalidRequest(f"{name} has no requests")
+        raise InvalidRequest(f"{name} has no requests; {LINE}")
     ordered = tuple(sorted(requests, key=lambda request: request.at))
     unique = {key for request in ordered for key in request.keys}
     return Trace(name, ordered, sum(len(request.keys) for request in ordered), len(unique))
@@ -111,11 +112,9 @@ def _request(line: bytes, where: str, keys: dict[int, BlockKey]) -> Request:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{where}: not JSON: {error}") from error
+        raise InvalidRequest(f"{where}: not JSON: {error}; {LINE}") from error
     if not isinstance(row, dict):
-        raise InvalidRequest(
-            f"{where}: not a JSON object; each line is one request with timestamp, input_length and hash_ids"
-        )
+        raise InvalidRequest(f"{where}: not a JSON object; {LINE}")
     milliseconds = _number(row, "timestamp", where)
     tokens, answer = _count(row, "input_length", where), _count(row, "output_length", where, 0)
     ids = row.get("hash_ids")

@@ -22,8 +22,10 @@ def read_prompts(path: Path) -> list[Question]:
     """The prompts of a file: one JSON value a line, or one for the whole file. Raises ConfigError, with the line."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8; a line is {_SHAPE}") from error
     # Not splitlines(): it also splits at U+2028 and others, which JSON allows within a string.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     try:
@@ -31,7 +33,7 @@ def read_prompts(path: Path) -> list[Question]:
     except ValueError:
         values = [(number, _value(path, number, line)) for number, line in lines]
     if not 0 < len(values) <= PROMPTS_MAX:
-        raise ConfigError(f"{path} has {len(values)} prompts, not 1 to {PROMPTS_MAX}")
+        raise ConfigError(f"{path} has {len(values)} prompts; give 1 to {PROMPTS_MAX}; a line is {_SHAPE}")
     return [_question(path, number, value) for number, value in values]
 
 

@@ -99,6 +99,7 @@ def check(
     wait: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Seconds to keep asking until nothing is wrong.")
     ] = 0.0,
+    service: Service = None,
 ) -> None:
     """Ask whether every part of a service is there.
 
@@ -107,7 +108,7 @@ def check(
     is missing."""
     from kvservice.cli import check as run
 
-    problems, seen = run.run(lookup, metrics or [], nodes, wait)
+    problems, seen = run.run(lookup, metrics or [], nodes, wait, service)
     for problem in problems:
         say_wrong(f"problem: {problem}")
     typer.echo(seen)

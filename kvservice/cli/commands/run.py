@@ -9,6 +9,7 @@ import typer
 
 from kvservice.cli.exits import ExitCode
 from kvservice.cli.tree import Address, Config, JsonLogs, LeafWithSettings, Service, command, given_settings
+from kvservice.errors import ConfigError
 
 GROUP = "Run"
 LOOPBACK = "127.0.0.1"
@@ -105,6 +106,8 @@ def up(
     from kvservice.cli.settings import load
 
     loaded = load(config, given_settings(context))
+    if no_ray and address is not None:
+        raise ConfigError("--no-ray runs one node here, and --address names a Ray cluster: leave one of them out")
     lifecycle.run_foreground(loaded) if no_ray else lifecycle.up(loaded, address)
 
 

@@ -243,6 +243,17 @@ def test_the_demo_stopped_half_way_leaves_nothing_behind(runtime: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def test_the_demo_goes_on_when_its_reader_has_seen_enough() -> None:
+    """As with `kvservice demo | head -1`."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvservice", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith("started")
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (0, "")
+
+
 TRANSPORTS = ("shm", "nixl") if nixl_available() else ("shm",)
 
 
@@ -358,7 +369,7 @@ def test_logs_in_a_pipe_are_said_to_be_there(foreground: Foreground) -> None:
 def test_two_services_of_one_name_on_one_machine_are_refused(foreground: Foreground) -> None:
     second = command(foreground.runtime, "up", "--no-ray", "--service", foreground.service, "--pool-bytes", "16MiB")
     assert second.returncode == 1
-    assert "already serves" in second.stderr
+    assert "runs on this machine already" in second.stderr and "--node" not in second.stderr
     shard = command(foreground.runtime, "shard", "--node", "local", "--service", foreground.service)
     assert shard.returncode == 1 and "choose another --node of `kvservice shard`" in shard.stderr
     assert find_shards(foreground.service, foreground.runtime)  # the first one goes on
@@ -400,8 +411,18 @@ def test_check_names_the_part_that_does_not_answer(runtime: Path) -> None:
 
 def test_check_asks_the_service_of_this_machine(foreground: Foreground) -> None:
     checked = command(foreground.runtime, "check")
-    assert checked.returncode == 0 and checked.stdout.startswith("1 lookup partitions, 1 cache shards"), checked.stderr
+    assert checked.returncode == 0 and checked.stdout.startswith("1 lookup partition, 1 cache shard, 14.0 MiB"), (
+        checked.stderr
+    )
     assert command(foreground.runtime, "check", "--nodes", "2").returncode == 1
+    named = command(foreground.runtime, "check", "--service", "other")
+    assert named.returncode == 3 and f"there is {foreground.service}" in named.stderr
+
+
+def test_a_drain_that_is_undone_is_told_to_programs_too(foreground: Foreground) -> None:
+    undone = command(foreground.runtime, "drain", "--local", "--undo", "-o", "json")
+    assert undone.returncode == 0, undone.stderr
+    assert json.loads(undone.stdout) == [{"node": "local", "error": "", "phase": "serving"}]
 
 
 @pytest.mark.parametrize(("given", "chosen"), [((), "nu1"), (("--service", "nu2"), "nu2")])

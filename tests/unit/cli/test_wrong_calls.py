@@ -1,0 +1,64 @@
+"""A call that cannot work is told in a line that says what to do, with the exit code of a wrong call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvservice.cli.main import app
+
+FILES = {
+    "missing": ("No such file or directory", None),
+    "empty": ("each line is one request", b""),
+    "words": ("each line is one request", b"hello\n"),
+    "binary": ("each line is one request", b"\xff\xfe\x00"),
+}
+
+
+def call(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.output
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_that_is_no_trace_is_a_wrong_call(tmp_path: Path, kind: str) -> None:
+    said, data = FILES[kind]
+    path = tmp_path / kind
+    if data is not None:
+        path.write_bytes(data)
+    code, output = call("replay", str(path))
+    assert code == 2 and said in output and kind in output
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("command", [("warm",), ("pin", "name")], ids=["warm", "pin"])
+def test_a_file_without_prompts_is_a_wrong_call(tmp_path: Path, command: tuple[str, ...], kind: str) -> None:
+    said, data = FILES[kind]
+    path = tmp_path / kind
+    if data is not None:
+        path.write_bytes(data)
+    code, output = call(*command, str(path), "--model", "m")
+    assert code == 2 and str(path) in output and "Errno" not in output and "codec" not in output
+    assert (said if data is None else "a line is a list of token ids") in output
+
+
+def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
+    code, output = call("tier", "check", str(tmp_path / "none"))
+    assert code == 2 and "disk_path/SERVICE/NODE" in output and "go without this tier" not in output
+
+
+def test_up_without_ray_joins_no_cluster() -> None:
+    code, output = call("up", "--no-ray", "--address", "10.0.0.5:6379")
+    assert code == 2 and "leave one of them out" in output
+
+
+def test_logs_offers_no_option_that_it_lacks() -> None:
+    code, output = call("logs")
+    assert code == 3 and "kvservice up" in output and "--lookup" not in output
