@@ -16,7 +16,6 @@ stores again.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import tempfile
 import time
@@ -25,11 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import default_out, percentile, print_table, write_report
+from benchmarks.report import ROOT, cpu_seconds, default_out, percentile, print_table, write_report
 from tests.vllm.replica import Replica
 from tests.vllm.tiny_model import make_shallow
 
-ROOT = Path(__file__).resolve().parent.parent
 GENERATED_TOKENS = 16
 ENGINE_BLOCK_TOKENS = 32  # of tests.vllm.replica
 ADMISSION_ROUNDS = 24
@@ -72,11 +70,6 @@ def measure(engine: Replica, prompts: list[str]) -> Sample:
     after = cpu_seconds(engine.pid)
     assert all(output["cached_tokens"] == 0 for output in answer["outputs"]), "something was reused"
     return Sample(float(answer["seconds"]), after - before)
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

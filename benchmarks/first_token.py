@@ -18,13 +18,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import default_out, print_table, write_report
+from benchmarks.report import ROOT, default_out, print_table, write_report
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
 from kvservice.units import GiB
 from tests.vllm.replica import Replica, close_all
 
-ROOT = Path(__file__).resolve().parent.parent
 ENGINE: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8192, "max_num_batched_tokens": 2048}
 WAYS = (
     "computed",

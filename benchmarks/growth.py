@@ -27,7 +27,7 @@ from pathlib import Path
 import grpc
 
 from benchmarks.lookup_latency import lookup_partitions
-from benchmarks.report import default_out, picture_out, print_table, write_report
+from benchmarks.report import cpu_seconds, default_out, picture_out, print_table, write_report
 from kvservice.core.actions import Announce
 from kvservice.core.block.keys import SPAN_BLOCKS, pack_keys, span_route
 from kvservice.core.directory.announce import UPDATE_KEYS_MAX, Announcer
@@ -183,16 +183,11 @@ async def measure_calls(address: str, pid: int) -> tuple[float, float]:
 
     found: list[float] = []
     for work in (beats, asks):
-        before = processor_seconds(pid)
+        before = cpu_seconds(pid)
         await asyncio.gather(*(work(place) for place in range(IN_FLIGHT)))
-        found.append((processor_seconds(pid) - before) / (CALLS // IN_FLIGHT * IN_FLIGHT))
+        found.append((cpu_seconds(pid) - before) / (CALLS // IN_FLIGHT * IN_FLIGHT))
     await channel.close()
     return found[0], found[1]
-
-
-def processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def child_of_this_process() -> int:

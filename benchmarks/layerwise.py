@@ -20,10 +20,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cold_path import prompt as random_words
-from benchmarks.report import default_out, print_table, write_report
+from benchmarks.report import ROOT, default_out, print_table, write_report
 from tests.vllm.replica import Replica
 
-ROOT = Path(__file__).resolve().parent.parent
 WORDS_PER_TOKEN = 0.72
 BATCH, BATCH_HIT, BATCH_REST, BATCH_TOKENS = 8, 512, 64, 16
 

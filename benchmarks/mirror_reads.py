@@ -18,7 +18,7 @@ import time
 import uuid
 from pathlib import Path
 
-from benchmarks.report import percentile
+from benchmarks.report import cpu_seconds, percentile
 from kvservice.core.directory.mirror import Feed
 from kvservice.discovery import find_shards
 from kvservice.lookup.client import LookupClient
@@ -35,11 +35,6 @@ def make_chain(number: int) -> list[BlockKey]:
     """The same keys in every process, so that no process needs all of them."""
     block = random.Random(number).randbytes(16 * CHAIN_KEYS)
     return [BlockKey(block[i : i + 16]) for i in range(0, len(block), 16)]
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_mirror(addresses: list[str], key_count: int, calls: int) -> dict[str, object]:

@@ -27,12 +27,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cold_path import prompt as random_words
-from benchmarks.report import default_out, print_table, write_report
+from benchmarks.report import ROOT, default_out, print_table, write_report
 from kvservice.testing.cluster import LocalCluster, free_port
 from kvservice.units import MiB
 from tests.vllm.replica import Replica
 
-ROOT = Path(__file__).resolve().parent.parent
 NIXL_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.local_bandwidth import stored
-from benchmarks.report import default_out, percentile, print_table, write_report
+from benchmarks.report import ROOT, default_out, percentile, print_table, write_report
 from kvservice.auth.tenants import Tenant, Tenants, dump_tenants, hash_token, new_secret, new_token
 from kvservice.auth.token import Token
 from kvservice.client.shard import ShardClient
@@ -43,8 +43,6 @@ from tests.integration.engine import LAYOUT, Engine, attached, chain
 from tests.integration.loader import Loader
 from tests.integration.test_two_nodes import leave
 from tests.vllm.replica import Replica
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)

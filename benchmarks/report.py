@@ -115,6 +115,12 @@ def write_report(name: str, figures: Mapping[str, object], out: Path | None = No
     return path
 
 
+def cpu_seconds(pid: int) -> float:
+    """What this process has had of the processor."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def percentile(samples: Sequence[float], fraction: float) -> float:
     """The smallest sample that at least `fraction` (0 to 1) of all samples do not exceed."""
     ordered = sorted(samples)

@@ -255,6 +255,14 @@ class LocalCluster:
 
         eventually(announced, f"the blocks of {node} in the directory", seconds)
 
+    def nothing_is_held(self) -> bool:
+        """Whether no engine is attached, and no slot leased or being written, on any node. Every slot must be accounted
+        for."""
+        books = [self.accounting(node) for node in self.nodes]
+        assert all(book.balanced for book in books), books
+        busy = ("writing", "leased")
+        return not any(book.leases or book.attachments or any(book.slots[state] for state in busy) for book in books)
+
     def directory_size(self) -> int:
         """The number of blocks that the lookup partitions know."""
         return sum(self.directory_sizes())

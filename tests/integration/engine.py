@@ -3,10 +3,12 @@ judges itself. Uses only what a real connector uses: PoolPort, the mapped segmen
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -131,3 +133,18 @@ async def attached(socket: str, engine_spec: EngineSpec | None = None, seconds: 
             return None
 
     return await eventually_async(attach, f"a shard that answers at {socket}", seconds)
+
+
+def with_engine(socket: str, work: Callable[[Engine], Awaitable[Any]]) -> Any:
+    """What this returns of an engine that is attached meanwhile. Blocks."""
+
+    async def run() -> Any:
+        client = ShardClient(socket)
+        engine = await Engine.attach(client)
+        try:
+            return await work(engine)
+        finally:
+            engine.let_go()
+            await client.close()
+
+    return asyncio.run(run())

@@ -41,13 +41,7 @@ async def nothing_stays(cluster: LocalCluster) -> AsyncIterator[None]:
     yield
     for two in list(Two.present):  # of a test that failed: the next one would find its attachments
         await two.leave()
-    await eventually_async(lambda: nothing_held(cluster), "no lease, attachment or slot being written", WAIT_SECONDS)
-
-
-def nothing_held(cluster: LocalCluster) -> bool:
-    found = [cluster.accounting(node) for node in cluster.nodes]
-    assert all(one.balanced for one in found), found
-    return not any(one.leases or one.attachments or one.slots["writing"] or one.slots["leased"] for one in found)
+    await eventually_async(cluster.nothing_is_held, "no lease, attachment or slot being written", WAIT_SECONDS)
 
 
 def counter(cluster: LocalCluster, name: str) -> int:

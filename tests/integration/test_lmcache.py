@@ -24,11 +24,6 @@ def cluster() -> Iterator[LocalCluster]:
         yield running
 
 
-def nothing_is_held(cluster: LocalCluster) -> bool:
-    books = [cluster.accounting(node) for node in cluster.nodes]
-    return all(book.balanced and not book.leases and not book.attachments for book in books)
-
-
 def bench_client(server: LMCacheServer, first: int = 0) -> str:
     """Look up, retrieve or store, and read back some prompts from number `first` on, with KV of the client's own."""
     place = ("--rpc-url", f"tcp://127.0.0.1:{server.port}", "--url", server.url, "--mode", "cpu")
@@ -50,7 +45,7 @@ def test_its_contract_tool_gets_back_what_it_stored(cluster: LocalCluster) -> No
     said = tool("bench", "l2", "--l2-adapter", node, *sizes, "--no-skip-verify", "--lookup-max-hit-rate", "0.5")
     assert "All 32 keys data verified OK." in said
     assert len(re.findall(r"found=16/32", said)) == 3 and len(re.findall(r"loaded=32/32", said)) == 3
-    eventually(lambda: nothing_is_held(cluster), "no lease is left")
+    eventually(cluster.nothing_is_held, "no lease is left")
 
 
 def test_a_float16_engine_misses_what_a_bfloat16_engine_stored(cluster: LocalCluster, tmp_path: Path) -> None:
@@ -66,7 +61,7 @@ def test_a_float16_engine_misses_what_a_bfloat16_engine_stored(cluster: LocalClu
     assert found["theirs"] == {**found["ours"], "torch.float16": [4, 4, [1, 2, 3, 4]]}
     assert found["status"]["is_healthy"] and found["status"]["is_attached"]
     assert found["late"] is None and "Exception" not in said
-    eventually(lambda: nothing_is_held(cluster), "no lease is left, those of lookups without an unlock either")
+    eventually(cluster.nothing_is_held, "no lease is left, those of lookups without an unlock either")
 
 
 def test_what_one_server_stores_another_node_hits(cluster: LocalCluster, tmp_path: Path) -> None:
@@ -86,7 +81,7 @@ def test_what_one_server_stores_another_node_hits(cluster: LocalCluster, tmp_pat
             eventually(lambda server=server: server.level_2()["locked_objects"] == 0, "every lock was taken back", 30)
         first.close()
         second.close()
-    eventually(lambda: nothing_is_held(cluster), "no lease is left")
+    eventually(cluster.nothing_is_held, "no lease is left")
 
 
 def test_a_server_whose_shard_dies_computes_on(tmp_path: Path) -> None:

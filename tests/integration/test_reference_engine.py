@@ -63,12 +63,7 @@ def start(cluster: LocalCluster, model: Any) -> Iterator[Start]:
         yield make_engine
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvservice")]
     assert not left, f"threads that outlive their engine: {left}"
-
-    def nothing_held() -> bool:
-        found = [cluster.accounting(node) for node in cluster.nodes]
-        return not any(one.leases or one.attachments or one.slots["writing"] or one.slots["leased"] for one in found)
-
-    eventually(nothing_held, "no lease, attachment or slot being written", 10.0)
+    eventually(cluster.nothing_is_held, "no lease, attachment or slot being written", 10.0)
 
 
 def one(engine: ReferenceEngine, tokens: list[int], **given: Any) -> RequestOutput:

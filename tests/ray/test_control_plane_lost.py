@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvservice.actors import deploy, names
 from kvservice.actors.supervisor import Supervisor
 from kvservice.cli.status import collect
-from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.discovery import find_shards
 from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 from tests.failpoints import Failpoints
-from tests.integration.engine import Engine, chain
+from tests.integration.engine import Engine, chain, with_engine
 from tests.ray_nodes import ray_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -109,19 +108,6 @@ def described() -> dict[str, Any]:
         return {} if handle is None else handle.describe()
     except ray.exceptions.RayError:
         return {}
-
-
-def with_engine(socket: str, work: Callable[[Engine], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        client = ShardClient(socket)
-        engine = await Engine.attach(client)
-        try:
-            return await work(engine)
-        finally:
-            engine.let_go()
-            await client.close()
-
-    return asyncio.run(run())
 
 
 def known_keys() -> int:

@@ -5,7 +5,6 @@ One cluster for the file. The tests build on each other's cluster, not on each o
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -26,7 +25,6 @@ from ray.cluster_utils import Cluster
 from kvservice.actors import deploy
 from kvservice.cli import drain
 from kvservice.cli.status import collect
-from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
 from kvservice.discovery import find_shards
 from kvservice.errors import ServiceConflict, Unavailable
@@ -35,7 +33,7 @@ from kvservice.serve.service import ensure_service
 from kvservice.testing.eventually import eventually
 from kvservice.units import GiB, MiB
 from tests.integration.certificates import write
-from tests.integration.engine import Engine, chain
+from tests.integration.engine import chain, with_engine
 from tests.ray_nodes import ray_nodes
 
 pytestmark = pytest.mark.ray
@@ -104,19 +102,6 @@ def kvservice(*arguments: str, cluster: Cluster) -> subprocess.CompletedProcess[
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
     command = [sys.executable, "-m", "kvservice", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
-
-
-def with_engine(socket: str, work: Callable[[Engine], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        client = ShardClient(socket)
-        engine = await Engine.attach(client)
-        try:
-            return await work(engine)
-        finally:
-            engine.let_go()
-            await client.close()
-
-    return asyncio.run(run())
 
 
 def socket_of(node_id: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from examples.demo.offspring import offspring_ended
 from examples.demo.serve import ROUND_ROBIN, model_config
 from kvservice.actors import deploy
 from kvservice.cli.status import collect
+from kvservice.testing.cluster import free_port
 from kvservice.units import MiB
 from tests.ray_nodes import ray_nodes
 from tests.vllm.shared_memory import vllm_segments_removed
@@ -128,10 +128,3 @@ def replica_processes(deployment: str, node: Any = None) -> list[psutil.Process]
             if "ServeReplica" in " ".join(process.cmdline()) and deployment in " ".join(process.cmdline()):
                 found.append(process)
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

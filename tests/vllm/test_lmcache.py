@@ -51,9 +51,4 @@ def test_an_engine_hits_only_what_one_of_its_own_kind_stored(
         assert other["cached"] == 0 and cluster.stats("n1").counters["fetched_blocks"] == CHUNKS
         first.close()
         second.close()
-
-    def nothing_is_held() -> bool:
-        books = [cluster.accounting(node) for node in cluster.nodes]
-        return all(book.balanced and not book.leases and not book.attachments for book in books)
-
-    eventually(nothing_is_held, "no lease is left")
+    eventually(cluster.nothing_is_held, "no lease is left")
