@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvservice.cli.output import PLAIN_WIDTH, Format, show
-from kvservice.cli.status import plain, span, table
+from kvservice.cli.status import plain, problem_line, span, table
 from kvservice.errors import ConfigError, NoService
-from kvservice.units import format_bytes, printable
+from kvservice.units import format_bytes
 
 if TYPE_CHECKING:
     from kvservice.client.block_list import BlockFilter, BlockList, BlockRow
@@ -148,7 +148,7 @@ def draw(found: BlockList, selected: Selection, wide: bool) -> RenderableType:
         made.add_row(*cells, *((str(row.slot), row.copy or "-") if wide else ()))
     lines: list[RenderableType] = [made] if found.blocks else []
     lines.append(Text(_summary(found, selected)))
-    lines += [Text.assemble(("problem: ", "red"), printable(problem)) for problem in found.problems]
+    lines += map(problem_line, found.problems)
     return Group(*lines)
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
-from kvservice.cli.status import collect, plain, table
+from kvservice.cli.status import collect, plain, problem_line, table
 from kvservice.errors import ConfigError, Forbidden, InvalidRequest, KVServiceError, Unauthenticated
 from kvservice.units import format_bytes, printable
 
@@ -194,11 +194,11 @@ def draw(report: ClearReport) -> RenderableType:
     lines: list[RenderableType] = [made]
     for node in report.nodes:
         if node.error:
-            lines.append(Text.assemble(("problem: ", "red"), f"node {node.node} was not reached: {node.error}"))
+            lines.append(problem_line(f"node {node.node} was not reached: {node.error}"))
         else:
             counts = (str(node.blocks), format_bytes(node.bytes), str(node.reading), str(node.tier_blocks))
             made.add_row(plain(node.node), *counts)
-    lines += [Text.assemble(("problem: ", "red"), problem) for problem in report.problems]
+    lines += map(problem_line, report.problems)
     if report.complete:
         lines.append(Text("Complete: every node has forgotten them. Engines keep what is in their own GPU cache."))
     elif any(node.reading for node in report.nodes):

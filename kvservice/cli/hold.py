@@ -14,7 +14,7 @@ from rich.text import Text
 from kvservice.cli.blocks import choose_nodes
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
-from kvservice.cli.status import plain, span, table
+from kvservice.cli.status import plain, problem_line, span, table
 from kvservice.errors import ConfigError, Forbidden, KVServiceError, Unauthenticated
 from kvservice.units import format_bytes
 
@@ -277,7 +277,7 @@ def draw(report: HeldReport) -> RenderableType:
             reasons = ", ".join(f"{reason}: {count}" for reason, count in row.misses.items())
             lines.append(Text(f"{row.node}: prompts that are not whole, by reason: {reasons}"))
         if row.error:
-            lines.append(Text.assemble(("problem: ", "red"), f"node {row.node}: {row.error}"))
+            lines.append(problem_line(f"node {row.node}: {row.error}"))
     until = "until `kvservice unpin`" if not report.held_seconds else f"for {span(report.held_seconds)}"
     lines.append(Text(f"Held {until}, or until the shard ends."))
     return Group(*lines)
@@ -296,5 +296,5 @@ def draw_pins(found: PinList, none: str, since: str) -> RenderableType:
             span(row.age_seconds),
         )
     lines: list[RenderableType] = [made] if found.pins else [Text(none)]
-    lines += [Text.assemble(("problem: ", "red"), problem) for problem in found.problems]
+    lines += map(problem_line, found.problems)
     return Group(*lines)

@@ -100,7 +100,7 @@ def draw(seen: Overview, wide: bool) -> RenderableType:
     if seen.restricted:
         parts += [Text(), Text(RESTRICTED)]
     if seen.problems:
-        parts += [Text(), *(Text.assemble(("problem: ", "red"), printable(problem)) for problem in seen.problems)]
+        parts += [Text(), *map(problem_line, seen.problems)]
     return Group(*parts)
 
 
@@ -118,6 +118,10 @@ def node_names(seen: Overview) -> dict[str, str]:
 def plain(text: str) -> str:
     """Text from others, unchanged, but neither Rich nor the terminal acts on it."""
     return escape(printable(text))
+
+
+def problem_line(problem: str) -> Text:
+    return Text.assemble(("problem: ", "red"), printable(problem))
 
 
 def span(seconds: float) -> str:
