@@ -49,6 +49,27 @@ def load(group: PluginGroup, name: str) -> Callable[[], object]:
     return _checked(group, found[0])
 
 
+def made(group: PluginGroup, name: str, factory: Callable[[], object], interface: type) -> object:
+    """What the factory makes. Raises ConfigError when that fails, or when it lacks a method of the interface."""
+    try:
+        part = factory()
+    except Exception as error:  # other people's code
+        raise ConfigError(f"{group.what} {name!r} cannot be made: {type(error).__name__}: {error}", key=name) from error
+    check_methods(group, name, part, interface)
+    return part
+
+
+def check_methods(group: PluginGroup, name: str, part: object, interface: type) -> None:
+    """Raises ConfigError when this part, or its class, lacks a method of the interface."""
+    missing = [method for method in methods_of(interface) if not callable(getattr(part, method, None))]
+    if missing:
+        raise ConfigError(f"{group.what} {name!r} has no method {', '.join(missing)}: see docs/plugins.md", key=name)
+
+
+def methods_of(interface: type) -> list[str]:
+    return [name for name, what in vars(interface).items() if callable(what) and not name.startswith("_")]
+
+
 def _checked(group: PluginGroup, point: EntryPoint) -> Callable[[], object]:
     what = f"{group.what} {point.name!r} of {_package(point)}"
     try:

@@ -20,7 +20,7 @@ from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import EngineSpec
 from kvservice.core.segment.blockfile import BlockFileHeader
 from kvservice.errors import ConfigError, KeyUnknown
-from kvservice.plugins import CODECS, load
+from kvservice.plugins import CODECS, load, made
 
 NONE, AUTO = "none", "auto"
 OURS = ("aesgcm", "int8", "planes")
@@ -104,15 +104,9 @@ def check_codecs(settings: Sequence[str], *, has_keys: bool) -> None:
 
 def find_codec(name: str) -> Codec:
     """The codec of another package with this name. Raises ConfigError for one that fails or lacks a method."""
-    factory = load(CODECS, name)
-    try:
-        codec = factory()
-    except Exception as error:  # code of other packages
-        raise ConfigError(f"codec {name!r} cannot be made: {type(error).__name__}: {error}") from error
-    missing = [method for method in ("encode", "decode") if not callable(getattr(codec, method, None))]
-    if missing or getattr(codec, "name", None) != name:
-        what = f"has no method {', '.join(missing)}" if missing else f"calls itself {getattr(codec, 'name', None)!r}"
-        raise ConfigError(f"codec {name!r} {what}: see docs/plugins.md")
+    codec = made(CODECS, name, load(CODECS, name), Codec)
+    if (called := getattr(codec, "name", None)) != name:
+        raise ConfigError(f"codec {name!r} calls itself {called!r}: see docs/plugins.md")
     return cast(Codec, codec)
 
 

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 from kvservice.core.store.eviction import POLICIES, EvictionPolicy
-from kvservice.errors import ConfigError
-from kvservice.plugins import EVICTION, load
-
-METHODS = tuple(name for name, what in vars(EvictionPolicy).items() if callable(what) and not name.startswith("_"))
+from kvservice.plugins import EVICTION, load, made
 
 
 def find_policy(name: str) -> Callable[[], EvictionPolicy]:
@@ -20,11 +17,5 @@ def find_policy(name: str) -> Callable[[], EvictionPolicy]:
     if name in POLICIES:
         return POLICIES[name]
     factory = load(EVICTION, name)
-    try:
-        policy = factory()
-    except Exception as error:  # code of other packages
-        raise ConfigError(f"eviction policy {name!r} cannot be made: {type(error).__name__}: {error}") from error
-    missing = [method for method in METHODS if not callable(getattr(policy, method, None))]
-    if missing:
-        raise ConfigError(f"eviction policy {name!r} has no method {', '.join(missing)}: see docs/plugins.md")
+    made(EVICTION, name, factory, EvictionPolicy)
     return cast(Callable[[], EvictionPolicy], factory)

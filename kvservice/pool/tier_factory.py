@@ -5,33 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
-from kvservice.errors import ConfigError
-from kvservice.plugins import TIERS, load
+from kvservice.plugins import TIERS, check_methods, load
 from kvservice.pool.coders import Coders, check_codecs
-from kvservice.pool.tier_specs import DISK, OBJECTS, TierSpec
+from kvservice.pool.tier_specs import DISK, OBJECTS, TierSettings, TierSpec
 from kvservice.tier.base import Tier
 
-METHODS = tuple(name for name, what in vars(Tier).items() if callable(what) and not name.startswith("_"))
 
-
-class BelowSettings(Protocol):
-    """kvservice.config.ServiceConfig and the options of an embedded pool have these settings."""
-
-    @property
-    def disk_path(self) -> str: ...
-    @property
-    def disk_codec(self) -> str: ...
-    @property
-    def objects_url(self) -> str: ...
-    @property
-    def objects_codec(self) -> str: ...
-    @property
-    def codec_key_file(self) -> str: ...
-
-
-def open_coders(settings: BelowSettings, *, has_tenants: bool = False) -> Coders:
+def open_coders(settings: TierSettings, *, has_tenants: bool = False) -> Coders:
     """The codecs of the tiers that these settings name. Checks that they and tiers of other packages can be used.
 
     May import, which takes seconds. Raises ConfigError.
@@ -77,7 +59,5 @@ def find_tier(url: str) -> Callable[..., Tier] | None:
     if scheme in SCHEMES:
         return None
     factory = load(TIERS, scheme)
-    missing = [method for method in METHODS if not callable(getattr(factory, method, None))]
-    if missing:
-        raise ConfigError(f"tier {scheme!r} has no method {', '.join(missing)}: see docs/plugins.md", key="objects_url")
+    check_methods(TIERS, scheme, factory, Tier)
     return cast(Callable[..., Tier], factory)

@@ -18,9 +18,9 @@ from kvservice.core.events import PullResult
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
 from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.errors import ConfigError
-from kvservice.plugins import CODECS, TIERS, PluginGroup, load
+from kvservice.plugins import CODECS, TIERS, PluginGroup, load, methods_of
 from kvservice.pool.coders import Coders, find_codec
-from kvservice.pool.eviction import METHODS, find_policy
+from kvservice.pool.eviction import find_policy
 from kvservice.pool.tier_factory import find_tier, make_tier
 from kvservice.pool.tier_specs import TierSpec
 from kvservice.testing.cluster import LocalCluster
@@ -102,7 +102,7 @@ def test_shard_with_a_policy_of_another_version_does_not_start(site: Path, tmp_p
     ("name", "says"),
     [
         ("of-tomorrow", "interface version 2, and this kvservice calls version 1"),
-        ("half", "has no method " + ", ".join(METHODS)),
+        ("half", "has no method " + ", ".join(methods_of(EvictionPolicy))),
         ("broken", "cannot be imported: AttributeError"),
         ("clock", "installed in group kvservice.eviction: broken, first-in, half, of-tomorrow"),
     ],
