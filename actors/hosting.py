@@ -17,7 +17,7 @@ from kvservice.descriptors import raise_file_limit
 from kvservice.errors import KVServiceError, Unavailable
 from kvservice.garbage import keep_tables
 from kvservice.observe import logs
-from kvservice.observe.endpoint import ANSWER_SECONDS
+from kvservice.observe.endpoint import on_loop
 
 log = logging.getLogger("kvservice.actors")
 
@@ -63,18 +63,8 @@ class HostedServer:
             raise Unavailable(f"the server did not answer within {timeout} s") from error
 
     def reader(self, ask: Callable[[], T]) -> Callable[[], T | None]:
-        """Like observe.endpoint.on_loop, on the loop of this server."""
-
-        async def call() -> T:
-            return ask()
-
-        def read() -> T | None:
-            try:
-                return self.call(call(), ANSWER_SECONDS)
-            except KVServiceError:
-                return None
-
-        return read
+        """What asks on the server's loop, from any thread: see observe.endpoint.on_loop."""
+        return on_loop(self._loop, ask)
 
     def close(self, work: Coroutine[Any, Any, object]) -> None:
         self.call(work)

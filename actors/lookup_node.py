@@ -40,15 +40,13 @@ class LookupNode:
         tracing.start(traces, "kvservice-lookup", service=service)
         self._address = address
         self._partition = partition
-        hide, forget = patience(heartbeat_seconds)
         self._server = LookupServer(
             address,
             partition,
             partition_count,
             tls_dir=tls_dir,
             allow_plaintext=allow_plaintext,
-            hide_seconds=hide,
-            forget_seconds=forget,
+            silence=patience(heartbeat_seconds),
         )
         self._hosted = HostedServer(self._server.start)
         self._end_metrics: Callable[[], None] = lambda: None

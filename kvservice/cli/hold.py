@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -77,17 +78,6 @@ class Wanted:
     pin: str = ""
 
 
-@dataclass(slots=True)
-class _Tally:
-    done: int = 0
-    total: int = 0
-    show: Callable[[int, int], None] = field(default=lambda done, total: None)
-
-    def one_more(self) -> None:
-        self.done += 1
-        self.show(self.done, self.total)
-
-
 def warm(service: str | None, lookup: Sequence[str] | None, wanted: Wanted, form: Format) -> bool:
     """Warm or pin the prompts of a file, and print what came from where. Blocks. Returns False if a node failed.
 
@@ -101,10 +91,14 @@ def warm(service: str | None, lookup: Sequence[str] | None, wanted: Wanted, form
     async def hold(client: OperatorClient, shards: dict[str, str]) -> HeldReport:
         kinds = await _engines(client, shards, wanted)
         with Progress("pinning" if wanted.pin else "warming") as progress:
-            tally = _Tally(0, len(kinds) * len(questions))
-            tally.show = lambda done, total: progress.update(f"{done} of {total} prompts", done, total)
+            done, total = itertools.count(1), len(kinds) * len(questions)
+
+            def one_more() -> None:
+                number = next(done)
+                progress.update(f"{number} of {total} prompts", number, total)
+
             rows = await asyncio.gather(
-                *[_hold(client, node, shards[node], kinds[node], questions, namer, wanted, tally) for node in kinds]
+                *[_hold(client, node, shards[node], kinds[node], questions, namer, wanted, one_more) for node in kinds]
             )
         return HeldReport(tuple(rows), 0.0 if wanted.pin else wanted.hold)
 
@@ -163,14 +157,27 @@ def _with_shards(
     return asyncio.run(run())
 
 
+async def _answers(
+    shards: dict[str, str], ask: Callable[[str], Awaitable[tuple[Any, ...]]]
+) -> dict[str, tuple[Any, ...] | KVServiceError]:
+    """What each node answers, or why it does not. Raises Forbidden and Unauthenticated, which hold for all."""
+
+    async def one(address: str) -> tuple[Any, ...] | KVServiceError:
+        try:
+            return await ask(address)
+        except (Forbidden, Unauthenticated):
+            raise
+        except KVServiceError as error:
+            return error
+
+    return dict(zip(shards, await asyncio.gather(*map(one, shards.values())), strict=True))
+
+
 async def _engines(client: OperatorClient, shards: dict[str, str], wanted: Wanted) -> dict[str, EngineKind]:
     """The engines that the prompts are for, by node. Raises ConfigError for none, or several kinds at one."""
-    answers = await asyncio.gather(*[client.engines(address) for address in shards.values()], return_exceptions=True)
     found: dict[str, EngineKind] = {}
     seen: set[str] = set()
-    for node, answer in zip(shards, answers, strict=True):
-        if isinstance(answer, Forbidden | Unauthenticated) or not isinstance(answer, KVServiceError | tuple):
-            raise answer
+    for node, answer in (await _answers(shards, client.engines)).items():
         kinds = [] if isinstance(answer, KVServiceError) else list(answer)
         seen |= {kind.model for kind in kinds}
         kinds = [kind for kind in kinds if kind.model == wanted.model]
@@ -194,7 +201,7 @@ async def _hold(
     questions: Sequence[Any],
     namer: Any,
     wanted: Wanted,
-    tally: _Tally,
+    one_more: Callable[[], None],
 ) -> HeldPrompts:
     """Prompt after prompt; the first error ends the node's part."""
     from kvservice.core.messages import WarmRequest
@@ -213,7 +220,7 @@ async def _hold(
         except KVServiceError as refused:
             error = refused.message
             break
-        tally.one_more()
+        one_more()
     return _sum(node, done, error)
 
 
@@ -239,12 +246,9 @@ async def _unpinned(client: OperatorClient, address: str, name: str) -> tuple[An
 
 
 async def _rows(shards: dict[str, str], ask: Callable[[str], Awaitable[tuple[Any, ...]]]) -> PinList:
-    answers = await asyncio.gather(*[ask(address) for address in shards.values()], return_exceptions=True)
     rows: list[PinRow] = []
     problems: list[str] = []
-    for node, answer in zip(shards, answers, strict=True):
-        if isinstance(answer, Forbidden | Unauthenticated) or not isinstance(answer, KVServiceError | tuple):
-            raise answer
+    for node, answer in (await _answers(shards, ask)).items():
         if isinstance(answer, KVServiceError):
             problems.append(f"node {node}: {answer.message}")
             continue

@@ -235,7 +235,6 @@ async def _foreground(config: Any) -> None:
     tracing.start(config.traces, "kvservice", service=config.service)
     raise_file_limit()
     say_when_short(logging.getLogger("kvservice.shard"))
-    hide, forget = patience(config.heartbeat_seconds)
     root = config.runtime_root
     where = lookup_address(
         config.service,
@@ -247,7 +246,10 @@ async def _foreground(config: Any) -> None:
         allow_plaintext=config.allow_plaintext,
     )
     lookup = LookupServer(
-        where, hide_seconds=hide, forget_seconds=forget, tls_dir=config.tls_dir, allow_plaintext=config.allow_plaintext
+        where,
+        silence=patience(config.heartbeat_seconds),
+        tls_dir=config.tls_dir,
+        allow_plaintext=config.allow_plaintext,
     )
     try:
         try:

@@ -79,15 +79,13 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
     )
     if port is None and not address.startswith("unix:"):
         address = f"{bracketed(host)}:{LOOKUP_PORT}"
-    hide, forget = patience(config.heartbeat_seconds)
 
     async def run() -> None:
         server = LookupServer(
             address,
             partition,
             count,
-            hide_seconds=hide,
-            forget_seconds=forget,
+            silence=patience(config.heartbeat_seconds),
             tls_dir=config.tls_dir,
             allow_plaintext=config.allow_plaintext,
         )

@@ -44,7 +44,8 @@ assert SUBSCRIBERS_MAX < CONCURRENT_CALLS_MAX, "watchers must leave room for loo
 class LookupServer:
     """Call `start` and `stop` on one event loop. `epoch` must differ between two starts; a wall clock in ns does.
 
-    `tls_dir` and `allow_plaintext` are those of ServiceConfig.
+    `silence` is that after which a node is hidden, and forgotten: see membership.patience. `tls_dir` and
+    `allow_plaintext` are those of ServiceConfig.
     """
 
     def __init__(
@@ -54,23 +55,20 @@ class LookupServer:
         partition_count: int = 1,
         epoch: int | None = None,
         *,
-        hide_seconds: float = HIDE_SECONDS,
-        forget_seconds: float = FORGET_SECONDS,
+        silence: tuple[float, float] = (HIDE_SECONDS, FORGET_SECONDS),
         clock: Callable[[], float] = time.monotonic,
         tls_dir: str = "",
         allow_plaintext: bool = False,
     ) -> None:
         if not 0 <= partition < partition_count:
             raise ConfigError(f"partition {partition} of {partition_count}: it must be 0 to {partition_count - 1}")
-        if not 0 < hide_seconds < forget_seconds:
-            raise ConfigError(f"nodes are hidden after {hide_seconds} s and forgotten after {forget_seconds} s: not so")
         self._bind_address = bind_address
         self._tls_dir = tls_dir
         self._allow_plaintext = allow_plaintext
         self._partition = partition
         self.epoch = epoch if epoch is not None else time.time_ns()
         self._clock = clock
-        self._directory = Directory(hide_seconds, forget_seconds)
+        self._directory = Directory(*silence)
         self._hub = WatchHub(self._directory, clock)
         self._servicer = LookupServicer(self._directory, self._hub, partition, partition_count, self.epoch, clock)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs

@@ -121,7 +121,7 @@ async def client(addresses: Sequence[str]) -> AsyncIterator[LookupClient]:
 
 
 @asynccontextmanager
-async def one_lookup(**settings: float) -> AsyncIterator[str]:
+async def one_lookup(**settings: tuple[float, float]) -> AsyncIterator[str]:
     server = LookupServer("127.0.0.1:0", 0, 1, allow_plaintext=True, **settings)
     try:
         yield await server.start()
@@ -438,7 +438,7 @@ class Mirror:
 
 async def test_watcher_sees_a_snapshot_and_then_every_change() -> None:
     chain = new_chain(6000)
-    async with one_lookup(hide_seconds=0.9, forget_seconds=1.5) as address, client([address]) as asking:
+    async with one_lookup(silence=(0.9, 1.5)) as address, client([address]) as asking:
         async with grpc.aio.insecure_channel(address) as channel:
             a = Node("a", chain[:5000], [address])
             await until(asking, chain, lambda answer: known(answer) == 5000)
@@ -469,7 +469,7 @@ async def test_watcher_sees_a_snapshot_and_then_every_change() -> None:
 async def test_watcher_hears_heartbeats_and_of_silent_nodes() -> None:
     """It hears heartbeats only if it wants them."""
     async with (
-        one_lookup(hide_seconds=0.5, forget_seconds=30.0) as address,
+        one_lookup(silence=(0.5, 30.0)) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub = lookup_pb2_grpc.LookupServiceStub(channel)
