@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -217,6 +218,26 @@ def test_blocks_go_to_their_slots_and_come_back_byte_for_byte(bench: Bench, work
     ticket.synchronize()
     assert ticket.succeeded()
     assert np.array_equal(bench.bytes.reshape(LAYERS, BLOCKS, -1), expected), "another block was written"
+
+
+def test_an_engine_with_thousands_of_descriptors_is_served(root: Path, worker: Worker) -> None:
+    """select() knows those up to 1,023 only."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
+        pytest.skip("this process may not open so many files")
+    many = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    bench = Bench(root)
+    try:
+        bench.follow()
+        bench.header(slot_index(0, 5), 1)
+        ticket = bench.copy(Direction.STORE, row(7, slot_index(0, 5), 1))
+        ticket.synchronize()
+        assert ticket.succeeded()
+        worker.process.kill()
+        eventually(lambda: not bench.link.is_ready, "the link is over")
+    finally:
+        bench.close()
+        for descriptor in many:
+            os.close(descriptor)
 
 
 @pytest.mark.parametrize("change", ["generation", "stable", "no header", "epoch"])

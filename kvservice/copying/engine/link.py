@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
-from kvservice.copying.engine.worker_process import WorkerProcess
+from kvservice.copying.engine.worker_process import WorkerProcess, readable_of
 from kvservice.copying.message import (
     MESSAGE_BYTES_MAX,
     NO_EVENT,
@@ -320,8 +319,7 @@ class WorkerLink:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return
-            readable, _, _ = select.select([self._wake_reader], [], [], left)
-            if readable:
+            if readable_of([self._wake_reader], left):
                 self._drain_wakes()
                 if deadline is None:
                     return
@@ -412,7 +410,7 @@ class WorkerLink:
             self._send_unsent()
             writing = [connection.fileno()] if self._unsent else []
         watched = [connection.fileno(), self._wake_reader]
-        readable, _, _ = select.select(watched, writing, [], min(IDLE_SECONDS, self._wedge_seconds / 4))
+        readable = readable_of(watched, min(IDLE_SECONDS, self._wedge_seconds / 4), writing)
         if self._wake_reader in readable:
             self._drain_wakes()
         if connection.fileno() not in readable:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from enum import Enum
 
 from kvservice.copying.message import MESSAGE_BYTES_MAX, Kind
@@ -70,7 +72,7 @@ class WorkerProcess:
         reading: socket.socket | None = connection
         while True:
             watched = [self._pidfd] if reading is None else [self._pidfd, reading.fileno()]
-            readable, _, _ = select.select(watched, [], [], POLL_SECONDS)
+            readable = readable_of(watched, POLL_SECONDS)
             if self._pidfd in readable:
                 return
             if reading is not None and reading.fileno() in readable:
@@ -92,6 +94,18 @@ class WorkerProcess:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
+
+
+def readable_of(watched: Sequence[int], seconds: float | None, writing: Sequence[int] = ()) -> set[int]:
+    """The watched descriptors that can be read or have ended. Blocks until there is one, or one of `writing` can be
+    written, for so many seconds at most. Not select(), which knows no descriptor above 1,023: engines have thousands.
+    """
+    poll = select.poll()
+    for descriptor in {*watched, *writing}:
+        kinds = select.POLLIN * (descriptor in watched) | select.POLLOUT * (descriptor in writing)
+        poll.register(descriptor, kinds)
+    found = poll.poll(None if seconds is None else math.ceil(1000 * seconds))
+    return {descriptor for descriptor, kinds in found if kinds & ~select.POLLOUT}.intersection(watched)
 
 
 class Words(Enum):
