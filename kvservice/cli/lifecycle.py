@@ -271,11 +271,12 @@ async def _serve_alone(config: Any, lookup: LookupServer, shard: ShardServer, as
     from kvservice.observe.endpoint import on_loop, serve_endpoint
     from kvservice.observe.lookup_metrics import LookupCollector
     from kvservice.observe.metrics import ShardCollector
-    from kvservice.shard.process import end_process, first_of
+    from kvservice.shard.process import end_process, first_of, started
 
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     try:
-        await shard.start()
+        if await started(shard, asked) is None:
+            return
         if config.metrics_port:
             loop = asyncio.get_running_loop()
             collectors = [

@@ -85,12 +85,21 @@ class Segment:
     # -- life ----
 
     @classmethod
-    def create(cls, path: Path, geometry: Geometry, node_id: str, *, epoch_floor: int = 1) -> Segment:
+    def create(
+        cls,
+        path: Path,
+        geometry: Geometry,
+        node_id: str,
+        *,
+        epoch_floor: int = 1,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> Segment:
         """Open this node's segment for adoption, or make a new one. The boot epoch grows in either case.
 
         All memory is reserved now, so that no later access can fail with SIGBUS. Blocks as long as the kernel needs for
-        that. Raises SegmentError when there is too little space (and says how to get more) or the file is not a regular
-        file of this user, and ServiceConflict when another process owns it.
+        that, and asks now and then whether it `is_given_up`. Raises SegmentError then, when there is too little space
+        (and says how to get more) or the file is not a regular file of this user, and ServiceConflict when another
+        process owns it.
         """
         descriptor = open_locked(path)
         try:
@@ -101,7 +110,7 @@ class Segment:
                 if os.fstat(descriptor).st_size > 0:
                     descriptor = replace_locked(descriptor, path)
                 try:
-                    _reserve(descriptor, path.parent, geometry.segment_bytes)
+                    _reserve(descriptor, path.parent, geometry.segment_bytes, is_given_up)
                 except SegmentError:
                     path.unlink(missing_ok=True)  # the file is new, and a failed start must leave nothing behind
                     raise
@@ -118,7 +127,9 @@ class Segment:
         return segment
 
     @classmethod
-    def nameless(cls, directory: Path, geometry: Geometry, node_id: str) -> Segment:
+    def nameless(
+        cls, directory: Path, geometry: Geometry, node_id: str, *, is_given_up: Callable[[], bool] = lambda: False
+    ) -> Segment:
         """New memory without a name, in the file system of `directory`.
 
         The kernel frees it when no process maps it any more, however the processes end. Others attach by a path that
@@ -130,7 +141,7 @@ class Segment:
         except OSError as error:
             raise SegmentError(f"cannot make a file in {directory}: {error.strerror}", path=directory) from error
         try:
-            _reserve(descriptor, directory, geometry.segment_bytes)
+            _reserve(descriptor, directory, geometry.segment_bytes, is_given_up)
             segment = cls(Path(f"/proc/{os.getpid()}/fd/{descriptor}"), geometry, descriptor)
         except BaseException:
             os.close(descriptor)
@@ -465,7 +476,7 @@ def _owner_hint(path: Path) -> str:
     return ""
 
 
-def _reserve(descriptor: int, directory: Path, size: int) -> None:
+def _reserve(descriptor: int, directory: Path, size: int, is_given_up: Callable[[], bool]) -> None:
     """Reserve the memory with posix_fallocate. On tmpfs it takes the pages now; a later failure would be SIGBUS. Says
     in the log how far it is."""
     status = os.fstatvfs(descriptor)
@@ -475,6 +486,8 @@ def _reserve(descriptor: int, directory: Path, size: int) -> None:
         try:
             told = time.monotonic()
             for start in range(0, size, PIECE_BYTES):
+                if is_given_up():
+                    raise SegmentError(f"given up with {format_bytes(start)} of {format_bytes(size)} reserved")
                 os.posix_fallocate(descriptor, start, min(PIECE_BYTES, size - start))
                 if time.monotonic() - told >= TELL_SECONDS:
                     told = time.monotonic()

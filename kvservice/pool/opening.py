@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from pathlib import Path
 
@@ -18,13 +19,14 @@ log = logging.getLogger("kvservice.pool")
 async def open_segment(path: Path | None, directory: Path, geometry: Geometry, node_id: str, epoch: int) -> Segment:
     """The segment at `path`, with a boot epoch of at least `epoch`. Without a path: unnamed memory in `directory`.
 
-    Raises what Segment.create raises. Leaves nothing behind when it is cancelled.
+    Raises what Segment.create raises. Leaves nothing behind when it is cancelled, and reserves no more memory.
     """
+    given_up = threading.Event()
 
     def make() -> Segment:
         if path is None:
-            return Segment.nameless(directory, geometry, node_id)
-        segment = Segment.create(path, geometry, node_id, epoch_floor=epoch)
+            return Segment.nameless(directory, geometry, node_id, is_given_up=given_up.is_set)
+        segment = Segment.create(path, geometry, node_id, epoch_floor=epoch, is_given_up=given_up.is_set)
         # Nobody may know any more what was cleared since.
         is_old = segment.used_at < time.time() - MARK_SECONDS
         if not is_old and (not segment.existed or not has_writers(segment) or segment.is_understood()):
@@ -34,13 +36,14 @@ async def open_segment(path: Path | None, directory: Path, geometry: Geometry, n
         segment.retire()
         segment.unlink()
         segment.close()
-        return Segment.create(path, geometry, node_id, epoch_floor=segment.epoch + 1)
+        return Segment.create(path, geometry, node_id, epoch_floor=segment.epoch + 1, is_given_up=given_up.is_set)
 
     making = asyncio.ensure_future(asyncio.to_thread(make))
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:
-        making.add_done_callback(_discard)  # the thread continues, and only this callback sees what it made
+        given_up.set()
+        making.add_done_callback(_discard)  # the thread may have made it already, and only this callback sees it
         raise
 
 

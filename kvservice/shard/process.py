@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvservice.aio import end_tasks
+from kvservice.core.messages import Holder
 from kvservice.descriptors import raise_file_limit, say_when_short
 from kvservice.garbage import keep_tables
 from kvservice.observe import tracing
@@ -50,7 +51,11 @@ async def serve(
     asked = EndSignals()
 
     end_metrics: Callable[[], None] = lambda: None  # noqa: E731
-    holder = await server.start()
+    holder = await started(server, asked)
+    if holder is None:
+        log.info("ended_before_start", extra={"node": config.node_id})
+        await asyncio.to_thread(tracing.stop)
+        return
     keep_tables()
     try:
         if metrics_port:
@@ -67,6 +72,18 @@ async def serve(
         await asyncio.to_thread(tracing.stop)
         for number in end_signals():
             signal.signal(number, signal.SIG_IGN)
+
+
+async def started(server: ShardServer, asked: EndSignals) -> Holder | None:
+    """Start the server. None if its end is asked for first: nothing is left behind then, although a large pool takes
+    minutes to reserve, and whoever asks may kill the process before that. Raises what ShardServer.start raises."""
+    start = asyncio.ensure_future(server.start())
+    ask = asyncio.ensure_future(asked.to_end.wait())
+    try:
+        await asyncio.wait([start, ask], return_when=asyncio.FIRST_COMPLETED)
+        return start.result() if start.done() else None
+    finally:
+        await end_tasks([start, ask])
 
 
 async def end_process(server: ShardServer, asked: EndSignals, *, keep_segment: bool = False) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,8 @@ from kvservice.core.messages import Holder
 from kvservice.errors import KVServiceError
 from kvservice.lookup.announce_pump import AnnouncePump
 from kvservice.lookup.server import LookupServer
-from kvservice.shard.process import HURRY_SECONDS
+from kvservice.memory import segment
+from kvservice.shard.process import HURRY_SECONDS, started
 from kvservice.shard.server import ShardServer
 from kvservice.shard.server_config import DEV_SHM, ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
@@ -126,6 +128,28 @@ async def test_sigterm_ends_a_busy_shard_process() -> None:
         assert await asyncio.to_thread(ended, cluster, 1.0 + STOP_SECONDS) == 0
         is_over.set()
         await asyncio.gather(*busy)
+
+
+async def test_a_start_that_takes_minutes_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Kubernetes does with a pod that is deleted while its pool is reserved. It waits less long than that takes, and
+    what a killed process has reserved stays in the node's memory."""
+    reserve, pieces = os.posix_fallocate, []
+
+    def slowly(descriptor: int, start: int, size: int) -> None:
+        reserve(descriptor, start, size)
+        pieces.append(start)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(segment, "PIECE_BYTES", MiB)
+    monkeypatch.setattr(os, "posix_fallocate", slowly)
+    service = ServiceConfig(service="stopstart", pool_bytes=2048 * MiB, runtime_dir=str(tmp_path), transport="shm")
+    asked = SimpleNamespace(to_end=asyncio.Event())
+    start = asyncio.ensure_future(started(ShardServer(ShardServerConfig(service, NodeId("n0"), ())), asked))  # type: ignore[arg-type]
+    await eventually_async(lambda: len(pieces) > 2, "the first pieces of the pool")
+    asked.to_end.set()
+    assert await asyncio.wait_for(start, CATCH_UP_SECONDS) is None
+    await eventually_async(lambda: not list(DEV_SHM.glob("kvservice-stopstart-*")), "no memory that is kept")
+    assert len(pieces) < 200 and not list(tmp_path.glob("**/shard.sock"))
 
 
 async def test_a_second_sigterm_ends_the_waiting_for_a_reader() -> None:
