@@ -347,6 +347,17 @@ def test_liveness_and_readiness_differ(values: str) -> None:
             assert patience > ready["periodSeconds"] * 3 and "startupProbe" in container
 
 
+def test_a_large_pool_has_the_time_that_its_start_takes() -> None:
+    def patience(of: Pod) -> int:
+        probe = of.spec["containers"][0]["startupProbe"]
+        return int(probe["periodSeconds"]) * int(probe["failureThreshold"])
+
+    memory = next(each for each in pods(rendered(FULL)) if each.owner.endswith("-memory"))
+    assert patience(pod(rendered(STANDALONE, "cache.pool=512Mi"), "shard")) == 600
+    assert patience(pod(rendered(FULL), "shard")) == 600 + 125, "64 GiB at two seconds each, in periods of five"
+    assert patience(memory) == 600 + 1020
+
+
 def test_kept_blocks_is_an_argument_of_the_shard() -> None:
     assert "--keep-blocks" in pod(rendered(FULL), "shard").spec["containers"][0]["args"]
     assert "--keep-blocks" not in pod(rendered(STANDALONE), "shard").spec["containers"][0]["args"]

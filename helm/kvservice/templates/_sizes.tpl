@@ -50,3 +50,9 @@
 {{- define "kvservice.terminationSeconds" -}}
 {{- add (int .Values.cache.drainSeconds) (int .Values.cache.graceSeconds) 15 -}}
 {{- end -}}
+
+{{/* Periods of 5 s that a shard may take to start: ten minutes, and two seconds for each GiB of the pool. The kernel needs
+     about a second to clear one. */}}
+{{- define "kvservice.startPeriods" -}}
+{{- add 120 (div (mul 2 (include "kvservice.mib" . | int)) (mul 5 1024)) -}}
+{{- end -}}
