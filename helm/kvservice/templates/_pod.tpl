@@ -114,3 +114,13 @@ topologySpreadConstraints:
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
+
+{{/* A folder of the node that prepare-host gives to the shards' user: dict "value" its name in the values, "path". One that
+     the system needs would be closed to everybody else. */}}
+{{- define "kvservice.ownFolder" -}}
+{{- $system := list "/" "/bin" "/boot" "/dev" "/dev/shm" "/etc" "/home" "/lib" "/lib64" "/media" "/mnt" "/opt" "/proc" "/root" "/run" "/run/lock" "/run/user" "/sbin" "/srv" "/sys" "/tmp" "/usr" "/usr/local" "/var" "/var/cache" "/var/lib" "/var/lib/kubelet" "/var/log" "/var/run" "/var/tmp" -}}
+{{- if has (clean .path) $system -}}
+{{- fail (printf "%s: %s is a folder of the node's system, and prepare-host would close it to everybody else: name a folder in it, such as %s/kvservice" .value .path (clean .path | trimSuffix "/")) -}}
+{{- end -}}
+{{- .path -}}
+{{- end -}}
