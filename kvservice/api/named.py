@@ -7,6 +7,7 @@ prefix may lose its first block before its last.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -110,10 +111,10 @@ class NamedBlocks:
         holds nothing of use."""
         return self._thread.loop.submit(self._program.write(self._load(names, held, targets, seconds, self.term)))
 
-    def put(self, names: Sequence[bytes], blocks: Sequence[Array]) -> Future[list[bool]]:
+    def put(self, names: Sequence[bytes], blocks: Sequence[Array], seconds: float | None = None) -> Future[list[bool]]:
         """Store blocks under their names. The result says which of them are in the pool then. The arrays must not
-        change until it is there."""
-        return self._thread.loop.submit(self._program.write(self._put(names, blocks, self.term)))
+        change until it is there. It waits for the pool's answers for `seconds` at most, if they are given."""
+        return self._thread.loop.submit(self._program.write(self._put(names, blocks, self.term, seconds)))
 
     def release(self, promises: Sequence[PromisedBlock]) -> None:
         """Give promised blocks back, each once."""
@@ -130,13 +131,19 @@ class NamedBlocks:
         mapped = await self._program.memory()
         if mapped is None or not names:
             return [None] * len(names)
+        clock, is_silent = asyncio.get_running_loop().time, False
+        until = clock() + seconds
 
         async def hold(name: bytes) -> PromisedBlock | None:
+            nonlocal is_silent
+            if is_silent:
+                return None
             key = self._key(mapped, name, term)
-            result = await self._program.ask(mapped.attachment, AcquireRequest((key,), 0, seconds))
-            return (
-                PromisedBlock(mapped, key, result.blocks[0], result) if result is not None and result.blocks else None
-            )
+            result = await self._program.ask(mapped.attachment, AcquireRequest((key,), 0, max(0.0, until - clock())))
+            is_silent = is_silent or result is None
+            if result is None or not result.blocks:
+                return None
+            return PromisedBlock(mapped, key, result.blocks[0], result)
 
         return await ask_each(hold, names, ASKED_MAX)
 
@@ -167,7 +174,9 @@ class NamedBlocks:
         is_checked = self._sample.has_next(is_free=in_one_pass())
         return promise.mapped.read(promise.ref, promise.key, target, check_digest=is_checked)
 
-    async def _put(self, names: Sequence[bytes], blocks: Sequence[Array], term: bytes) -> list[bool]:
+    async def _put(
+        self, names: Sequence[bytes], blocks: Sequence[Array], term: bytes, seconds: float | None
+    ) -> list[bool]:
         mapped = await self._program.memory()
         if mapped is None:
             return [False] * len(names)
@@ -178,7 +187,7 @@ class NamedBlocks:
                 SealItem(ref, key, None, 0, route_of_head(key)) for ref, key in zip(refs, keys[first:], strict=False)
             ]
 
-        statuses, _ = await self._program.store(mapped, blocks, items)
+        statuses, _ = await self._program.store(mapped, blocks, items, seconds)
         return [number < len(statuses) for number in range(len(names))]
 
     def _key(self, mapped: MappedPool, name: bytes, term: bytes) -> BlockKey:

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvservice.connector")
 
 EVENTS = "vllm:kvservice_offloading_events"
+# Longest that a store waits for the shard's answers, which come within milliseconds. A reset waits for it, on the
+# thread that schedules.
+STORE_SECONDS = 4.0
 ANSWERS = {
     Presence.HERE: LookupResult.HIT,
     Presence.MISSING: LookupResult.MISS,
@@ -141,7 +144,7 @@ class KVServiceTier(SecondaryTierManager):
                 self._give_up(job.job_id, keys)
                 return
             rows = [self._rows[chunk] for chunk in job.chunk_ids]
-            copied = self._load(keys, rows) if is_load else self._blocks.put(keys, rows)
+            copied = self._load(keys, rows) if is_load else self._blocks.put(keys, rows, STORE_SECONDS)
             self._jobs[job.job_id] = _Copying(keys, is_load, time.monotonic(), copied)
         except Exception as error:  # noqa: BLE001  the engine's loop must go on whatever happens here
             self.failures.note("submit_load" if is_load else "submit_store", error)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvservice.api.layout import Layout
-from kvservice.api.named import NamedBlocks, PromisedBlock
+from kvservice.api.named import ASKED_MAX, NamedBlocks, PromisedBlock
+from kvservice.api.program import AttachedProgram
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, SealItem, SealStatus
 from kvservice.session.options import Mode, PoolOptions
 from kvservice.testing.eventually import eventually
 from kvservice.units import KiB, MiB
@@ -107,6 +112,35 @@ def test_a_broken_promise_is_not_read(blocks: NamedBlocks) -> None:
     assert blocks.load([b"n"], {}, target, SECONDS).result() == [False]
     promised.mapped.close()
     assert blocks.load([b"m"], {b"m": other}, target, SECONDS).result() == [False]
+
+
+def test_blocks_share_the_time_of_a_question(blocks: NamedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are. What is on this node is found, and a silent shard is not asked for each."""
+    names, ask, asked, is_silent = [os.urandom(32) for _ in range(3 * ASKED_MAX)], AttachedProgram.ask, 0, False
+    assert all(blocks.put(names, some(len(names))).result())
+
+    async def slow(self: AttachedProgram, attachment: Attachment, request: AcquireRequest) -> AcquireResult | None:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(request.timeout_seconds)
+        return None if is_silent else await ask(self, attachment, replace(request, timeout_seconds=0.0))
+
+    monkeypatch.setattr(AttachedProgram, "ask", slow)
+    began = time.monotonic()
+    promises = blocks.hold(names, 0.5).result()
+    assert all(promises) and 0.5 <= time.monotonic() - began < 1.0
+    blocks.release([promise for promise in promises if promise is not None])
+    asked, is_silent = 0, True
+    assert blocks.hold(names, 0.1).result() == [None] * len(names) and asked == ASKED_MAX
+
+
+def test_a_silent_shard_does_not_hold_up_a_store(blocks: NamedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(attachment: Attachment, items: Sequence[SealItem]) -> list[SealStatus]:
+        await asyncio.sleep(60)
+        return []
+
+    monkeypatch.setattr(blocks._program.session, "store", silent)
+    assert blocks.put([b"n"], some(1), 0.1).result(30) == [False]
 
 
 def test_without_a_pool_nothing_is_found_or_stored() -> None:

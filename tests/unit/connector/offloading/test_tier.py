@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConfig
 
+from kvservice.connector.offloading import tier
 from kvservice.connector.offloading.tier import EVENTS, KVServiceTier, identity
 from kvservice.errors import ConfigError
 from tests.unit.connector.offloading.engine_line import (
@@ -110,6 +113,21 @@ def test_after_a_reset_nothing_from_before_is_found(engine: OffloadingEngine) ->
     engine.store(keys, chunks)  # by the new weights
     engine.forget()
     assert engine.found(engine.request(), keys) == [HIT, HIT]
+
+
+def test_a_reset_does_not_wait_for_a_silent_shard(engine: OffloadingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(*_: object) -> list[object]:
+        await asyncio.sleep(60)
+        return []
+
+    monkeypatch.setattr(engine.tier._blocks._program.session, "store", silent)
+    monkeypatch.setattr(tier, "STORE_SECONDS", 0.1)
+    context, began = engine.request(), time.monotonic()
+    engine.offload(context, keys_of("a", 2), some_chunks(1, 2))
+    engine.step()
+    engine.manager.on_request_finished(context)
+    engine.reset()
+    assert time.monotonic() - began < 10 and engine.tier.counters["offloading_not_stored"] == 2
 
 
 def test_a_reset_while_a_request_holds_blocks_closes_the_tier(engine: OffloadingEngine) -> None:
