@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import re
+from collections.abc import Mapping
 from numbers import Real
+from typing import Any
 
 from kvservice.errors import InvalidRequest
 from kvservice.units import NAME_CHARS_MAX
+
+_ADDRESS = re.compile(r"<.* at 0x[0-9a-f]+>")  # how Python prints an object that has no text of its own
 
 
 def whole_number(name: str, value: object) -> int:
@@ -24,6 +29,28 @@ def seconds(name: str, value: object, most: float) -> float:
     if not 0 <= found <= most:
         raise InvalidRequest(f"{name} is 0 to {most:g} seconds, not {value!r:.100}")
     return found
+
+
+def each(name: str, value: object, what: str) -> list[Any]:
+    """The items of a row of `what`. Raises InvalidRequest."""
+    try:
+        found: list[Any] = list(value)  # type: ignore[call-overload]
+    except TypeError as error:
+        raise InvalidRequest(f"{name} is a row of {what}, not {value!r:.100}") from error
+    return found
+
+
+def identity_fields(identity: object) -> dict[str, object]:
+    """The fields of the fingerprint for what a program says of its blocks. Raises InvalidRequest, also for an object
+    without a text of its own: the text has its address, so that another process would share nothing with this one."""
+    if not isinstance(identity, Mapping):
+        raise InvalidRequest(f'identity maps names to values, such as {{"weights": "step-1"}}, not {identity!r:.100}')
+    for name, value in identity.items():
+        if _ADDRESS.search(str(value)):
+            raise InvalidRequest(
+                f"identity.{name} is another text in each process: {value!s:.100}; give a version, say"
+            )
+    return {f"identity.{name}": value for name, value in identity.items()}
 
 
 def text(name: str, value: object) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from kvservice.aio import in_thread
-from kvservice.api.arguments import seconds, text, whole_number
+from kvservice.api.arguments import identity_fields, seconds, text, whole_number
 from kvservice.api.hit import HeldBlocks, Hit
 from kvservice.api.layout import Arrays, Layout, Tokens, pack_tokens
 from kvservice.api.mapped import MappedPool
@@ -90,7 +90,7 @@ class AttachedModel:
             "shape": layout.shape,
             "dtype": layout.dtype,
             **number_fields(layout.dtype, layout.shape[-1], 0, layout.accept_codec),
-            **{f"identity.{name}": value for name, value in identity.items()},
+            **identity_fields(identity),
         }
         self._program = AttachedProgram(open_pool, model, layout, fields, namespace)
         self._verify = verify

@@ -139,9 +139,10 @@ class Hit:
         """Copy the blocks into an array of the shape and type of `view`, or a tensor of those of `tensor()`. Raises
         LeaseLost, and then `target` holds nothing of use; InvalidRequest when its shape or type differs."""
         source = self.view if isinstance(target, np.ndarray) else self.tensor()
-        if target.shape != source.shape or target.dtype != source.dtype:
-            here, there = (f"{tuple(each.shape)} of {each.dtype}" for each in (source, target))
-            raise InvalidRequest(f"the hit is {here}, the target {there}")
+        shape, dtype = getattr(target, "shape", None), getattr(target, "dtype", None)
+        if shape != source.shape or dtype != source.dtype:
+            found = type(target).__name__ if shape is None else f"{tuple(shape)} of {dtype}"
+            raise InvalidRequest(f"the hit is {tuple(source.shape)} of {source.dtype}, the target {found}")
         if isinstance(target, np.ndarray):
             np.copyto(target, source)
         else:

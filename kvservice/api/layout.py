@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.api.arguments import whole_number
+from kvservice.api.arguments import each, whole_number
 from kvservice.core.block.numbers import ACCEPTED
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import InvalidRequest
@@ -56,7 +56,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_tokens", whole_number("block_tokens", self.block_tokens))
-        object.__setattr__(self, "shape", tuple(whole_number("a size of the shape", size) for size in self.shape))
+        shape = each("shape", self.shape, "sizes, such as (4, 2, 64)")
+        object.__setattr__(self, "shape", tuple(whole_number("a size of the shape", size) for size in shape))
         object.__setattr__(self, "dtype", _type_name(self.dtype))
         if self.block_tokens <= 0 or not self.shape or min(self.shape) <= 0:
             raise InvalidRequest(f"block_tokens and every size of the shape must be positive: {self}")
@@ -83,8 +84,9 @@ class Layout:
             return list(self._checked(_from_torch(arrays), self.shape, first_axis=True))
         if isinstance(arrays, np.ndarray):
             return list(self._checked(arrays, self.shape, first_axis=True))
-        found = [_from_torch(each) if _is_tensor(each) else np.asarray(each) for each in arrays]
-        return [self._checked(each, self.shape, first_axis=False) for each in found]
+        blocks = each("arrays", arrays, "blocks, or one array")
+        found = [_from_torch(block) if _is_tensor(block) else np.asarray(block) for block in blocks]
+        return [self._checked(block, self.shape, first_axis=False) for block in found]
 
     def _checked(self, array: Array, shape: tuple[int, ...], *, first_axis: bool) -> Array:
         found = array.shape[1:] if first_axis else array.shape

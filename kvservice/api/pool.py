@@ -13,6 +13,7 @@ from kvservice.api.hit import Hit
 from kvservice.api.layout import Arrays, Layout, Tokens
 from kvservice.api.pool_thread import PoolThread
 from kvservice.errors import InvalidRequest
+from kvservice.observe import logs
 from kvservice.session.options import PoolOptions
 
 NAMESPACE = "python"  # apart from engines: a program that attaches first must not keep an engine out
@@ -106,6 +107,7 @@ def _open(*arguments: str | int | None) -> PoolThread:
 
 
 def _options(*arguments: str | int | None) -> ConnectOptions:
+    logs.speak_up()
     names = (
         *("mode", "service", "node", "socket", "token_file", "memory", "eviction", "metrics_port"),
         *("disk_path", "disk_bytes", "objects_url"),

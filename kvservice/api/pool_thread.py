@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from kvservice.aio import in_thread
+from kvservice.api.arguments import text
 from kvservice.api.attached import AttachedModel, Verify
 from kvservice.api.explanation import RequestExplanation, explanation_of
 from kvservice.api.layout import Layout
@@ -92,6 +93,7 @@ class PoolThread:
 
     async def explain(self, request_id: str) -> RequestExplanation:
         """See Pool.explain."""
+        request_id = text("request_id", request_id)
         if self._runtime is not None:
             return explanation_of(explain(PoolWitness(self._runtime, self._node), request_id))
         token = Token.of_environment(self._options.token_file)

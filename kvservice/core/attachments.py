@@ -129,7 +129,8 @@ class Attachments:
                 refusal = FingerprintMismatch(
                     f"model {spec.model!r} is attached to shard {self._shard.node_id} with another fingerprint, so the "
                     f"two would never share a block: {spec.fingerprint.difference(other.fingerprint)}. Start both "
-                    "engines alike, or give one of them a namespace of its own in kv_connector_extra_config",
+                    "engines alike, or give one of them a namespace of its own (in kv_connector_extra_config, or "
+                    "`attach` of a program)",
                     ours=other.fingerprint.digest.hex(),
                     theirs=spec.fingerprint.digest.hex(),
                 )

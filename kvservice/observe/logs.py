@@ -106,6 +106,15 @@ class EngineHandler(logging.Handler):
         self._engine.handle(passed)
 
 
+class UnheardHandler(logging.Handler):
+    """Prints our records while the program that we run in has configured no logging. Python would print the name of the
+    event and leave its fields out, the reason among them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            print(self.format(record), file=sys.stderr)
+
+
 def configure(*, json_lines: bool = False, level: int = logging.INFO) -> None:
     """Set up logging in a process of our own. A second call replaces the first. Inside an engine use
     `speak_through`."""
@@ -135,6 +144,16 @@ def speak_through(name: str) -> None:
         ours.addHandler(EngineHandler(engine))
         ours.setLevel(engine.getEffectiveLevel())
         ours.propagate = False
+
+
+def speak_up() -> None:
+    """Inside a program: print warnings with their fields, unless somebody has configured our logger, or configures the
+    root logger at any time."""
+    ours = logging.getLogger("kvservice")
+    if not ours.handlers:
+        handler = UnheardHandler(logging.WARNING)
+        handler.setFormatter(TextFormatter())
+        ours.addHandler(handler)
 
 
 def take_over(name: str) -> None:

@@ -57,7 +57,7 @@ LAYERS: dict[str, frozenset[str]] = {
     ),
     "copying": frozenset({"core", "memory", "discovery", "config", "observe"}),
     "session": frozenset({"client", "core", "auth", "pool", "discovery", "config", "observe"}),
-    "api": frozenset({"core", "auth", "client", "memory", "pool", "session"}),
+    "api": frozenset({"core", "auth", "client", "memory", "pool", "session", "observe"}),
     "connector": frozenset(
         {"api", "client", "core", "auth", "memory", "transfer", "pool", "copying", "session"}
         | {"discovery", "config", "observe"}

@@ -7,6 +7,8 @@ import gc
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -329,6 +331,51 @@ def test_a_wrong_argument_is_refused_and_harms_nothing(
     with pytest.raises(InvalidRequest):
         getattr(cache, call)(range(8), **arguments)
     assert cache.put(range(8), some(2)).is_complete
+
+
+@pytest.mark.parametrize(
+    "identity", ["step-1", {"weights": object()}, {"code": [test_a_hit_is_the_longest_stored_prefix]}]
+)
+def test_an_identity_that_no_other_process_repeats_is_refused(pool: kvservice.Pool, identity: Any) -> None:
+    """It would share blocks with nobody, and nobody would notice."""
+    with pytest.raises(InvalidRequest, match="identity"):
+        pool.attach(os.urandom(4).hex(), LAYOUT, identity=identity)
+    with pool.attach(os.urandom(4).hex(), LAYOUT, identity={"dtype": torch.float16, "step": 1, "code": None}) as cache:
+        assert cache.is_attached
+
+
+def test_bits_of_a_foreign_type_are_not_copied_as_numbers(pool: kvservice.Pool) -> None:
+    layout = Layout(block_tokens=4, shape=(2, 5), dtype="bfloat16")
+    ones = torch.ones((1, 2, 5), dtype=torch.bfloat16)
+    with pool.attach(os.urandom(4).hex(), layout) as cache:
+        cache.put(range(4), ones)
+        with cache.get(range(4)) as hit:
+            with pytest.raises(InvalidRequest, match="uint16"):
+                hit.copy_to(np.empty((1, 2, 5), "float32"))
+            with pytest.raises(InvalidRequest, match="list"):
+                hit.copy_to([1.0])  # type: ignore[arg-type]
+            bits = np.empty((1, 2, 5), "uint16")
+            hit.copy_to(bits)
+            assert bits.tobytes() == ones.view(torch.int16).numpy().tobytes()
+
+
+def test_a_request_id_that_is_no_text_is_refused(pool: kvservice.Pool) -> None:
+    with pytest.raises(InvalidRequest, match="request_id"):
+        pool.explain(3)  # type: ignore[arg-type]
+
+
+def test_a_program_without_logging_reads_the_reason_of_a_warning() -> None:
+    """Python itself would print the name of the event alone."""
+    program = (
+        "import logging, kvservice\n"
+        "kvservice.connect('embedded', memory='8MiB').close()\n"
+        "logging.getLogger('kvservice.pool').warning('tier_unusable', extra={'reason': '/proc/none'})\n"
+    )
+    plain = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert "tier_unusable" in plain.stderr and "/proc/none" in plain.stderr, plain.stderr
+    own = f"import logging\nlogging.basicConfig(format='mine %(message)s')\n{program}"
+    said = subprocess.run([sys.executable, "-c", own], capture_output=True, text=True, check=True, timeout=60).stderr
+    assert said == "mine tier_unusable\n"
 
 
 @pytest.mark.parametrize("name", ["\ud800", 5, "x" * 513, ""])

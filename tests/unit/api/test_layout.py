@@ -23,7 +23,9 @@ def test_what_is_no_type_of_numbers_is_refused(kind: object) -> None:
         Layout(4, (2,), kind)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("tokens", "shape"), [(0, (2,)), (4, ()), (4, (2, 0)), (-1, (2,)), (4, (2.5,)), (4.0, (2,))])
+@pytest.mark.parametrize(
+    ("tokens", "shape"), [(0, (2,)), (4, ()), (4, (2, 0)), (-1, (2,)), (4, (2.5,)), (4.0, (2,)), (4, 2), (4, None)]
+)
 def test_sizes_that_are_not_positive_are_refused(tokens: Any, shape: Any) -> None:
     with pytest.raises(InvalidRequest):
         Layout(tokens, shape)
@@ -46,10 +48,12 @@ def test_bfloat16_goes_by_its_bits() -> None:
         [np.zeros((2, 3), "float32"), np.zeros((2, 3), "int32")],
         torch.zeros((2, 3, 2)),
         [[[1.0] * 3] * 2],
+        None,
+        7,
     ],
 )
 def test_blocks_of_another_shape_or_type_are_refused(arrays: object) -> None:
-    with pytest.raises(InvalidRequest, match="blocks are"):
+    with pytest.raises(InvalidRequest, match=r"blocks are|arrays is a row of blocks"):
         Layout(4, (2, 3)).blocks_of(arrays)  # type: ignore[arg-type]
 
 
