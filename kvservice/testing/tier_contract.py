@@ -201,6 +201,18 @@ class TierContract:
         eventually(lambda: place.take(gone[0].key) is None, "the file is gone")
         assert [result for result, _ in started.read(gone[0], kept[0])] == [STALE, OK]
 
+    def test_what_is_written_after_an_erase_stays(self, started: StartedTier) -> None:
+        """Erasing is not answered, so nobody can wait for it: what was cleared may be stored again at once."""
+        old, new = [some(number) for number in range(20)], [some(number) for number in range(20)]
+        started.write(*old)
+        started.tier.erase([block.key for block, _ in old])
+        assert set(started.write(*new)) == {WriteResult.OK}
+        later = some(99)
+        started.write(later)
+        started.tier.erase([later[0].key])
+        eventually(lambda: started.result_of(later[0]) is STALE, "an erase that was asked for later is done")
+        assert started.read(*[block for block, _ in new]) == [(OK, payload) for _, payload in new]
+
     def test_a_block_that_is_written_again_is_the_last_one(self, started: StartedTier) -> None:
         first, second = some(1), some(1)
         assert first != second

@@ -22,7 +22,7 @@ import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -119,6 +119,7 @@ class ObjectTier:
         self._writes: _Lane = _Lane(WRITES_MAX, WRITE_BYTES_MAX)
         self._erasing: deque[BlockKey] = deque()
         self._erases = 0  # requests under way
+        self._erased: dict[BlockKey, asyncio.Future[None]] = {}  # of what is not erased yet: a write waits for it
         self._counters: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._puts: set[asyncio.Task[Any]] = set()  # of these, those that read a payload
@@ -232,7 +233,11 @@ class ObjectTier:
         self._pump()
 
     def _accept_erases(self, keys: Sequence[BlockKey]) -> None:
-        self._erasing.extend(keys)
+        for key in keys:
+            self._objects.believe_absent(key)
+            if key not in self._erased:
+                self._erased[key] = self._loop.create_future()
+                self._erasing.append(key)
         self._pump()
 
     def _pump(self) -> None:
@@ -359,6 +364,8 @@ class ObjectTier:
                 encoded = self._coder.encode(block, payload)
             else:
                 encoded = await self._on_codec_thread(lambda: self._coder.encode(block, payload))
+            if (erased := self._erased.get(block.key)) is not None:  # or the new object would go instead of the old one
+                await asyncio.wait([erased])
             if encoded is not None and not self._closing:
                 is_written = await self._objects.put(block.key, [pack_file_header(encoded.header), encoded.data])
         finally:
@@ -383,7 +390,12 @@ class ObjectTier:
         finally:
             self._counters["erased" if is_erased else "erases_dropped"] += len(keys)
             self._erases -= 1
+            self._end_erases(keys)
             self._pump()
+
+    def _end_erases(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            self._erased.pop(key).set_result(None)
 
     async def _probe(self, probing: _ObjectProbe) -> None:
         """Answered at the deadline with what is known then. Looks that are under way go on, and are remembered."""
@@ -415,6 +427,7 @@ class ObjectTier:
             while lane.waiting:
                 work, place = lane.waiting.popleft()
                 work.answers.drop(place)
+        self._end_erases(self._erasing)
         self._erasing.clear()
         await asyncio.sleep(0)  # a task that is cancelled before its first step would answer nobody
         await end_tasks(self._tasks - self._puts)
