@@ -328,7 +328,8 @@ class Tiers:
         return count
 
     def _settle(self, tier: _Tier, block: TierBlock, now: float, *, is_written: bool) -> None:
-        if block.key in tier.cleared:
+        was_cleared = block.key in tier.cleared
+        if was_cleared:
             tier.cleared.discard(block.key)
             self._shard.emit(Erase(tier.rules.name, (block.key,)))
             is_written = False
@@ -339,6 +340,10 @@ class Tiers:
             tier.books.seal(block.key, now)
         else:
             tier.books.abort(block.key)
+        if was_cleared and tier.rules.write is WriteMoment.STORED and tier.takes(now):
+            again = self._store.get(block.key)  # stored since the clear, while the old one was on its way
+            if again is not None and not again.is_secondary:
+                self._offer_to(tier, again)
 
     # -- what is brought back ----
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.block.marks import MarkKind
 from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.messages import AcquireRequest
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
@@ -403,3 +404,20 @@ def test_copies_of_before_are_not_written_when_a_tier_opens() -> None:
     harness.fetch_all(harness.acquire(engine, chain, skip=1), chain[1:], 1)
     harness.send(ev.TierFound("disk", ()))
     assert harness.write_all() == list(chain[:1])
+
+
+@pytest.mark.parametrize("tier", [disk(), objects()])
+def test_stored_again_since_a_clear_is_written_again(tier: TierRules) -> None:
+    """What was being written when it was cleared is erased then. Its name is no less wanted for that."""
+    harness = harness_with(tier, slab_count=4, has_directory=False)
+    chain = make_chain(3)
+    engine = harness.attach()
+    harness.store(engine, chain)
+    (old,) = harness.writes(tier.name)
+    harness.clear(MarkKind.EVERYTHING)
+    harness.advance(1.0)
+    harness.store(engine, chain)
+    harness.written(old, True)
+    gone = [block.key for block, _ in old.items]
+    assert gone and harness.erased(tier.name) == gone
+    assert set(harness.write_all(tier.name)) == set(chain)
