@@ -38,8 +38,9 @@ from kvservice.memory.runs import copy_runs
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.transfer import mapped
 from kvservice.transfer.base import Copy, PeerHandle, TransferOutcome
+from kvservice.transfer.job import PullItem, PullJob
 from kvservice.transfer.nixl import NixlTransport
-from kvservice.transfer.puller import Puller, PullItem, PullJob
+from kvservice.transfer.puller import Puller
 from kvservice.transfer.ways import pack_ways, unpack_ways
 from kvservice.units import BlockKey, BootEpoch, Generation, KiB, MiB, NodeId, SlotIndex, SpanRoute
 

@@ -72,6 +72,7 @@ SHARD_EVENTS: Mapping[str, str] = {
     "transfer_job_errors": "pulls that failed with an unexpected error",
     "transfer_jobs": "pulls that ended",
     "transfer_map_failed": "peers of this machine whose memory could not be mapped",
+    "transfer_peers_silent": "pulls refused because reads of their node were under way and none had ended for seconds",
     "transfer_poll_errors": "times that the transport could not say what has arrived",
     "transfer_transport_close_failed": "transports that could not be closed",
     "warm_fetched_blocks": "blocks of warmed prompts that came from elsewhere",

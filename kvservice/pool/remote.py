@@ -25,7 +25,7 @@ from kvservice.observe import tracing
 from kvservice.observe.failpoints import failpoint
 from kvservice.observe.timings import Timings
 from kvservice.pool.runtime_ports import PullerPort, Report
-from kvservice.transfer.puller import PullItem, PullJob
+from kvservice.transfer.job import PullItem, PullJob
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
 log = logging.getLogger("kvservice.pool")

@@ -21,7 +21,7 @@ from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.core.store.worth import GuardedWorth
 from kvservice.pool.coders import Coders
 from kvservice.pool.tier_specs import TierSpec
-from kvservice.transfer.puller import DoneCallback, PullJob, WritesEndedCallback
+from kvservice.transfer.job import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.units import BootEpoch, NodeId, SlotIndex
 
 

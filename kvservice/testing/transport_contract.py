@@ -19,7 +19,8 @@ from kvservice.core.segment.refs import BlockHandle
 from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferOutcome, Transport
-from kvservice.transfer.puller import Puller, PullItem, PullJob
+from kvservice.transfer.job import PullItem, PullJob
+from kvservice.transfer.puller import Puller
 from kvservice.units import BlockKey, BootEpoch, Generation, NodeId, SlotIndex, SpanRoute
 
 # For a transfer, which takes milliseconds; a busy machine gets more. Then the rule fails.

@@ -26,18 +26,20 @@ from kvservice.core.acquire.pulls import PULL_BLOCKS_MAX
 from kvservice.core.events import PullResult
 from kvservice.core.segment.copy_runs import Offsets, merge_runs
 from kvservice.core.segment.digest import digest_payload
-from kvservice.core.segment.geometry import HEADER_BYTES, PAGE_BYTES, SCRATCH_BYTES, Geometry
+from kvservice.core.segment.geometry import HEADER_BYTES, PAGE_BYTES
 from kvservice.core.segment.header_checks import are_as_located, is_as_located
-from kvservice.core.segment.refs import BlockHandle
 from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment
 from kvservice.observe.failpoints import failpoint
 from kvservice.transfer import mapped
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome, Transport
 from kvservice.transfer.connections import AnyPeer, Connections
+from kvservice.transfer.job import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.transfer.mapped import MappedPeer
+from kvservice.transfer.scratch import SCRATCH_HEADERS, Scratch
+from kvservice.transfer.silence import Silence
 from kvservice.transfer.ways import joined, pack_ways
-from kvservice.units import BootEpoch, MiB, NodeId, SlotIndex
+from kvservice.units import BootEpoch, MiB, NodeId
 
 log = logging.getLogger("kvservice.transfer")
 
@@ -58,36 +60,10 @@ GREETING_SECONDS = 0.001  # while it only greets peers, it waits this long for a
 QUICK_SECONDS = 1.0  # then it polls as if idle: a peer that stopped may keep its answer for minutes
 POLL_SECONDS = 0.0001  # between two polls when nothing has moved: shorter than one block takes on a fast link
 BROKEN_SECONDS = 0.05  # between two polls of a transport that raises, so that its errors do not use a core
-SCRATCH_HEADERS = SCRATCH_BYTES // HEADER_BYTES
 assert PULL_BLOCKS_MAX <= SCRATCH_HEADERS, "the headers of one pull must fit into the scratch area"
 assert PIECE_BYTES <= BATCH_BYTES_MIN <= BATCH_BYTES_MAX <= IN_FLIGHT_BYTES_MAX
 
 GREETING_HEADERS = PAGE_BYTES // HEADER_BYTES  # of scratch: what is read of a peer to greet it
-
-DoneCallback = Callable[[int, tuple[PullResult, ...]], None]
-WritesEndedCallback = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PullItem:
-    """One block to read, and the local slot that it is read into."""
-
-    handle: BlockHandle
-    destination: SlotIndex
-
-
-@dataclass(frozen=True, slots=True)
-class PullJob:
-    """Blocks of one peer to read and verify."""
-
-    job_id: int
-    peer: NodeId
-    peer_epoch: BootEpoch
-    description: bytes  # what the peer's Puller.describe() returned
-    geometry: Geometry  # of the peer's segment
-    payload_bytes: int  # of every item
-    items: tuple[PullItem, ...]
-    deadline: float  # on the puller's clock; nothing that ends later is accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +106,10 @@ class _Active:
     def payloads_done(self) -> bool:
         return self.next_item >= len(self.job.items) and not self.in_flight
 
+    @property
+    def is_reading(self) -> bool:
+        return bool(self.in_flight) or self.headers is not None
+
 
 class Puller:
     """Call `start`, then `submit` from any thread. Callbacks run on the puller's thread and must not block."""
@@ -154,7 +134,8 @@ class Puller:
         self._active: list[_Active] = []
         self._greetings: dict[TransferId, _Greeting] = {}
         self._greeted_at = 0.0
-        self._scratch_free = [True] * SCRATCH_HEADERS
+        self._scratch = Scratch()
+        self._silence = Silence()
         self._name = ""
         self._description = b""
         self._stopping = False
@@ -305,6 +286,11 @@ class Puller:
             self._count("connect_failed")
             self._call(on_done, job.job_id, (PullResult.FAILED,) * len(job.items))
             return
+        if transport is not None and not isinstance(peer, MappedPeer) and self._silence.is_long(peer):
+            self._count("peers_silent")
+            self._call(on_done, job.job_id, (PullResult.FAILED,) * len(job.items))
+            self._greet_over(transport, job.peer, peer, lambda is_met: None)  # its answer ends the silence
+            return
         way = mapped.NAME if transport is None or isinstance(peer, MappedPeer) else transport.name
         self._active.append(_Active(job, on_done, on_writes_ended, peer, way, bytearray(len(job.items))))
 
@@ -316,26 +302,35 @@ class Puller:
         description: bytes,
         on_met: Callable[[bool], None],
     ) -> None:
+        try:
+            handle = self._connections.connect(peer, epoch, description)
+        except Exception as error:  # noqa: BLE001  thread boundary: one peer's failure must not end the thread
+            log.info("greeting_failed", extra={"peer": peer, "error": str(error)})
+            self._call(on_met, False)
+            return
+        if transport is None or isinstance(handle, MappedPeer):
+            self._call(on_met, True)  # mapped: there is nothing to wire up
+        else:
+            self._greet_over(transport, peer, handle, on_met)
+
+    def _greet_over(
+        self, transport: Transport, peer: NodeId, handle: PeerHandle, on_met: Callable[[bool], None]
+    ) -> None:
         is_open = any(greeting.peer == peer for greeting in self._greetings.values())
-        scratch = None if is_open else self._take_scratch(GREETING_HEADERS)
+        scratch = None if is_open else self._scratch.take(GREETING_HEADERS)
         if scratch is None:  # it has not answered the last one, or pulls take all the space
             self._call(on_met, False)
             return
+        local = self._segment.geometry.scratch_offset + scratch * HEADER_BYTES
         try:
-            handle = self._connections.connect(peer, epoch, description)
-            if transport is not None and not isinstance(handle, MappedPeer):
-                local = self._segment.geometry.scratch_offset + scratch * HEADER_BYTES
-                transfer = transport.post_read(handle, [Copy(0, local, PAGE_BYTES)])
-                self._greetings[transfer] = _Greeting(peer, handle, scratch, on_met)
-                self._greeted_at = self._clock()
-                return
-        except Exception as error:  # noqa: BLE001  thread boundary: one peer's failure must not end the thread
+            transfer = transport.post_read(handle, [Copy(0, local, PAGE_BYTES)])
+        except Exception as error:  # noqa: BLE001  thread boundary, as above
             log.info("greeting_failed", extra={"peer": peer, "error": str(error)})
-            self._give_scratch(scratch, GREETING_HEADERS)
+            self._scratch.give(scratch, GREETING_HEADERS)
             self._call(on_met, False)
             return
-        self._give_scratch(scratch, GREETING_HEADERS)
-        self._call(on_met, True)  # mapped: there is nothing to wire up
+        self._greetings[transfer] = _Greeting(peer, handle, scratch, on_met)
+        self._greeted_at = self._clock()
 
     def _step(self, transport: Transport | None) -> bool:
         """One round over all jobs. False when nothing changed."""
@@ -348,6 +343,8 @@ class Puller:
                 self._fail_rest(active)
             time.sleep(BROKEN_SECONDS)
             completions = []
+        else:
+            self._silence.looked(self._clock())
         for completion in completions:
             moved = True
             self._complete(completion)
@@ -364,7 +361,8 @@ class Puller:
         done = completion.outcome is TransferOutcome.DONE
         greeting = self._greetings.pop(completion.transfer, None)
         if greeting is not None:
-            self._give_scratch(greeting.scratch, GREETING_HEADERS)
+            self._scratch.give(greeting.scratch, GREETING_HEADERS)
+            self._silence.heard(greeting.handle, self._clock())
             if not done:
                 self._connections.drop(greeting.peer, greeting.handle)
             self._call(greeting.on_met, done)
@@ -381,6 +379,8 @@ class Puller:
                     step = max(1, PIECE_BYTES // active.job.payload_bytes)
                     active.pieces += [batch[i : i + step] for i in range(0, len(batch), step)]
                     active.verifying.append(self._digesting.submit(self._verify_landed, active))
+            assert not isinstance(active.peer, MappedPeer)
+            self._silence.ended(active.peer, self._clock())
             if not done:
                 log.info("read_failed", extra={"peer": active.job.peer, "detail": completion.detail})
                 self._count("reads_failed")
@@ -431,13 +431,14 @@ class Puller:
         )
         assert not isinstance(active.peer, MappedPeer)
         active.in_flight[transport.post_read(active.peer, copies)] = batch
+        self._silence.began(active.peer, self._clock())
         active.next_item = batch.stop
         failpoint("shard.read")
         return True
 
     def _post_headers(self, transport: Transport, active: _Active) -> bool:
         items = active.job.items
-        active.scratch = self._take_scratch(len(items))
+        active.scratch = self._scratch.take(len(items))
         if active.scratch is None:
             return False  # the headers of other jobs take the space: try again in the next round
         start = self._segment.geometry.scratch_offset + active.scratch * HEADER_BYTES
@@ -445,6 +446,7 @@ class Puller:
         local = start + HEADER_BYTES * np.arange(len(items))
         assert not isinstance(active.peer, MappedPeer)
         active.headers = transport.post_read(active.peer, _merged(remote, local, HEADER_BYTES))
+        self._silence.began(active.peer, self._clock())
         return True
 
     def _copy_slice(self, active: _Active, peer: MappedPeer) -> bool:
@@ -549,10 +551,10 @@ class Puller:
 
     def _retire(self, active: _Active) -> bool:
         """Forget an answered job when nothing of it is in flight."""
-        if active.in_flight or active.headers is not None:
+        if active.is_reading:
             return False
         self._active.remove(active)
-        self._give_scratch(active.scratch, len(active.job.items))
+        self._scratch.give(active.scratch, len(active.job.items))
         if PullResult.STUCK in active.results.values():
             self._call(active.on_writes_ended, active.job.job_id)
         return True
@@ -574,21 +576,6 @@ class Puller:
             payload = self._segment.payload(item.destination, payload_bytes)
             active.good[index] = digest_payload(payload, item.handle.key) == item.handle.digest
         return True
-
-    def _take_scratch(self, count: int) -> int | None:
-        """The first `count` consecutive free scratch headers; None when there are none."""
-        run = 0
-        for index, free in enumerate(self._scratch_free):
-            run = run + 1 if free else 0
-            if run == count:
-                first = index - count + 1
-                self._scratch_free[first : index + 1] = [False] * count
-                return first
-        return None
-
-    def _give_scratch(self, scratch: int | None, count: int) -> None:
-        if scratch is not None:
-            self._scratch_free[scratch : scratch + count] = [True] * count
 
 
 def _merged(remote: Offsets, local: Offsets, length: int) -> list[Copy]:

@@ -27,8 +27,9 @@ from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.eventually import NotInTime, eventually
 from kvservice.transfer.base import Copy, PeerHandle, TransferOutcome
+from kvservice.transfer.job import PullItem, PullJob
 from kvservice.transfer.nixl import NixlTransport, nixl_available
-from kvservice.transfer.puller import Puller, PullItem, PullJob
+from kvservice.transfer.puller import Puller
 from kvservice.transfer.ways import pack_ways
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,11 @@ class Service:
             process.terminate()
         for process in self._processes:
             process.wait(30)
+
+    def ports(self) -> list[int]:
+        """Where lookup partitions and shards take calls."""
+        found = [re.findall(r"serves peers at \S+:(\d+)", self._log(index).read_text()) for index in self._shards]
+        return [LOOKUP_PORT, *(int(ports[-1]) for ports in found)]
 
     def kill_shard(self, index: int) -> None:
         self._shards[index].kill()

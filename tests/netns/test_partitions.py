@@ -16,8 +16,9 @@ import pytest
 
 from kvservice.testing.eventually import eventually
 from kvservice.transfer.nixl import nixl_available
+from kvservice.transfer.silence import SILENT_SECONDS
 from tests.netns.blocks import RemoteEngine
-from tests.netns.cuts import both_ways, cable_out, no_way
+from tests.netns.cuts import both_ways, cable_out, no_bytes_of_blocks, no_way
 from tests.netns.hosts import Host, Hosts, why_not
 from tests.netns.service import Service, socket_on
 
@@ -43,6 +44,7 @@ class Pair:
 
     hosts: tuple[Host, Host]
     engines: tuple[RemoteEngine, RemoteEngine]
+    service: Service
 
     def store(self, host: int) -> int:
         seed = next(_seeds)
@@ -75,11 +77,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("partitions")
     with (
         Hosts() as hosts,
-        Service(hosts, logs, "--pool-bytes", "64MiB", "--lease-seconds", "2"),
+        Service(hosts, logs, "--pool-bytes", "64MiB", "--lease-seconds", "2") as service,
         RemoteEngine(hosts[0], socket_on(0)) as a,
         RemoteEngine(hosts[1], socket_on(1)) as b,
     ):
-        yield Pair(hosts, (a, b))
+        yield Pair(hosts, (a, b), service)
 
 
 CUTS: dict[str, Callable[[Host, Host], contextlib.AbstractContextManager[None]]] = {
@@ -102,6 +104,21 @@ def test_cut_network_costs_the_deadline_and_is_found_healed(
         second = pair.store(1)
         assert pair.read(1, second) == (COUNT, 0)
     pair.heals((1, first), (0, second))
+
+
+def test_a_peer_that_moves_no_bytes_costs_few_their_deadline(pair: Pair) -> None:
+    """It answers calls and grants leases all the time. Slots that its reads hold back do not become more."""
+    seeds = [pair.store(0) for _ in range(6)]
+    time.sleep(KNOWN_SECONDS)
+    assert pair.read(1, seeds[0]) == (COUNT, COUNT)
+    with no_bytes_of_blocks(*pair.hosts, pair.service.ports()):
+        assert pair.read(1, seeds[1]) == (0, 0)
+        time.sleep(SILENT_SECONDS)
+        for seed in seeds[2:]:
+            answer = pair.engines[1].ask("read", seed=seed, count=COUNT, timeout=READ_SECONDS)
+            assert answer["miss"] == "peer_failed" and answer["seconds"] < READ_SECONDS / 2, answer
+        assert pair.engines[1].ask("books")["slots"]["quarantined"] <= COUNT
+    pair.heals((1, seeds[1]))
 
 
 def opened_connections(host: Host) -> int:

@@ -16,7 +16,7 @@ from kvservice.core.segment.header_checks import is_as_located
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.testing.sim.memory import HALF, MappedFile, SegmentMemory
 from kvservice.testing.sim.parts import NodeParts
-from kvservice.transfer.puller import DoneCallback, PullJob, WritesEndedCallback
+from kvservice.transfer.job import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.units import BootEpoch, NodeId, SlotIndex
 
 LATE_SECONDS = 2.0  # a transfer that was given up may still write for this long

@@ -20,7 +20,10 @@ from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.eventually import eventually
 from kvservice.testing.fake_transport import FakeNetwork, Faults
 from kvservice.transfer.base import Copy
-from kvservice.transfer.puller import DoneCallback, Puller, PullItem, PullJob
+from kvservice.transfer.job import DoneCallback, PullItem, PullJob
+from kvservice.transfer.puller import Puller
+from kvservice.transfer.scratch import SCRATCH_HEADERS
+from kvservice.transfer.silence import SILENT_SECONDS
 from kvservice.transfer.ways import pack_ways
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
 from tests.integration.engine import content
@@ -347,9 +350,10 @@ def test_scratch_headers_are_a_jobs_own_while_read_into(rig: Rig) -> None:
         return True
 
     rig.faults.holds = hold_headers
-    rig.submit([rig.publish(i, key(i)) for i in range(4)], seconds=5.0)
+    rig.submit([rig.publish(i, key(i)) for i in range(4)], seconds=1.0)
     eventually(lambda: read_into, "the headers of the first job being read")
-    rig.clock.now += 6.0
+    rig.clock.now += 1.5
+    assert rig.clock.now < 100.0 + SILENT_SECONDS, "the peer does not count as silent yet"
     assert rig.done.get(timeout=10)[1] == (FAILED,) * 4, "the headers are still being read"
     rig.submit([rig.publish(8, key(8))], seconds=5.0)
     eventually(lambda: len(read_into) == 2, "the headers of the second job being read")
@@ -397,7 +401,7 @@ def test_a_peer_that_cannot_be_connected_is_not_met(rig: Rig) -> None:
     assert greet(rig, b"nobody").get(timeout=10) is False
     rig.faults.refuse = True
     assert greet(rig).get(timeout=10) is False
-    assert all(rig.puller._scratch_free)
+    assert rig.puller._scratch.is_free
 
 
 def test_a_greeting_that_fails_leaves_no_connection(rig: Rig) -> None:
@@ -422,5 +426,69 @@ def test_a_peer_that_never_answers_a_greeting_delays_no_pull(rig: Rig) -> None:
 
 
 def test_pulls_that_take_all_scratch_space_go_first(rig: Rig) -> None:
-    rig.puller._scratch_free = [False] * len(rig.puller._scratch_free)
+    assert rig.puller._scratch.take(SCRATCH_HEADERS) == 0
     assert greet(rig).get(timeout=10) is False
+
+
+def silent(rig: Rig) -> None:
+    """A pull waits for its peer, which gives nothing for seconds."""
+    rig.faults.hold = True
+    rig.submit([rig.publish(0, key(0))], seconds=50.0)
+    with pytest.raises(queue.Empty):
+        rig.done.get(timeout=0.2)
+    rig.clock.now += SILENT_SECONDS + 1.0
+    with pytest.raises(queue.Empty):  # until it has looked at its transport at this time
+        rig.done.get(timeout=0.2)
+
+
+def test_a_silent_peer_costs_no_further_pull_its_deadline(rig: Rig) -> None:
+    """Nor slots, which would rest until those reads end."""
+    silent(rig)
+    for _ in range(3):
+        assert rig.pull([rig.publish(1, key(1))]) == (FAILED,)
+    assert rig.puller.counters()["peers_silent"] == 3
+    assert rig.puller.counters()["connects"] == 1, "the reads under way go on"
+    rig.faults.hold = False
+    assert rig.done.get(timeout=10)[1] == (OK,)
+    assert rig.pull([rig.publish(1, key(1))]) == (OK,)
+    eventually(lambda: rig.puller._scratch.is_free, "the scratch area to be given back")
+
+
+def test_a_peer_that_lost_one_read_is_read_again(rig: Rig) -> None:
+    """Whoever finds it silent has it asked for one page, and its answer says that others need not fear."""
+    silent(rig)
+    lost = rig.source.geometry.payload_offset(SlotIndex(0), PAYLOAD)
+    rig.faults.holds, rig.faults.hold = lambda copies: copies[0].remote_offset == lost, False
+    assert rig.pull([rig.publish(1, key(1))]) == (FAILED,)
+    eventually(lambda: rig.puller._scratch.is_free, "the page to be read")
+    assert rig.pull([rig.publish(1, key(1))]) == (OK,)
+
+
+def test_a_new_boot_of_a_silent_peer_is_read(rig: Rig) -> None:
+    silent(rig)
+    lost = rig.source.geometry.payload_offset(SlotIndex(0), PAYLOAD)
+    rig.faults.holds, rig.faults.hold = lambda copies: copies[0].remote_offset == lost, False
+    rig.submit([rig.publish(1, key(1))], epoch=rig.source.epoch + 1)
+    results = {rig.done.get(timeout=10)[1] for _ in range(2)}
+    assert results == {(FAILED,), (STALE,)}, "the header still names the old epoch"
+
+
+def test_a_thread_that_was_busy_calls_nobody_silent(rig: Rig) -> None:
+    """What has ended meanwhile is not known before the next look."""
+    rig.faults.hold = True
+    rig.submit([rig.publish(0, key(0))])
+    with pytest.raises(queue.Empty):
+        rig.done.get(timeout=0.2)
+    is_busy, may_go_on = threading.Event(), threading.Event()
+
+    def work(is_met: bool) -> None:
+        is_busy.set()
+        may_go_on.wait(10)
+
+    rig.puller.greet(NodeId("other"), BootEpoch(1), pack_ways({"fake": b"nowhere"}), work)
+    assert is_busy.wait(10)
+    rig.clock.now += SILENT_SECONDS + 1.0
+    rig.submit([rig.publish(1, key(1))])
+    rig.faults.hold = False
+    may_go_on.set()
+    assert [rig.done.get(timeout=10)[1] for _ in range(2)] == [(OK,), (OK,)]
