@@ -26,6 +26,7 @@ class Faults:
     duplicate: bool = False  # completions are reported twice, against the contract
     delay_polls: int = 0  # this many polls return nothing before each completion
     poll_error: Exception | None = None  # poll raises it, against the contract
+    polls: int = 0  # made so far
     before_copy: Callable[[], None] | None = None  # runs right before bytes are read, for example to rewrite the source
 
 
@@ -83,6 +84,7 @@ class FakeTransport:
 
     def poll(self) -> list[Completion]:
         faults = self._network.faults
+        faults.polls += 1
         if faults.poll_error is not None:
             raise faults.poll_error
         if self._open and self._waited < faults.delay_polls:

@@ -55,7 +55,9 @@ PIECE_BYTES = 2 * MiB  # that one thread verifies before it looks for other work
 SLICE_BYTES = 64 * MiB
 SHARED_BYTES = 4 * MiB  # a smaller slice is not worth waking the helper
 DIGEST_THREADS = 1  # with two, they and the polling thread wait for each other at the interpreter lock
-IDLE_SECONDS = 0.2  # an idle thread waits this long for a job before it looks whether it must stop
+# An idle thread waits this long for a job before it looks whether it must stop, and whether reads that were given up
+# have ended.
+IDLE_SECONDS = 0.2
 GREETING_SECONDS = 0.001  # while it only greets peers, it waits this long for a job between two polls
 QUICK_SECONDS = 1.0  # then it polls as if idle: a peer that stopped may keep its answer for minutes
 POLL_SECONDS = 0.0001  # between two polls when nothing has moved: shorter than one block takes on a fast link
@@ -214,7 +216,7 @@ class Puller:
         try:
             while not self._stopping:
                 self._take_jobs(transport)
-                if (self._active or self._greetings) and not self._step(transport) and self._active:
+                if (self._active or self._greetings) and not self._step(transport) and not self._is_idle:
                     time.sleep(POLL_SECONDS)
                 self._connections.let_go_of_the_gone([active.peer for active in self._active])
         finally:
@@ -263,12 +265,17 @@ class Puller:
         self._count(name)
         log.warning(name, extra={"error": f"{type(error).__name__}: {error}"})
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nobody waits: all that is in flight was given up, or greets a peer."""
+        return all(active.answered and active.is_reading for active in self._active)
+
     def _take_jobs(self, transport: Transport | None) -> None:
         """Take all jobs that have arrived. Waits a little when there is nothing else to do."""
         try:
             is_greeting = bool(self._greetings) and self._clock() < self._greeted_at + QUICK_SECONDS
             wait = GREETING_SECONDS if is_greeting else IDLE_SECONDS
-            entry = self._inbox.get(timeout=wait) if not self._active else self._inbox.get_nowait()
+            entry = self._inbox.get(timeout=wait) if self._is_idle else self._inbox.get_nowait()
             while True:
                 if entry is not None:
                     entry.begin(transport)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -492,3 +493,18 @@ def test_a_thread_that_was_busy_calls_nobody_silent(rig: Rig) -> None:
     rig.faults.hold = False
     may_go_on.set()
     assert [rig.done.get(timeout=10)[1] for _ in range(2)] == [(OK,), (OK,)]
+
+
+def test_reads_that_were_given_up_take_no_processor(rig: Rig) -> None:
+    """A peer that stopped may keep them for minutes."""
+    rig.faults.hold = True
+    rig.submit([rig.publish(0, key(0))], seconds=1.0)
+    with pytest.raises(queue.Empty):
+        rig.done.get(timeout=0.2)
+    rig.clock.now += 1.5
+    assert rig.done.get(timeout=10)[1] == (STUCK,)
+    before = rig.faults.polls
+    time.sleep(1.0)
+    assert rig.faults.polls - before < 50
+    rig.faults.hold = False
+    assert rig.writes_ended.get(timeout=10) == 7
