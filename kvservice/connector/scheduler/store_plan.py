@@ -53,7 +53,7 @@ class OpenStore:
     blocks: list[StoredBlock]
     block_ids: list[int]
     planned_at: float
-    handoff: HandoffId | None
+    handoffs: set[HandoffId]  # those that are not over before it has ended
     reports: Counter[str] = field(default_factory=Counter)
     give_back: GiveBack | None = None  # unpins the blocks in the engine's pins' place
     spans: Sequence[tracing.Span] = ()  # of its requests, from the plan until it is sent to be sealed

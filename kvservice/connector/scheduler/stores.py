@@ -119,6 +119,8 @@ class Stores:
         # Whether a known block was evicted since is noticed only by asking. A hand-off from an engine that never asks
         # therefore stores everything: a duplicate costs a copy, but a gap costs the reader the whole rest.
         known = self._known if first.writes is None or first.ask_number else ()
+        for store in self._open.values():  # what is known may be one that is still copied
+            self._belongs_to(store, first.writes)
         take_slots = partial(self._session.take_slots, attachment)
         planned = plan_store(self._grouping, parts, known, IN_FLIGHT_MAX - self._in_flight, take_slots)
         if planned.unused:
@@ -162,13 +164,18 @@ class Stores:
         if self._pins is not None:
             self._pins.pin(read)
         store = OpenStore(
-            attachment, planned.items, list(blocks), read, self._step_began, handoff, Counter(), give_back, spans
+            attachment, planned.items, list(blocks), read, self._step_began, set(), Counter(), give_back, spans
         )
         self._open[self._last_id] = store
         self._in_flight += len(store.items)
-        self._handoffs.store_begun(handoff)
+        self._belongs_to(store, handoff)
         self._counters["store_blocks_planned"] += len(planned.items)
         return StorePlan(self._last_id, tuple(planned.entries))
+
+    def _belongs_to(self, store: OpenStore, handoff: HandoffId | None) -> None:
+        if handoff is not None and handoff not in store.handoffs:
+            store.handoffs.add(handoff)
+            self._handoffs.store_begun(handoff)
 
     def queue(self, store: StorePlan) -> None:
         """Copy this store with the next step; its request has ended."""
@@ -208,12 +215,14 @@ class Stores:
             self._session.seal(store.attachment, store.items)
             if self._remember:
                 self._remember_stored(store)
-        self._handoffs.store_ended(store.handoff)
+        for handoff in store.handoffs:
+            self._handoffs.store_ended(handoff)
 
     def void(self) -> None:
         """The engine's weights changed: what is being copied is given back when its copies end, and not sealed."""
         for store in self._open.values():
-            store.is_void, store.handoff = True, None
+            store.is_void = True
+            store.handoffs.clear()
         self._stored.clear()
         self._untold += chain.from_iterable(self._told.values())
         self._told.clear()

@@ -137,6 +137,26 @@ def test_prompts_with_one_handoff_close_it_once_with_the_last() -> None:
     assert line.closed == [ID] and len(line.sealed) == 2
 
 
+def test_prefill_is_not_over_while_another_copies_its_blocks() -> None:
+    """Two prompts that are alike come in one step, and the first one's copy brings the blocks of both. vLLM says that
+    they have ended before it says which copies have."""
+    line, chain = Line(), hashes(1, 3)
+    scheduler = half(line)
+    other = HandoffId(bytes(16))
+    for name, handoff in (("r", ID), ("s", other)):
+        scheduler.on_new_request(name, chain, 0.0, wants=Prefill(handoff))
+        line.answer(0)
+        scheduler.matched(name, 0, 3 * BLOCK, 0.0)
+        scheduler.allocated(name, [1, 2, 3, 4], 0)
+    plan = plan_step(scheduler, [(name, chain, 3 * BLOCK, lambda: [1, 2, 3, 4]) for name in ("r", "s")])
+    for name in ("r", "s"):
+        scheduler.finished(name, chain, 3 * BLOCK, [1, 2, 3, 4], store_rest=True)
+    assert not line.closed
+    scheduler.reported(report(plan))
+    assert sorted(line.closed) == [other, ID] and len(line.sealed) == 3
+    scheduler.check_invariants()
+
+
 def test_prefill_without_a_pool_is_an_ordinary_request() -> None:
     line, chain = Line(), hashes(1, 1)
     line.lose()
