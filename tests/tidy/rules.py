@@ -123,7 +123,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("shard",),
     ),
     "connector": (
-        ("weights", "other_words", "plan", "config_text", "cpu_packing", "failures"),
+        ("weights", "plan", "config_text", "cpu_packing", "failures"),
         ("options", "cache_groups", "step_failures"),
         ("scheduler", "worker"),
         ("layerwise", "shared"),

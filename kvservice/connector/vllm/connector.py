@@ -33,7 +33,6 @@ from kvservice.connector.failures import Failures, guarded
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
 from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise
-from kvservice.connector.other_words import in_our_words
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import decode_params
@@ -47,6 +46,7 @@ from kvservice.connector.vllm import compat, events, sharing
 from kvservice.connector.vllm.group_rules import group_count
 from kvservice.connector.vllm.lora import Adapters, located
 from kvservice.connector.vllm.pins import PoolCache, PoolPins
+from kvservice.connector.vllm.simple_offload_options import in_our_words
 from kvservice.connector.vllm.state_tables import StateTables
 from kvservice.connector.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.vllm.step_metadata import Metadata, WorkerMetadata

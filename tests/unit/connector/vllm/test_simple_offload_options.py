@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvservice.connector.options import ConnectorOptions, Offload
-from kvservice.connector.other_words import in_our_words
+from kvservice.connector.vllm.simple_offload_options import in_our_words
 from kvservice.errors import ConfigError
 from kvservice.units import GiB
 
