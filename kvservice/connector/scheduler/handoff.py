@@ -53,10 +53,7 @@ def parse_transfer_params(params: object) -> Prefill | Handoff | None:
         return Prefill() if params.get("do_remote_decode") is True else None
     if not isinstance(ours, Mapping):
         raise InvalidRequest(f"kv_transfer_params.{NAME} must be an object, not a {type(ours).__name__}")
-    if ours.get("version") != VERSION:
-        raise InvalidRequest(
-            f"kv_transfer_params.{NAME}.version is {ours.get('version')!r:.40}, and this engine knows {VERSION} only"
-        )
+    check_version(ours)
     if ours.keys() & {"public_tokens", "store", "load", "hints"} and not ours.keys() & OF_HANDOFFS:
         return None
     given = ours.get("handoff")
@@ -84,11 +81,16 @@ def parse_public_tokens(params: object) -> int:
     count = ours["public_tokens"]
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= PUBLIC_TOKENS_MAX:
         raise InvalidRequest(f"kv_transfer_params.{NAME}.public_tokens must be a number of tokens")
+    check_version(ours)
+    return count
+
+
+def check_version(ours: Mapping[str, object]) -> None:
+    """Raises InvalidRequest for our part of the parameters in another version."""
     if ours.get("version") != VERSION:
         raise InvalidRequest(
             f"kv_transfer_params.{NAME}.version is {ours.get('version')!r:.40}, and this engine knows {VERSION} only"
         )
-    return count
 
 
 def decode_params(handoff: Handoff) -> dict[str, object]:

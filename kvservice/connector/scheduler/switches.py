@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvservice.connector.scheduler.handoff import NAME, VERSION
+from kvservice.connector.scheduler.handoff import NAME, check_version
 from kvservice.errors import InvalidRequest
 
 STORE, LOAD = "store", "load"
@@ -32,10 +32,7 @@ def parse_switches(params: object) -> Switches:
     ours = params.get(NAME) if isinstance(params, Mapping) else None
     if not isinstance(ours, Mapping) or not ours.keys() & {STORE, LOAD}:
         return Switches()
-    if ours.get("version") != VERSION:
-        raise InvalidRequest(
-            f"kv_transfer_params.{NAME}.version is {ours.get('version')!r:.40}, and this engine knows {VERSION} only"
-        )
+    check_version(ours)
     for name in (STORE, LOAD):
         if not isinstance(ours.get(name, True), bool):
             raise InvalidRequest(f"kv_transfer_params.{NAME}.{name} must be true or false, not {ours[name]!r:.40}")
