@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
 from types import TracebackType
@@ -310,8 +311,13 @@ class AsyncPool:
         verify: Verify = "sampled",
     ) -> AsyncCache:
         """See Pool.attach."""
-        work = self._thread.attach(model, layout, identity or {}, namespace, verify)
-        return AsyncCache(self._thread, await self._thread.loop.wait_async(work))
+        made: list[AttachedModel] = []
+        work = self._thread.attach(model, layout, identity or {}, namespace, verify, made)
+        try:
+            return AsyncCache(self._thread, await self._thread.loop.wait_async(work))
+        except asyncio.CancelledError:
+            self._thread.drop(made)
+            raise
 
     async def explain(self, request_id: str) -> RequestExplanation:
         """See Pool.explain."""

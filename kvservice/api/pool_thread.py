@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import os
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from kvservice.aio import in_thread
@@ -56,14 +56,23 @@ class PoolThread:
             await (await open_service(self._options)).close()
 
     async def attach(
-        self, model: str, layout: Layout, identity: Mapping[str, object], namespace: str, verify: Verify
+        self,
+        model: str,
+        layout: Layout,
+        identity: Mapping[str, object],
+        namespace: str,
+        verify: Verify,
+        made_for: list[AttachedModel] | None = None,
     ) -> AttachedModel:
-        """Raises what the pool refuses with, and InvalidRequest for what is no Layout."""
+        """Also appends it to `made_for`, for a caller that may be cancelled as it comes: then `drop` it. Raises what
+        the pool refuses with, and InvalidRequest for what is no Layout."""
         if not isinstance(layout, Layout):
             raise InvalidRequest(f"layout is {layout!r:.100}; give a kvservice.Layout: what one block looks like")
         made = AttachedModel(self._open_pool, model, layout, identity, namespace, verify)
         await made.open()
         self.attached.append(made)
+        if made_for is not None:
+            made_for.append(made)
         return made
 
     async def attach_program(
@@ -90,6 +99,16 @@ class PoolThread:
         await attached.close()
         with contextlib.suppress(ValueError):
             self.attached.remove(attached)
+
+    def drop(self, made: Sequence[AttachedModel]) -> None:
+        """Detach what nobody was given. Returns at once. What is still under way sees its cancellation first."""
+
+        async def detach() -> None:
+            for each in made:
+                await self.detach(each)
+
+        with contextlib.suppress(InvalidRequest):  # closed meanwhile, and this with it
+            self.loop.submit(detach())
 
     async def explain(self, request_id: str) -> RequestExplanation:
         """See Pool.explain."""

@@ -20,6 +20,7 @@ from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment
 from kvservice.errors import InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.session.options import Mode, PoolOptions
+from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 
 
@@ -150,3 +151,14 @@ async def test_an_attach_that_is_cancelled_leaves_nothing_attached(monkeypatch: 
         monkeypatch.undo()
         async with await pool.attach("m", Layout(4, (5,))) as other:  # the model is nobody's
             assert other.is_attached
+
+
+async def test_an_attach_that_is_cancelled_as_it_ends_leaves_nothing() -> None:
+    async with await kvservice.connect_async("embedded", memory="8MiB") as pool:
+        attaching = asyncio.create_task(pool.attach("m", Layout(4, (3,))))
+        await asyncio.sleep(0)
+        eventually(lambda: pool._thread.attached, "an attachment, of which this loop has not heard")
+        attaching.cancel()
+        await asyncio.wait([attaching])
+        assert attaching.cancelled()
+        await asyncio.to_thread(eventually, lambda: not pool._thread.attached, "nothing attached")
