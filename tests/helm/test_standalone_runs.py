@@ -34,6 +34,7 @@ KEEPER = "node-a"  # its pod is rendered with shard.keepBlocks
 START_SECONDS = 120
 MIRRORED = "kvservice_mirror_keys{"
 ADOPTED = "kvservice_blocks_adopted_total{"
+TAKEN = "kvservice_takeover_blocks_taken_total{"
 
 
 class Cluster:
@@ -223,11 +224,19 @@ def test_draining_takes_readiness_and_leaves_liveness(cluster: Cluster) -> None:
     assert shard.probe("readinessProbe")
 
 
-def test_the_next_pod_of_a_node_takes_up_the_kept_blocks(cluster: Cluster) -> None:
+async def test_the_next_pod_of_a_node_takes_up_the_kept_blocks(cluster: Cluster) -> None:
+    engine = await Engine.attach(ShardClient(cluster.socket(KEEPER)))
+    await engine.store(chain(seed=8, count=8))  # which no other node has
+    await engine.pool.close()
+    engine.let_go()
+    hook = cluster.shards[KEEPER].container["lifecycle"]["preStop"]["exec"]["command"]
+    assert cluster.shards[KEEPER].run(hook).returncode == 0
     assert cluster.shards[KEEPER].end(30) == 0
+    taken = [value_of(each, TAKEN) for node, each in cluster.shards.items() if node != KEEPER]
+    assert taken and not any(taken), "others took what this node keeps"
     cluster.start_shard(KEEPER)
     wait_until_ready(cluster.shards[KEEPER])
-    assert value_of(cluster.shards[KEEPER], ADOPTED) == 40
+    assert value_of(cluster.shards[KEEPER], ADOPTED) == 48
 
 
 def test_pods_end_with_zero_in_time_and_leave_nothing(cluster: Cluster) -> None:
