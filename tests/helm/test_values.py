@@ -476,6 +476,16 @@ def test_serve_app_becomes_a_ray_service() -> None:
     assert "RayService" not in kinds(rendered(RAY))
 
 
+def test_ray_listens_where_probes_of_ipv6_alone_ask() -> None:
+    """A socket of 0.0.0.0 takes no IPv6, and the dashboard's at :: takes nothing else."""
+    for address in ("0.0.0.0", "::"):
+        objects = rendered(SERVICE, f"ray.listenAddress={address}")
+        assert cluster(objects)["headGroupSpec"]["rayStartParams"]["dashboard-host"] == address
+        serve = yaml.safe_load(find(objects, "RayService")["spec"]["serveConfigV2"])
+        assert serve["http_options"] == {"host": address, "port": 8000}
+    assert "listenAddress" in refusal("mode=ray", "ray.listenAddress=fd00::1", PLAINTEXT)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own models
 def test_serve_takes_the_rendered_application() -> None:
     from ray.serve.schema import ServeDeploySchema

@@ -131,7 +131,7 @@ gcsFaultToleranceOptions:
 {{- end }}
 headGroupSpec:
   rayStartParams:
-    dashboard-host: "0.0.0.0"
+    dashboard-host: {{ .Values.ray.listenAddress | quote }}
     num-cpus: "0"
     {{- include "kvservice.rayStart" . | nindent 4 }}
   template:
@@ -257,7 +257,7 @@ workerGroupSpecs:
 {{/* What Serve deploys. */}}
 {{- define "kvservice.serveConfig" -}}
 proxy_location: EveryNode
-http_options: {host: 0.0.0.0, port: 8000}
+http_options: {host: {{ .Values.ray.listenAddress | quote }}, port: 8000}
 applications:
   - name: {{ .Values.ray.serve.name }}
     route_prefix: {{ .Values.ray.serve.routePrefix }}
