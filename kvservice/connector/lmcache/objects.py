@@ -20,10 +20,10 @@ from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
 from kvservice.api.program import BATCH_BYTES, AttachedProgram
+from kvservice.api.silence import Silence
 from kvservice.connector.lmcache.locks import ObjectLocks, PromisedObject, SharedLease
 from kvservice.connector.lmcache.names import ObjectKeyPort, ObjectLayout, identity_of, object_hash, rows_of
 from kvservice.connector.lmcache.options import AdapterOptions
-from kvservice.connector.silence import Silence
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, KEYS_PER_REQUEST_MAX, block_keys, route_of_head, span_route
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem

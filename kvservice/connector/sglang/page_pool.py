@@ -23,9 +23,9 @@ from kvservice.api.loop import LoopThread
 from kvservice.api.mapped import MappedPool
 from kvservice.api.program import AttachedProgram
 from kvservice.api.reasons import NO_POOL, TOO_LONG
+from kvservice.api.silence import Silence
 from kvservice.connector.options import Verify
 from kvservice.connector.sglang.pages import PageForm
-from kvservice.connector.silence import Silence
 from kvservice.core.block.keys import (
     DEFAULT_TENANT_KEY,
     KEYS_PER_REQUEST_MAX,

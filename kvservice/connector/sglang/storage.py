@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from kvservice.api.layout import Layout
 from kvservice.api.pool_thread import PoolThread
+from kvservice.api.silence import Silence
 from kvservice.connector.failures import Failures, guarded
 from kvservice.connector.sglang.clears import ClearTerms, random_name
 from kvservice.connector.sglang.options import SGLangOptions
@@ -27,7 +28,6 @@ from kvservice.connector.sglang.pages import PageForm, Ranks, cut_heads
 from kvservice.connector.sglang.sharing import KnownPrompt, ModelSource, form_of, shared_of
 from kvservice.connector.shared.identity import shared_name
 from kvservice.connector.shared.judge import Judge
-from kvservice.connector.silence import Silence
 from kvservice.core.block.numbers import number_fields
 from kvservice.errors import ConfigError, KVServiceError, UnsupportedLayout
 

@@ -16,13 +16,13 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from kvservice.api.pool_thread import PoolThread
 from kvservice.api.program import AttachedProgram
+from kvservice.api.silence import SILENT_SECONDS
 from kvservice.connector.sglang import page_pool
 from kvservice.connector.sglang import storage as storage_module
 from kvservice.connector.sglang.clears import ClearTerms, agreed_name
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
 from kvservice.connector.sglang.storage import TRAILING_PAGES, PageStorage
-from kvservice.connector.silence import SILENT_SECONDS
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, SealItem, SealStatus
 from kvservice.errors import ConfigError, SegmentError
 from kvservice.testing.eventually import eventually
