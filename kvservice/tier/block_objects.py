@@ -119,9 +119,9 @@ class BlockObjects:
         """Whether to ask the store for anything. One that failed a few times is left alone, and then tried once."""
         return self._breaker.admits(now, FIRST_BYTE_SECONDS)
 
-    async def get(self, key: BlockKey, bytes_max: int) -> memoryview | PullResult:
-        """The bytes of the object. STALE when it is not there, is too old, has no header, or has more than `bytes_max`
-        bytes."""
+    async def get(self, key: BlockKey, bytes_max: int) -> tuple[memoryview, float] | PullResult:
+        """The bytes of the object, and when the store says that it was written, in seconds since 1970. STALE when it is
+        not there, is too old, has no header, or has more than `bytes_max` bytes."""
         data: memoryview | None = None
         try:
             answer = await within(FIRST_BYTE_SECONDS, self._library.get_async(self._store, self._name(key)))
@@ -134,7 +134,7 @@ class BlockObjects:
             return PullResult.FAILED
         self._answered()
         self._believe(key, data is not None)
-        return PullResult.STALE if data is None else data
+        return PullResult.STALE if data is None else (data, answer.meta["last_modified"].timestamp())
 
     async def put(self, key: BlockKey, content: Sequence[bytes | bytearray | memoryview]) -> bool:
         """Given up by the client only, never here: once this has returned, nothing reads the content any more."""

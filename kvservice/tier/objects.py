@@ -24,7 +24,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvservice.aio import end_tasks
@@ -330,11 +330,11 @@ class ObjectTier:
         began = time.perf_counter()
         try:
             found = await self._objects.get(block.key, FILE_HEADER_BYTES + block.payload_bytes + EXTRA_BYTES_MAX)
-            if isinstance(found, memoryview):
-                self._coder.tier_read(len(found), time.perf_counter() - began)
-                answer = await self._unpack(found, block, target)
-            else:
+            if isinstance(found, PullResult):
                 answer = BroughtBlock(found)
+            else:
+                self._coder.tier_read(len(found[0]), time.perf_counter() - began)
+                answer = await self._unpack(*found, block, target)
         finally:
             if answer.result is PullResult.OK:
                 self._counters["fetched_objects"] += 1
@@ -344,17 +344,23 @@ class ObjectTier:
                 self._objects.believe_absent(block.key)  # so the next write replaces what is there
             reading.answers.put(place, answer)
 
-    async def _unpack(self, data: memoryview, block: TierBlock, target: memoryview) -> BroughtBlock:
-        """Verify and copy. Nothing gives this up midway, so an answered read has no writer left."""
+    async def _unpack(self, data: memoryview, written_at: float, block: TierBlock, target: memoryview) -> BroughtBlock:
+        """Verify and copy. Nothing gives this up midway, so an answered read has no writer left.
+
+        A block is no younger than its object. Else one of a node whose clock was ahead would outlive a clear.
+        """
         header = header_of(data[:FILE_HEADER_BYTES], len(data), block)
         if isinstance(header, PullResult):
             return BroughtBlock(header)
+        if written_at < block.stored_at:
+            return BroughtBlock(PullResult.STALE)
         stored = data[FILE_HEADER_BYTES:]
         if header.codec:
             result = await self._on_codec_thread(lambda: self._coder.decode(header, stored, target))
         else:
             result = self._coder.decode(header, stored, target)
-        return brought(result, header)
+        answer = brought(result, header)
+        return replace(answer, stored_at=min(answer.stored_at, written_at))
 
     async def _write(self, writing: _ObjectWrites, place: int) -> None:
         block, payload = writing.job.items[place]

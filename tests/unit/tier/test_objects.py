@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.core.block.marks import Mark, MarkKind
-from kvservice.core.events import PullResult
+from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, BlockFileHeader, pack_file_header
 from kvservice.errors import TierError
 from kvservice.testing.eventually import eventually
@@ -113,6 +113,24 @@ def test_an_object_that_outlived_the_marks_is_absent(tmp_path: Path, blocks: Blo
     assert blocks.read(blocks.block(1))[0] == (PullResult.STALE,)
     assert blocks.write(1) == (WriteResult.OK,)
     assert blocks.read(blocks.block(1))[0] == (PullResult.OK,)
+
+
+def test_a_block_is_no_younger_than_its_object(tmp_path: Path, tier: ObjectTier, blocks: BlocksOfTier) -> None:
+    """A node whose clock is ahead wrote it. Once the time is there that it says, it would have outlived a clear."""
+    now, done = time.time(), threading.Event()
+    ahead, answers = blocks.block(1, stored_at=now + 3600), list[BroughtBlock]()
+    blocks.tier.write(TierWrite(1, ((ahead, memoryview(blocks.payload(1))),)), lambda *_: done.set())
+    assert done.wait(PATIENT_SECONDS)
+
+    def take(_: int, found: tuple[BroughtBlock, ...]) -> None:
+        answers.extend(found)
+
+    for oldest in (now - 60, now + 60):  # the second: after a clear of a moment ago, with what clocks may differ by
+        wanted, target = blocks.block(1, stored_at=oldest), memoryview(bytearray(SIZE))
+        tier.read(TierRead(2, ((wanted, target),), time.monotonic() + PATIENT_SECONDS), take)
+    eventually(lambda: len(answers) == 2, "both reads")
+    assert sorted(found.result.value for found in answers) == ["ok", "stale"]
+    assert 0 < max(found.stored_at for found in answers) <= path_of(tmp_path, 1).stat().st_mtime + 1
 
 
 def test_a_damaged_object_is_replaced_by_the_next_write(tmp_path: Path, blocks: BlocksOfTier) -> None:
