@@ -16,7 +16,7 @@ from ray._private.services import get_ray_address_from_environment
 from ray.exceptions import ActorUnavailableError, AuthenticationError, GetTimeoutError, RayError
 from ray.util import list_named_actors
 
-from kvservice.actors import names, ray_auth
+from kvservice.actors import names, ray_auth, ray_port
 from kvservice.actors.supervisor import STARTING, Supervisor
 from kvservice.config import ServiceConfig
 from kvservice.errors import ConfigError, ServiceConflict, Unavailable, plaintext_refused
@@ -204,7 +204,7 @@ def connect(address: str | None) -> None:
 
     Raises:
         Unavailable: there is no cluster.
-        ConfigError: there is one, but it refuses this process's token.
+        ConfigError: there is one, but it refuses this process's token, wants other TLS, or does not answer.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
@@ -219,6 +219,8 @@ def connect(address: str | None) -> None:
     listens = endpoint is not None and _listens(*endpoint)
     if endpoint is not None and not listens:
         raise Unavailable(f"no Ray cluster at {wanted}: nothing listens there")
+    if endpoint is not None:
+        ray_port.check_answers(*endpoint)
     try:
         ray.init(address=wanted, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:

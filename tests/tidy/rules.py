@@ -160,7 +160,7 @@ HOMES: dict[str, frozenset[str]] = {
     "nixl": frozenset({"transfer"}),
     "nixl_cu12": frozenset({"transfer"}),
     "nixl_cu13": frozenset({"transfer"}),
-    "grpc": frozenset({"auth", "wire", "lookup", "shard", "client", "cli", "testing"}),
+    "grpc": frozenset({"auth", "wire", "lookup", "shard", "client", "cli", "actors", "testing"}),
     "grpc_health": frozenset({"auth", "wire", "lookup", "shard", "client", "cli", "testing"}),
     "grpc_reflection": frozenset({"wire", "lookup", "shard", "cli"}),
     "google.protobuf": frozenset({"wire", "lookup", "shard", "client", "testing"}),
