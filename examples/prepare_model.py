@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -321,11 +322,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=DEFAULT_PATH, help="folder to write (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="write it again even when it is already there")
     arguments = parser.parse_args()
+    # As Ctrl-C does, it lets the unfinished folder be removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         print(ensure_model(arguments.out, force=arguments.force))
     except ModelSourceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 

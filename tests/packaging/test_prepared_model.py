@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy
 import pytest
+
+from kvservice.testing.eventually import eventually
+from tests.interruptible import interruptible
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ROOT / "examples" / "documents"
@@ -31,6 +37,17 @@ def test_rope_order_is_undone_exactly(script: ModuleType, heads: int) -> None:
     stored = rows.reshape(heads, 2, 32, 5).swapaxes(1, 2).reshape(rows.shape)
     assert not numpy.array_equal(stored, rows)
     assert numpy.array_equal(script.undo_rope_order(stored, heads), rows)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_preparation_that_is_stopped_leaves_no_folder(tmp_path: Path, number: signal.Signals) -> None:
+    words = [sys.executable, str(ROOT / "examples" / "prepare_model.py"), "--out", str(tmp_path / "model")]
+    with subprocess.Popen(interruptible(words), stderr=subprocess.PIPE, text=True) as process:
+        eventually(lambda: list(tmp_path.iterdir()), "the unfinished folder")
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_tensor_is_refused(script: ModuleType) -> None:
