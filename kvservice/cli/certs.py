@@ -190,8 +190,13 @@ def _read_authority(directory: Path) -> Authority:
     try:
         key = serialization.load_pem_private_key((directory / AUTHORITY_KEY_NAME).read_bytes(), None)
         certificate = x509.load_pem_x509_certificate((directory / AUTHORITY_NAME).read_bytes())
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"there is no CA to renew with in {directory}: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"there is no CA in {directory}: cannot read {error.filename}: {error.strerror}; name the folder that has "
+            f"{AUTHORITY_KEY_NAME} with --ca, or make a CA with `kvservice certs DIRECTORY`"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"the CA in {directory} cannot be used: {error}") from error
     return Authority(key, certificate)
 
 

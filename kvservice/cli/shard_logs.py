@@ -40,10 +40,11 @@ def run(service: str | None, node: str | None, lines: int, *, follow: bool) -> N
         raise Unavailable("; ".join(elsewhere))
     for words in elsewhere:
         print(words, file=sys.stderr)
-    while follow:
-        moved = [_print_new(each, name=len(followed) > 1) for each in followed]
-        if not any(moved):
-            time.sleep(POLL_SECONDS)
+    with contextlib.suppress(KeyboardInterrupt):
+        while follow:
+            moved = [_print_new(each, name=len(followed) > 1) for each in followed]
+            if not any(moved):
+                time.sleep(POLL_SECONDS)
 
 
 def _records(service: str | None, node: str | None) -> list[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.cli import shard_logs
-from kvservice.discovery import ShardRecord
+from kvservice.discovery import ShardRecord, write_record
 from kvservice.units import BootEpoch, NodeId
 
 RECORD = ShardRecord("s", NodeId("n"), "/none.sock", "unix:/none", 1, BootEpoch(1))
@@ -35,3 +35,16 @@ def test_a_rotated_log_is_followed_where_it_goes_on(
         shard_logs._print_new(followed, name=False)
     assert capsys.readouterr().out.splitlines() == ["three", "four"]
     followed.file.close()
+
+
+def test_ctrl_c_is_how_following_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is no error, as for `top` and `status --watch`."""
+    (tmp_path / "log").write_text("one\n")
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(tmp_path / "run"))
+    write_record(replace(RECORD, log=str(tmp_path / "log")))
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+    shard_logs.run("s", None, 1, follow=True)
