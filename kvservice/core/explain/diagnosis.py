@@ -30,7 +30,7 @@ class BlockOutcome(Enum):
 
 
 class MissCause(Enum):
-    """Why a block was missed. Values are stable: they are part of `kvservice explain --json`."""
+    """Why a block was missed. Values are stable: they are part of `kvservice explain -o json`."""
 
     NEVER_STORED = "never_stored"
     TIER_NOT_OPEN = "tier_not_open"
