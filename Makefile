@@ -60,7 +60,7 @@ BENCHMARKS := $(filter-out __init__ committed goals crowd crowd_engine scale sca
 # In the process of pytest and without vLLM, whose import starts processes.
 FAST := tests/unit tests/golden tests/contract tests/fuzz --ignore tests/unit/connector/vllm --ignore tests/unit/connector/offloading -m "not processes and not slow"
 
-.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all vllm-versions coverage sim faults mutants mutants-conformance fuzz browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-sglang demo-tiers demo-two-engines bench bench-blend bench-engine bench-goals bench-guard bench-peers bench-scale soak bench-sharing bench-tiers figures gpu-carry gpu lock audit wheel release
+.PHONY: help install native model hooks format lint tidy check golden protos docs docs-reference engines site chart-readme clean distclean test-fast test test-all vllm-versions coverage sim faults mutants mutants-conformance fuzz sanitize browser helm rootfs stand-in-driver demo demo-pd demo-serve demo-engine demo-sglang demo-tiers demo-two-engines bench bench-blend bench-engine bench-goals bench-guard bench-peers bench-scale soak bench-sharing bench-tiers figures gpu-carry gpu lock audit wheel release
 
 ##@ Work
 
@@ -181,6 +181,9 @@ mutants-conformance: $(INSTALLED) ## Plant one change of the product for each ex
 
 fuzz: $(INSTALLED) $(FUZZ_INSTALLED) ## Fuzz every parser with Atheris for twenty seconds each
 	PYTHONPATH=$(FUZZ_SITE) $(BIN)/python -m tests.fuzz.guided all
+
+sanitize: $(INSTALLED) ## Run the tests near the C modules with AddressSanitizer and UndefinedBehaviorSanitizer; needs gcc
+	$(BIN)/python -m tests.sanitized
 
 $(FUZZ_INSTALLED): requirements/fuzz.txt | $(INSTALLED)
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --require-hashes --upgrade --target $(FUZZ_SITE) -r $<
