@@ -18,6 +18,7 @@ class Breaker:
     open_until: float = 0.0
     open_seconds_max: float = OPEN_SECONDS_MAX
     failures_to_open: int = FAILURES_TO_OPEN
+    is_tried: bool = False  # one caller was let through, and has not said what came of it
 
     def allows(self, now: float) -> bool:
         return now >= self.open_until
@@ -28,12 +29,12 @@ class Breaker:
         if not self.allows(now):
             return False
         if self.failures >= self.failures_to_open:
-            self.open_until = now + trial_seconds
+            self.open_until, self.is_tried = now + trial_seconds, True
         return True
 
     def succeeded(self) -> None:
         self.failures = 0
-        self.open_until = 0.0
+        self.open_until, self.is_tried = 0.0, False
 
     def failed(self, now: float) -> None:
         """Count a failure. After so many in a row the breaker opens, for a time that doubles with each further one."""
@@ -44,9 +45,10 @@ class Breaker:
             self.open_until = now + min(seconds, self.open_seconds_max)
 
     def failed_once(self, now: float) -> bool:
-        """Like `failed`, for callers with many calls under way: of those that fail while it is open, none counts.
-        Returns whether it has opened."""
-        if not self.allows(now):
+        """Like `failed`, for callers with many calls under way: of those that fail while it is open, none counts but a
+        trial. Returns whether it has opened."""
+        if not self.allows(now) and not self.is_tried:
             return False
+        self.is_tried = False
         self.failed(now)
         return not self.allows(now)

@@ -1,7 +1,7 @@
 """Talks to the shards of other nodes: one handshake per epoch, one Locate and one release per fetch.
 
-All coroutines run on the shard's loop. A peer that fails three times in a row is not asked for a second or longer, so
-that a dead node does not cost every request a connection timeout.
+All coroutines run on the shard's loop. A peer that fails three times in a row is not asked for a second or longer, and
+then by one request first, so that a dead node does not cost every request a connection timeout.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 from kvservice.wire.versions import PROTOCOL_VERSION
 
+TRIAL_SECONDS = 1.0  # a peer that is back has answered the first call by then; if that was lost, another one asks
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
@@ -209,7 +210,7 @@ class PeerClient:
     ) -> Any:
         self._follow_boot(holder)
         breaker = self._breakers.get(holder.node_id) or self._breakers.put(holder.node_id, Breaker())
-        if not breaker.allows(self._clock()):
+        if not breaker.admits(self._clock(), TRIAL_SECONDS):
             raise Unavailable(f"node {holder.node_id} failed {breaker.failures} times in a row: not asked for now")
         try:
             reply = await call(self._stub(holder.peer_address))
@@ -217,6 +218,8 @@ class PeerClient:
             # A refusal is an answer. Only a peer that does not answer opens the breaker.
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 breaker.failed_once(self._clock())
+            else:
+                breaker.succeeded()
             raise error_from_rpc(error, f"{what} at node {holder.node_id}") from error
         breaker.succeeded()
         return reply

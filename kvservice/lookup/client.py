@@ -2,7 +2,7 @@
 parallel.
 
 All coroutines run on the caller's loop. When a partition fails or is late, only its own spans are unknown. After three
-failures in a row it is asked only once a second, so a dead lookup partition costs next to nothing.
+failures in a row only one caller a second asks it, so a dead lookup partition costs the others nothing.
 """
 
 from __future__ import annotations
@@ -212,11 +212,11 @@ class LookupClient:
     async def _ask(
         self, partition: _Partition, chain: Sequence[BlockKey], segments: ChainSegments, timeout: float
     ) -> list[HolderRun] | None:
-        if not partition.breaker.allows(self._clock()):
-            self._counters["lookup_skipped"] += 1
-            return None
         if timeout < TIMEOUT_SECONDS_MIN:
             self._counters["lookup_no_time"] += 1
+            return None
+        if not partition.breaker.admits(self._clock(), OPEN_SECONDS_MAX):
+            self._counters["lookup_skipped"] += 1
             return None
         self._counters["lookup_rpcs"] += 1
         return await self._judged(partition, self._resolve(partition, chain, segments, timeout))

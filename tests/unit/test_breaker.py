@@ -36,6 +36,16 @@ def test_after_a_pause_one_caller_tries_it() -> None:
     assert all(breaker.admits(now, 5.0) for _ in range(3))
 
 
+def test_a_trial_that_fails_counts_once() -> None:
+    """Others may fail beside it, which began before the opening."""
+    breaker = broken()
+    now = OPEN_SECONDS_FIRST
+    assert breaker.admits(now, 5.0)
+    assert [breaker.failed_once(now + 1.0) for _ in range(3)] == [True, False, False]
+    now += 1.0
+    assert not breaker.allows(now + 1.5 * OPEN_SECONDS_FIRST) and breaker.allows(now + 2 * OPEN_SECONDS_FIRST)
+
+
 def test_calls_that_fail_after_the_opening_do_not_count() -> None:
     breaker = Breaker()
     found = [breaker.failed_once(0.0) for _ in range(FAILURES_TO_OPEN + 5)]

@@ -106,6 +106,49 @@ async def test_calls_that_fail_together_open_a_breaker_once(served: tuple[Script
         await peers.close()
 
 
+@pytest.mark.parametrize("then", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION])
+async def test_after_a_pause_one_request_tries_a_peer(served: tuple[Scripted, str], then: grpc.StatusCode) -> None:
+    """The others do not wait for its answer. A refusal is one."""
+    scripted, address = served
+    scripted.statuses = [*[grpc.StatusCode.UNAVAILABLE] * FAILURES_TO_OPEN, then]
+    now = 100.0
+    peers = PeerClient("shm", NodeId("me"), clock=lambda: now)
+    holder = Holder(NodeId("peer"), address, BootEpoch(1))
+    try:
+        for _ in range(FAILURES_TO_OPEN):
+            with pytest.raises(Unavailable):
+                await peers.locate(holder, CHAIN, NodeId("me"), 20.0)
+        now += OPEN_SECONDS_FIRST
+        calls = [peers.locate(holder, CHAIN, NodeId("me"), 20.0) for _ in range(9)]
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert scripted.calls == FAILURES_TO_OPEN + 1
+        await asyncio.gather(peers.locate(holder, CHAIN, NodeId("me"), 20.0), return_exceptions=True)
+        is_answer = then is not grpc.StatusCode.UNAVAILABLE
+        assert scripted.calls == FAILURES_TO_OPEN + 1 + is_answer
+    finally:
+        await peers.close()
+
+
+async def test_one_lookup_a_second_tries_a_partition_that_failed(served: tuple[Scripted, str]) -> None:
+    scripted, address = served
+    scripted.statuses = [*[grpc.StatusCode.UNAVAILABLE] * (FAILURES_TO_OPEN + 2), grpc.StatusCode.OK]
+    now = 100.0
+    lookup = LookupClient([address], clock=lambda: now)
+    try:
+        for _ in range(FAILURES_TO_OPEN):
+            await lookup.resolve(CHAIN, 0, 20.0)
+        for trial in (1, 2):
+            now += OPEN_SECONDS_FIRST
+            answers = await asyncio.gather(*[lookup.resolve(CHAIN, 0, 20.0) for _ in range(9)])
+            assert scripted.calls == FAILURES_TO_OPEN + trial and not any(answer.complete for answer in answers)
+        now += OPEN_SECONDS_FIRST
+        assert (await lookup.resolve(CHAIN, 0, 20.0)).complete
+        answers = await asyncio.gather(*[lookup.resolve(CHAIN, 0, 20.0) for _ in range(9)])
+        assert all(answer.complete for answer in answers)
+    finally:
+        await lookup.close()
+
+
 async def test_an_answer_of_a_partition_forgives_its_failures(served: tuple[Scripted, str]) -> None:
     scripted, address = served
     fails, answers = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK
