@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from kvservice.breaker import Breaker
+from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment
 from kvservice.observe import logs
@@ -46,6 +48,9 @@ DESCRIPTION_BYTES_MAX = (
 )  # what Transport.describe promises; an agent's takes some KiB. Longer ones are refused.
 _DESCRIPTION = struct.Struct("<8sQQI")  # magic, base address, segment bytes, crc32 of all the rest; then agent metadata
 _CRC_BYTES = 4  # of a crc32
+# An attempt to connect that fails may leave a socket open inside UCX for as long as the agent lives. So a peer that
+# cannot be reached is tried again after a second, and then after pauses that double up to this.
+UNREACHABLE_SECONDS_MAX = 30.0
 CLOSE_DRAIN_SECONDS = 1.0  # wait for open reads, because a source may crash inside UCX when its reader goes away in one
 PROGRESS_PAUSE_US = 1000  # the progress thread wakes at least so often; events wake it at once
 # `nixl` comes last: it imports torch to choose one of the others, which costs a shard 1.7 s and 180 MiB.
@@ -154,6 +159,7 @@ class NixlTransport:
         self._leaving: dict[PeerHandle, _NixlPeer] = {}  # disconnected; forgotten once their last transfer has ended
         self._open: dict[TransferId, _Transfer] = {}
         self._finished: list[Completion] = []
+        self._unreachable: BoundedTable[bytes, Breaker] = BoundedTable(NODES_MAX)  # by description
         self._next_id = 1
         self._closed = False
         try:
@@ -189,12 +195,20 @@ class NixlTransport:
         if any(peer.description == description for peer in self._leaving.values()):
             # NIXL forgets the open transfers of an agent that is added again, although they still write.
             raise TransferError("reads from the peer's last connection are still in flight")
+        breaker = self._unreachable.get(description)
+        if breaker is not None and not breaker.allows(time.monotonic()):
+            raise TransferError("the peer could not be reached, and is not tried again yet")
         try:
             name = self._agent.add_remote_agent(metadata)
             text = name.decode() if isinstance(name, bytes) else str(name)
             self._agent.make_connection(text)
         except self._errors as error:
+            if breaker is None:
+                breaker = Breaker(open_seconds_max=UNREACHABLE_SECONDS_MAX, failures_to_open=1)
+                self._unreachable.put(description, breaker)
+            breaker.failed(time.monotonic())
             raise TransferError(f"NIXL cannot reach the peer: {type(error).__name__}: {error}") from error
+        self._unreachable.pop(description)
         handle = PeerHandle(self._next_id)
         self._next_id += 1
         self._peers[handle] = _NixlPeer(text, base, length, description)

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvservice.breaker import OPEN_SECONDS_FIRST
 from kvservice.core.events import PullResult
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry
@@ -149,6 +150,26 @@ def test_peer_can_be_connected_again_once_its_reads_have_ended(peer: Peer, reade
     finish(transport)
     transport.post_read(transport.connect(peer.description), [Copy(START, START, MiB)])
     assert finish(transport) == [TransferOutcome.DONE]
+    transport.close()
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_a_peer_that_cannot_be_reached_costs_few_sockets(peer: Peer, reader: Segment) -> None:
+    """UCX keeps one for each attempt, and every request that needs the peer would make one."""
+    transport = NixlTransport(reader, "reader")
+    peer.process.kill()
+    peer.process.wait()
+    before = open_files()
+    for _ in range(50):
+        with pytest.raises(TransferError):
+            transport.connect(peer.description)
+    assert open_files() - before <= 5
+    time.sleep(OPEN_SECONDS_FIRST)
+    with pytest.raises(TransferError, match="NIXL cannot reach"):
+        transport.connect(peer.description)
     transport.close()
 
 
