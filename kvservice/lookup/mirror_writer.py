@@ -176,9 +176,9 @@ class DirectoryMirror:
     async def _follow(self, partition: int) -> None:
         failures = filled_up = 0
         while True:
+            begun = False
             try:
                 self._counters["mirror_streams"] += 1
-                begun = False
                 async with aclosing(self._events(partition)) as events:
                     async for event in events:
                         if self._stopped:
@@ -202,7 +202,7 @@ class DirectoryMirror:
                 self._note_failure(partition, failures, "malformed", error.message)
             except Exception:  # task boundary: a failing mirror must not end the shard, and must be seen in the log
                 log.exception("mirror_failed", extra={"partition": partition})
-            if self._writer.feed(partition) is Feed.FULL:
+            if begun and self._writer.feed(partition) is Feed.FULL:  # else it is full since an earlier stream
                 log.warning("mirror_full", extra={"partition": partition, "keys": self._writer.key_count})
                 await asyncio.sleep(FULL_SECONDS * 2 ** min(filled_up, 5))
                 filled_up += 1

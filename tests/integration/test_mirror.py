@@ -12,7 +12,8 @@ from kvservice.client.shard import ShardClient
 from kvservice.core.actions import Announce
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.directory.directory import longest_prefix
-from kvservice.core.directory.mirror import STALE_SECONDS
+from kvservice.core.directory.key_table import ROWS_MIN
+from kvservice.core.directory.mirror import STALE_SECONDS, mirror_bytes
 from kvservice.core.messages import Holder
 from kvservice.discovery import MIRROR_NAME
 from kvservice.lookup import mirror_writer
@@ -185,3 +186,33 @@ async def test_mirror_follows_a_lookup_partition_that_moves(tmp_path: Path) -> N
     assert mirror.counters["mirror_live_partitions"] == 1 and mirror.counters["mirror_streams"] == 2
     await mirror.stop()
     await second.stop()
+
+
+async def test_a_partition_that_did_not_fit_and_goes_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While nobody answers it is tried as any other, and does not count as one that is too large again and again."""
+    monkeypatch.setattr(mirror_writer, "FULL_SECONDS", 0.1)
+    server = LookupServer("127.0.0.1:0", allow_plaintext=True)
+    addresses = [await server.start()]
+    announcer = Announcer(1, lambda: [(key, SpanRoute(0)) for key in chain(seed=1, count=2000)])
+    pump = AnnouncePump(announcer, addresses, lambda: Holder(NodeId("x"), "x:1", BootEpoch(1)), 1.0, lambda: None)
+    running = asyncio.create_task(pump.run())
+    await eventually_async(lambda: announcer.is_synced(0), "an announced node")
+    size = mirror_bytes(ROWS_MIN)
+    mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, size, epoch=1)
+    assert mirror is not None
+    mirror.start()
+    await eventually_async(lambda: mirror.counters.get("mirror_filled_up", 0) >= 1, "a mirror that is too small")
+    await pump.stop(leaving=False)
+    running.cancel()
+    await server.stop()
+
+    def tries() -> int:
+        return mirror.counters.get("mirror_stream_unavailable", 0)
+
+    await eventually_async(lambda: tries() >= 4, "several attempts to reach it")
+    counted = sum(record.getMessage() == "mirror_full" for record in caplog.records)
+    assert counted == mirror.counters["mirror_filled_up"]
+    await mirror.stop()
+    await asyncio.gather(running, return_exceptions=True)
