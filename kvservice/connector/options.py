@@ -154,8 +154,8 @@ class ConnectorOptions(SharingOptions):
     offload: Offload = Offload.EAGER
     """When blocks are stored: eager in the step that fills them, lazy when their request ends or is preempted, evicting
     shortly before the engine would lose them. The later, the fewer copies and the later the hits of others. A prompt
-    that is handed off is stored when its request ends at the latest. evicting needs vLLM's prefix caching and a model
-    with one KV cache group."""
+    that is handed off is stored as with eager. evicting needs vLLM's prefix caching and a model with one KV cache
+    group."""
 
     store: StoredPart = StoredPart.ALL
     """What is stored of a request: all of it, or only its prompt and nothing that the engine generates. Agents and

@@ -10,7 +10,6 @@ Every lease and every reserved slot that it takes ends exactly once, however it 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -36,8 +35,6 @@ from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Attachment, Handoff, Hints, MissReason
 from kvservice.session.session import AcquireAnswer
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
-
-log = logging.getLogger("kvservice.connector")
 
 IDLE_SECONDS = 0.002  # a step with nothing to compute waits this long for the pool instead of busy-polling
 # The most: an answer that does not come at once is fetched or computed elsewhere, which needs the cores of empty steps.
@@ -151,12 +148,13 @@ class SchedulerHalf:
         request.adapter, request.may_read, request.trace = adapter, may_read, trace
         request.admitted, request.hashes, request.hints = may_store, hashes, hints
         request.window_keys = [[] for _ in self._grouping.window_groups]
-        self._extend_keys(request, hashes, self._session.attachment)
-        request.prompt_blocks, request.salted, request.prompt_only = len(request.keys), salted, prompt_only
         if isinstance(wants, Handoff):
             request.reads = wants
         elif wants is not None and wants.handoff_id is not None and self._may_write:
             request.writes = self._handoffs.open(wants.handoff_id, self.counters)
+        request.offload = self._offload if request.writes is None else Offload.EAGER
+        self._extend_keys(request, hashes, self._session.attachment)
+        request.prompt_blocks, request.salted, request.prompt_only = len(request.keys), salted, prompt_only
         self._begin(request, now)
 
     def _begin(self, request: EngineRequest, now: float) -> None:
@@ -366,10 +364,10 @@ class SchedulerHalf:
     def _parts_of(
         self, attachment: Attachment, request: EngineRequest, computed_tokens: int, block_ids: BlockIds
     ) -> list[StorePart]:
-        """What the request stores in this step. Without Offload.EAGER its blocks are named only."""
+        """What the request stores in this step. Unless it does so at once, its blocks are named only."""
         if not self._is_behind(request):
             return []
-        if self._offload is Offload.EAGER:
+        if request.offload is Offload.EAGER:
             return [self._part_of(attachment, request, computed_tokens, block_ids())]
         self._extend_keys(request, request.hashes, attachment)
         self._near.note(request, request.hashes, request.computed_blocks)
@@ -377,9 +375,9 @@ class SchedulerHalf:
 
     def _is_behind(self, request: EngineRequest) -> bool:
         """Whether it has full blocks that are stored as they are filled, or named for when the engine evicts them."""
-        if not request.admitted or self._offload is Offload.LAZY:
+        if not request.admitted or request.offload is Offload.LAZY:
             return False
-        done = request.stored if self._offload is Offload.EAGER else max(request.stored, request.named)
+        done = request.stored if request.offload is Offload.EAGER else max(request.stored, request.named)
         return request.storable(request.computed_blocks) > done
 
     def _part_of(
@@ -405,7 +403,7 @@ class SchedulerHalf:
         if request is None or self._cache is None or self._pins is None or request.state is not RequestState.RUNNING:
             return None
         full = request.storable(min(request.computed_blocks, len(request.hashes) // self._grouping.stride))
-        if self._offload is Offload.EVICTING or full <= request.stored:
+        if request.offload is Offload.EVICTING or full <= request.stored:
             return None
         self._extend_keys(request, request.hashes, attachment)
         stride = self._grouping.stride
@@ -420,7 +418,7 @@ class SchedulerHalf:
         new = self._keyring.extend(request, hashes, attachment)
         if request.prompt_only and has_prompt:
             new = 0
-        if new and self._may_write and request.admitted and self._offload is not Offload.EVICTING:
+        if new and self._may_write and request.admitted and request.offload is not Offload.EVICTING:
             self._stores.expect(request, new)
 
     def reported(self, report: StepReport) -> None:
@@ -501,7 +499,7 @@ class SchedulerHalf:
 
     def _rest_can_wait(self, request: EngineRequest) -> bool:
         """Whether the engine keeps the blocks of a request that ended until its free blocks are looked through."""
-        if self._offload is not Offload.EVICTING or self._cache is None or request.writes is not None:
+        if request.offload is not Offload.EVICTING or self._cache is None:
             return False
         return self._cache.free_blocks() >= self._near.window
 

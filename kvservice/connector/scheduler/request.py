@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from kvservice.connector.options import Offload
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, term_key
 from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Attachment, Handoff, Hints, RequestReport
 from kvservice.core.transitions import step
@@ -103,6 +104,7 @@ class EngineRequest:
     admitted: bool = True  # False: the pool sees no reuse, so the blocks are not stored
     kept_out: int = 0  # leading blocks that are never stored: public ones of a tenant that may only read them
     expected: int = 0  # slots announced to the session and not taken yet
+    offload: Offload = Offload.EAGER  # when its blocks are stored: at once if another engine waits for them
     prompt_only: bool = False  # blocks behind its prompt are not stored
     computed_blocks: int = 0  # full blocks at the end of the last step that computed it
     named: int = 0  # leading blocks whose names are kept for the time when they are near eviction

@@ -218,7 +218,9 @@ def test_a_block_that_only_the_pool_has_is_copied_from_nowhere() -> None:
     half.on_new_request("p", chain, 0.0, may_read=False, wants=Prefill(HandoffId(bytes(16))))
     ids = engine.share(chain)
     half.allocated("p", ids, 0)
+    line.free = 0
     step(half, ("p", chain, 3 * BLOCK, lambda: ids))
+    line.free = 64
     engine.give_up(ids)
     del engine.held[ids[1]]
     assert stored(half, step(half, preempted=("p",))) == [ids[0], ids[2]]
@@ -237,7 +239,9 @@ def test_a_key_forgotten_within_the_step_copies_no_other_block(monkeypatch: pyte
     half.on_new_request("h", other, 0.0, may_read=False, wants=Prefill(HandoffId(bytes(16))))
     others, _ = engine.take(other)
     half.allocated("h", others, 0)
+    line.free = 0
     step(half, ("p", chain, 3 * BLOCK, lambda: ids), ("h", other, 3 * BLOCK, lambda: others))
+    line.free = 64
     engine.give_up(ids)
     engine.give_up(others)
     assert stored(half, step(half, preempted=("p", "h"))) == [*others, *ids[:2]]
@@ -321,9 +325,8 @@ def test_prompt_that_is_handed_off_does_not_wait_for_eviction() -> None:
     half.on_new_request("r", chain, 0.0, may_read=False, wants=Prefill(HandoffId(bytes(16))))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
-    step(half, ("r", chain, 3 * BLOCK, lambda: ids))
+    assert stored(half, step(half, ("r", chain, 3 * BLOCK, lambda: ids))) == ids
     half.finished("r", chain, 3 * BLOCK, ids, store_rest=True)
-    assert stored(half, step(half)) == ids
     assert line.closed
 
 

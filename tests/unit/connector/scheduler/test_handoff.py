@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvservice.connector.options import Offload
 from kvservice.connector.plan import StepReport
 from kvservice.connector.scheduler.half import IDLE_SECONDS, IDLE_SECONDS_MAX
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_transfer_params
@@ -155,6 +156,20 @@ def test_prefill_is_not_over_while_another_copies_its_blocks() -> None:
     scheduler.reported(report(plan))
     assert sorted(line.closed) == [other, ID] and len(line.sealed) == 3
     scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("offload", [Offload.LAZY, Offload.EVICTING])
+def test_prefill_is_stored_while_it_is_computed_whatever_the_others_are(offload: Offload) -> None:
+    """Its reader waits for it. All at once at its end, it would find no more slots than are in stock."""
+    line, chain = Line(), hashes(1, 3)
+    scheduler = half(line, offload=offload)
+    scheduler.on_new_request("r", chain, 0.0, wants=Prefill(ID))
+    assert line.expected == 3
+    line.answer(0)
+    scheduler.matched("r", 0, 3 * BLOCK, 0.0)
+    scheduler.allocated("r", [1, 2, 3, 4], 0)
+    scheduler.reported(report(run_step(scheduler, "r", chain, 2 * BLOCK)))
+    assert len(line.sealed) == 2
 
 
 def test_prefill_without_a_pool_is_an_ordinary_request() -> None:
