@@ -58,3 +58,31 @@ runtime_dir = {{ .Values.shard.hostRuntimeDir | quote }}
 {{- define "kvservice.transferConfig" -}}
 {"kv_connector":"KVServiceConnector","kv_connector_module_path":"kvservice.connector.vllm","kv_role":"kv_both","kv_connector_extra_config":{"mode":"service","service":{{ .Values.cache.service | quote }}}}
 {{- end -}}
+
+{{/* Fails when two parts of one pod would listen at the same port: the later one serves nothing there. */}}
+{{- define "kvservice.checkPorts" -}}
+{{- $metrics := int .Values.cache.metricsPort -}}
+{{- $lookup := int .Values.lookup.port -}}
+{{- if eq .Values.mode "standalone" -}}
+{{- range $name, $port := dict "lookup.port" $lookup "shard.port" (int .Values.shard.port) -}}
+{{- if eq $port $metrics -}}
+{{- fail (printf "cache.metricsPort is %d, as %s: choose another port" $metrics $name) -}}
+{{- end -}}
+{{- end -}}
+{{- else -}}
+{{- $taken := dict "6379" "Ray's control state" "8000" "Serve" "8080" "Ray's metrics" "8265" "Ray's dashboard" "10001" "Ray's client" "52365" "Ray's agent" -}}
+{{- range $index := until (add1 (include "kvservice.copyWorkersMost" .) | int) -}}
+{{- $port := add $metrics $index | toString -}}
+{{- with get $taken $port -}}
+{{- fail (printf "cache.metricsPort takes the port %s of %s: choose another one" $port .) -}}
+{{- end -}}
+{{- $_ := set $taken $port "the metrics" -}}
+{{- end -}}
+{{- range $index := until (int .Values.lookup.partitions) -}}
+{{- $port := add $lookup $index | toString -}}
+{{- with get $taken $port -}}
+{{- fail (printf "lookup.port takes the port %s of %s for partition %d: choose another one" $port . $index) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
