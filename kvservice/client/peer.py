@@ -34,6 +34,7 @@ from kvservice.wire.versions import PROTOCOL_VERSION
 
 TRIAL_SECONDS = 1.0  # a peer that is back has answered the first call by then; if that was lost, another one asks
 
+
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
     """What a reader must know of a peer's segment in one of its boot epochs."""
