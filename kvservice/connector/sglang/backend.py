@@ -29,7 +29,7 @@ from kvservice.connector.sglang import identity
 from kvservice.connector.sglang.clears import ClearTerms, agreed_name
 from kvservice.connector.sglang.options import INTERFACE, SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
-from kvservice.connector.sglang.storage import KV, Identity, PageStorage, PageTransfer
+from kvservice.connector.sglang.storage import ALL_LAYERS, KV, Identity, PageStorage, PageTransfer
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.observe import logs
 
@@ -170,7 +170,7 @@ def _clears() -> ClearTerms:
 
 
 def _identity(config: HiCacheStorageConfig, options: SGLangOptions, *, shares: bool) -> Identity:
-    layers = "all" if config.pp_size == 1 else f"stage {config.pp_rank} of {config.pp_size}"
+    layers = ALL_LAYERS if config.pp_size == 1 else f"stage {config.pp_rank} of {config.pp_size}"
     return Identity(
         model=identity.model_name(),
         fields={} if shares else identity.engine_fields(options),

@@ -34,6 +34,7 @@ from kvservice.errors import ConfigError, KVServiceError, UnsupportedLayout
 log = logging.getLogger("kvservice.connector")
 
 KV = "kv"  # SGLang's name of the pool of keys and values
+ALL_LAYERS = "all"  # an engine without pipeline stages has them
 ALL_PAGES, TRAILING_PAGES = "all_pages", "trailing_pages"  # SGLang's words for which pages of a prefix a pool holds
 PASS_PREFIX_KEYS = (
     'add "hicache_storage_pass_prefix_keys": true to --hicache-storage-backend-extra-config: without it SGLang does '
@@ -66,7 +67,7 @@ class Identity:
     fields: Mapping[str, object]  # of the fingerprint: everything that changes the bytes of a page
     kv_heads: int  # of the whole model; 0 = not known
     ranks: Ranks
-    layers: str = "all"  # of this pipeline stage
+    layers: str = ALL_LAYERS  # of this pipeline stage
     source: ModelSource | None = None  # of the model that is shared with engines of other kinds
 
 
@@ -142,7 +143,10 @@ class PageStorage:
         options, identity = self._options, self._identity
         model = identity.model if self._gate is None else shared_name(identity.model)
         layout = Layout(pool.page_size, (form.block_bytes,), "uint8")
-        namespace = "/".join(part for part in (options.namespace, "" if name == KV else name) if part)
+        # What only this rank or stage can read has a namespace of its own: else a shard would refuse all but the first.
+        own = (str(fields.get("ranks", "")), "" if identity.layers == ALL_LAYERS else identity.layers)
+        parts = (options.namespace, "" if name == KV else name, *own)
+        namespace = "/".join(part for part in parts if part)
         if self._gate is None:
             fields = {**identity.fields, **fields}
         attaching = self._thread.attach_program(model, layout, fields, namespace)

@@ -13,7 +13,7 @@ from kvservice.api.pool_thread import PoolThread
 from kvservice.connector.sglang.clears import ClearTerms
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
-from kvservice.connector.sglang.storage import ALL_PAGES, KV, Identity, PageStorage, PageTransfer
+from kvservice.connector.sglang.storage import ALL_LAYERS, ALL_PAGES, KV, Identity, PageStorage, PageTransfer
 
 LAYERS, PAGE, DIM = 3, 4, 8
 OPTIONS: dict[str, object] = {
@@ -83,10 +83,11 @@ def storage(
     thread: PoolThread | None = None,
     weights: str = "a",
     clears: ClearTerms | None = None,
+    layers: str = ALL_LAYERS,
     **options: object,
 ) -> PageStorage:
     parsed = SGLangOptions.parse({**OPTIONS, **options})
-    made = PageStorage(parsed, Identity("tiny", {"weights": weights}, heads, ranks or Ranks()), thread, clears)
+    made = PageStorage(parsed, Identity("tiny", {"weights": weights}, heads, ranks or Ranks(), layers), thread, clears)
     made.register(KV, memory, places([0]))
     return made
 

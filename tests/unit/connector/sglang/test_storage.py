@@ -22,7 +22,7 @@ from kvservice.connector.sglang import storage as storage_module
 from kvservice.connector.sglang.clears import ClearTerms, agreed_name
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
-from kvservice.connector.sglang.storage import TRAILING_PAGES, PageStorage
+from kvservice.connector.sglang.storage import ALL_LAYERS, TRAILING_PAGES, PageStorage
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, SealItem, SealStatus
 from kvservice.errors import ConfigError, SegmentError
 from kvservice.testing.eventually import eventually
@@ -367,6 +367,25 @@ def test_heads_that_ranks_hold_twice_are_kept_apart(thread: PoolThread) -> None:
     stored(memory, storage(memory, heads=2, ranks=Ranks(0, 4), thread=thread), pages, [0, 1, 2, 3, 4, 5])
     assert storage(HostMemory(heads=1), heads=2, ranks=Ranks(0, 4), thread=thread).find([], pages) == 6
     assert storage(HostMemory(heads=1), heads=2, ranks=Ranks(1, 4), thread=thread).find([], pages) == 0
+
+
+@pytest.mark.parametrize("by", ["heads held twice", "states", "stages"])
+def test_every_rank_of_an_engine_has_its_pages_at_one_shard(thread: PoolThread, by: str) -> None:
+    """It refuses engines of one name that differ. Ranks do where a page is not cut by heads, and stages do."""
+    pages, pool = page_hashes(PROMPT), "mamba" if by == "states" else KV
+    memories, made = [HostMemory(heads=1, seed=number) for number in range(3)], []
+    for number, memory in enumerate(memories):
+        ranks, layers = Ranks(number, 3), ALL_LAYERS
+        if by == "stages":
+            ranks, layers = Ranks(), f"stage {number} of 3"
+        made.append(storage(memory, heads=3 if by == "states" else 1, ranks=ranks, thread=thread, layers=layers))
+        made[-1].register(pool, memory, places([0]))
+    for memory, one in zip(memories, made, strict=True):
+        assert one.store([], wanted(pages, [0, 1, 2, 3, 4, 5], pool)) == [True] * 6
+        before = memory.pages([0, 1, 2, 3, 4, 5])
+        assert one.load([], wanted(pages, [8, 9, 10, 11, 12, 13], pool)) == [True] * 6
+        np.testing.assert_array_equal(memory.pages([8, 9, 10, 11, 12, 13]), before)
+    assert [one.counters["stored_pages"] for one in made] == [6, 6, 6]
 
 
 # -- several pools ----
