@@ -42,7 +42,7 @@ async def serve(
 ) -> None:
     """Serve until a signal, and return after a clean stop. Raises what ShardServer.start raises.
 
-    The stop leaves no file, or only the segment with `keep_segment`.
+    The stop leaves no file, or with `keep_segment` only the segment and what was cleared.
     """
     tracing.start(config.settings.traces, "kvservice-shard", node=config.node_id, service=config.settings.service)
     raise_file_limit()
