@@ -6,6 +6,7 @@ Part of core.shard, which routes the events here. Each ends in one Reply, or rai
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisition import TIMEOUT_SECONDS_MAX, Acquisition
@@ -19,11 +20,11 @@ from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX, TakeOvers
 from kvservice.core.drain.sender import DrainPhase, Leaving
 from kvservice.core.messages import AcquireRequest
-from kvservice.core.store.slots import Slot
+from kvservice.core.store.slots import Block, Slot
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.core.tier.tiers import Tiers
 from kvservice.errors import Forbidden, InvalidRequest, StaleEpoch, Unavailable, UnsupportedLayout
-from kvservice.units import AttachmentId, BootEpoch
+from kvservice.units import AttachmentId, BlockKey, BootEpoch
 
 assert WAIT_SECONDS_MAX <= TIMEOUT_SECONDS_MAX
 
@@ -104,7 +105,7 @@ class PeerCalls:
     def _lend(self, event: ev.PeerLocate, now: float) -> None:
         """Lease what is in memory."""
         going = self._leaving.promises_nothing
-        blocks = [None if going else self._shard.store.get(key) for key in event.keys]
+        blocks = [None if going else self._to_lend(key, now) for key in event.keys]
         held = len(blocks) - blocks.count(None)
         spill = self._tiers.spill
         used = spill.used(event.keys) if spill.is_offering else event.keys
@@ -115,6 +116,18 @@ class PeerCalls:
         self._shard.counters["peer_located_blocks"] += held
         self._shard.counters["peer_absent_blocks"] += len(blocks) - held
         self._shard.emit(Reply(event.op, self._shard.lend(event.reader, blocks, now)))
+
+    def _to_lend(self, key: BlockKey, now: float) -> Block | None:
+        """The block in memory, unless the reader would read it in vain: of a block that a restart found nobody knows
+        the age, and after a clear of its like no other node keeps such a one. Names that are not known count as others:
+        the reader knows its own."""
+        block = self._shard.store.get(key)
+        if block is None or block.stored_at:
+            return block
+        freshness = self._shard.freshness
+        scopes = freshness.scopes(key, self._shard.store.account_of(block), block.origin.fingerprint)
+        known = scopes if scopes.names is not None else replace(scopes, names=frozenset())
+        return block if freshness.accepts(known, block.stored_at, now) else None
 
     def _release(self, event: ev.PeerRelease, now: float) -> None:
         self._check_epoch(event.epoch)

@@ -10,6 +10,7 @@ import pytest
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.messages import LocateResult, SealStatus
 from kvservice.core.segment.geometry import slab_of, slot_index
@@ -17,7 +18,7 @@ from kvservice.core.segment.header import SlotFlags
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.writes import RESERVE_COUNT_MAX
 from kvservice.errors import InvalidRequest, StaleEpoch
-from kvservice.testing.builders import LARGE, SMALL, CoreHarness, content_of, make_chain, make_spec
+from kvservice.testing.builders import LARGE, SMALL, WALL, CoreHarness, content_of, make_chain, make_spec
 from kvservice.units import BlockKey, BootEpoch, Generation, LeaseId, NodeId, SlotIndex
 
 CHAIN = make_chain(4)
@@ -339,6 +340,30 @@ def test_a_peer_asking_for_nothing_that_is_here_gets_no_lease() -> None:
     harness = CoreHarness()
     assert peer_locate(harness, CHAIN[0]).lease_id == 0
     assert harness.state.lease_count == 0
+
+
+@pytest.mark.parametrize(
+    ("mark", "is_lent"),
+    [
+        (Mark(MarkKind.EVERYTHING, WALL), False),
+        (Mark(MarkKind.PROMPT, WALL, "", CHAIN[:1]), False),
+        (Mark(MarkKind.TENANT, WALL, "bolt"), True),
+        (Mark(MarkKind.MODEL, WALL, "another"), True),
+    ],
+)
+def test_a_peer_reads_nothing_that_it_would_refuse(mark: Mark, is_lent: bool) -> None:
+    """A restart found the block, so its age is not known: after a clear it is good for this node only."""
+    harness = CoreHarness(tenants={"acme": TenantLimits()})
+    harness.store(harness.attach(tenant="acme"), CHAIN[:1])
+    assert peer_locate(harness, CHAIN[0]).handles[0] is not None, "its age is known"
+    harness.restart()
+    harness.state.freshness.marks.add([mark])  # as a pool's start does
+    (handle,) = peer_locate(harness, CHAIN[0]).handles
+    assert (handle is not None) == is_lent
+    reader, fingerprint = harness.state.freshness, make_spec().fingerprint.block_mark
+    reader.learn(fingerprint, "", "model")
+    said = reader.accepts(reader.scopes(CHAIN[0], "acme", fingerprint), 0.0, harness.now)
+    assert said == is_lent, "as a reader says that has an engine of the block"
 
 
 def test_a_peer_of_another_epoch_is_refused() -> None:
