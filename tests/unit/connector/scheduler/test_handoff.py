@@ -159,7 +159,7 @@ def test_prefill_is_not_over_while_another_copies_its_blocks() -> None:
 
 
 @pytest.mark.parametrize("offload", [Offload.LAZY, Offload.EVICTING])
-def test_prefill_is_stored_while_it_is_computed_whatever_the_others_are(offload: Offload) -> None:
+def test_prefill_is_stored_while_it_is_computed(offload: Offload) -> None:
     """Its reader waits for it. All at once at its end, it would find no more slots than are in stock."""
     line, chain = Line(), hashes(1, 3)
     scheduler = half(line, offload=offload)

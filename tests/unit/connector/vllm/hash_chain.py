@@ -19,6 +19,7 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
@@ -52,6 +53,9 @@ class EngineSettings:
     drafts: int = 0  # tokens that n-gram speculation proposes in a step
     prefix_caching: bool = True
     policy: str = "fcfs"
+    role: str = "kv_both"
+    ranks: int = 1  # of tensor parallelism
+    heads: int = 1  # KV heads, over all ranks
     failures: float = 0.0  # the share of loads and stores that fail, at each place where they can
 
 
@@ -67,13 +71,13 @@ def first_state(salt: str | None) -> int:
     return int.from_bytes(hashlib.sha256((salt or "").encode()).digest()[:7], "big")
 
 
-def true_states(tokens: Sequence[int], salt: str | None, weights: int) -> Words:
-    """[layer, position]: what a correct KV cache holds for these tokens."""
+def true_states(tokens: Sequence[int], salt: str | None, weights: int, head: int = 0) -> Words:
+    """[layer, position]: what a correct KV cache holds of this head for these tokens."""
     found = np.empty((LAYERS, len(tokens)), dtype=np.int64)
     for layer in range(LAYERS):
         state = first_state(salt)
         for position, token in enumerate(tokens):
-            found[layer, position] = state = next_state(state, token, layer, weights)
+            found[layer, position] = state = next_state(state, token, layer + LAYERS * head, weights)
     return found
 
 
@@ -87,7 +91,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def engine_config(model: Path, settings: EngineSettings, block_count: int) -> VllmConfig:
+def engine_config(model: Path, settings: EngineSettings, block_count: int, rank: int = 0) -> VllmConfig:
     """vLLM's own configuration objects, for the smallest model that it knows."""
     options = {"mode": "embedded", "memory": "8MiB", "weights_version": "first", "verify_load": "full"}
     speculation = None
@@ -97,8 +101,16 @@ def engine_config(model: Path, settings: EngineSettings, block_count: int) -> Vl
         )
     config = VllmConfig(
         model_config=ModelConfig(
-            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=LENGTH_MAX
+            model=str(model),
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=LENGTH_MAX,
+            hf_overrides={
+                "num_attention_heads": max(settings.ranks, settings.heads),
+                "num_key_value_heads": settings.heads,
+            },
         ),
+        parallel_config=ParallelConfig(tensor_parallel_size=settings.ranks, rank=rank),
         cache_config=CacheConfig(
             block_size=BLOCK, enable_prefix_caching=settings.prefix_caching, prefix_caching_hash_algo="sha256_cbor"
         ),
@@ -114,7 +126,7 @@ def engine_config(model: Path, settings: EngineSettings, block_count: int) -> Vl
         kv_transfer_config=KVTransferConfig(
             kv_connector="KVServiceConnector",
             kv_connector_module_path="kvservice.connector.vllm",
-            kv_role="kv_both",
+            kv_role=settings.role,
             kv_connector_extra_config={**options, **settings.options},
         ),
         device_config=DeviceConfig("cpu"),

@@ -13,17 +13,21 @@ session's thread. A seed that failed may have to be played some times.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
@@ -39,8 +43,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.vllm import KVServiceConnector
+from kvservice.connector.vllm import connector as connector_module
 from kvservice.connector.worker.half import Copying
-from kvservice.core.messages import SealItem
+from kvservice.core.messages import EngineSpec, SealItem
+from kvservice.pool.port import PoolPort
+from kvservice.session.options import Mode, PoolOptions
+from kvservice.session.pool_choice import PoolChoice
 from kvservice.testing.eventually import eventually, patience
 from kvservice.units import AttachmentId, BlockKey
 from tests.unit.connector.vllm.hash_chain import (
@@ -49,6 +57,7 @@ from tests.unit.connector.vllm.hash_chain import (
     HEAD_SIZE,
     LAYER_NAMES,
     LAYERS,
+    STEP_TOKENS,
     STOP_TOKEN,
     VOCABULARY,
     EngineSettings,
@@ -61,6 +70,11 @@ from tests.unit.connector.vllm.hash_chain import (
 )
 
 DRAIN_SECONDS = 60.0
+OpenPool = Callable[[], Awaitable[PoolPort]]
+
+
+def _choose(open_pool: OpenPool, options: PoolOptions, spec: EngineSpec) -> PoolChoice:
+    return PoolChoice(Mode.EMBEDDED, replace(spec, engine_id=os.urandom(16)), open_pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +93,12 @@ class HashingEngine:
     """One engine of one worker. Raises AssertionError from any call as soon as something is wrong; `drain` also when
     something was left behind."""
 
-    def __init__(self, model: Path, settings: EngineSettings, seed: int, block_count: int) -> None:
+    def __init__(
+        self, model: Path, settings: EngineSettings, seed: int, block_count: int, open_pool: OpenPool | None = None
+    ) -> None:
+        """`open_pool` opens the pool that it uses in place of one of its own."""
         self.counters: Counter[str] = Counter()  # what was checked, so that a test can see that something was
+        self.answers: dict[str, dict[str, Any] | None] = {}  # by request that ended: its kv_transfer_params
         self._settings = settings
         self._draw = random.Random(seed)
         self._weights = 1
@@ -89,18 +107,32 @@ class HashingEngine:
         self._named: dict[str, tuple[EngineRequest, VllmRequest]] = {}  # the half's requests, until they are ended
         self._contents: dict[BlockKey, tuple[list[int], str | None, int]] = {}  # tokens up to its end, salt, weights
         self._wrong: list[str] = []  # found where an exception would be counted and forgotten
-        config = engine_config(model, settings, block_count)
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+        configs = [engine_config(model, settings, block_count, rank) for rank in range(settings.ranks)]
+        config, heads = configs[0], max(settings.heads // settings.ranks, 1)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+        # (rank, its head, head of the model): further ranks hold copies
+        self._heads = [
+            (rank, head, (rank * heads + head) * settings.heads // (settings.ranks * heads))
+            for rank in range(settings.ranks)
+            for head in range(heads)
+        ]
         groups = [KVCacheGroupSpec(LAYER_NAMES, spec)]
         cache = KVCacheConfig(num_blocks=block_count, kv_cache_tensors=[], kv_cache_groups=groups)
         cache.hash_block_size = BLOCK
-        shape = (LAYERS, block_count, 1, BLOCK, CELL_WORDS)
+        shape = (settings.ranks, LAYERS, block_count, heads, BLOCK, CELL_WORDS)
         self._memory: Words = np.random.default_rng(seed).integers(2**60, size=shape)  # nothing is zero by chance
-        tensors = torch.from_numpy(self._memory).view(torch.bfloat16)
-        self._worker = KVServiceConnector(config, KVConnectorRole.WORKER, cache)
-        self._worker.register_kv_caches(dict(zip(LAYER_NAMES, tensors, strict=True)))
+        self._workers = [KVServiceConnector(each, KVConnectorRole.WORKER, cache) for each in configs]
+        for worker, memory in zip(self._workers, self._memory, strict=True):
+            tensors = torch.from_numpy(memory).view(torch.bfloat16)
+            worker.register_kv_caches(dict(zip(LAYER_NAMES, tensors, strict=True)))
+        self._together = KVOutputAggregator(settings.ranks)
         make = AsyncScheduler if settings.runs_ahead else Scheduler
-        self._scheduler = make(config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=True)
+        with (
+            contextlib.nullcontext()
+            if open_pool is None
+            else mock.patch.object(connector_module, "choose_pool", partial(_choose, open_pool))
+        ):
+            self._scheduler = make(config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=True)
         connector = self._scheduler.connector
         assert isinstance(connector, KVServiceConnector) and connector._session and connector._scheduler
         self.connector, self._session, self._half = connector, connector._session, connector._scheduler
@@ -117,24 +149,25 @@ class HashingEngine:
 
     def _fail_at_random(self, share: float) -> None:
         """A load may fail when it is planned, before its copy and behind it; a store before its copy."""
-        worker: Any = self._worker._worker
         loads: Any = self._half._loads
 
         def failing(real: Callable[..., Any], fail: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *arguments: (fail if self._draw.random() < share else real)(*arguments)
 
         loads.plan = failing(loads.plan, self._refuse)
-        worker._promised_slots = failing(worker._promised_slots, lambda load: None)
-        worker._is_sound = failing(worker._is_sound, self._garble)
-        worker._may_write = failing(worker._may_write, lambda store: False)
+        for rank, connector in enumerate(self._workers):
+            worker: Any = connector._worker
+            worker._promised_slots = failing(worker._promised_slots, lambda load: None)
+            worker._is_sound = failing(worker._is_sound, partial(self._garble, rank))
+            worker._may_write = failing(worker._may_write, lambda store: False)
 
     def _refuse(self, *arguments: object) -> None:
         raise OSError("a load that cannot be planned")
 
-    def _garble(self, load: Copying) -> bool:
+    def _garble(self, rank: int, load: Copying) -> bool:
         """What came was something else."""
         for entry in load.plan.entries:
-            self._memory[:, entry.block_id] += 1
+            self._memory[rank, :, entry.block_id] += 1
         return False
 
     # -- what a test does ----
@@ -197,17 +230,35 @@ class HashingEngine:
             self._finish_step()
         assert not self._wrong, self._wrong
 
+    @property
+    def is_busy(self) -> bool:
+        return self._scheduler.has_requests() or bool(self._forwards)
+
     def drain(self) -> None:
         """Let all requests end. Then nobody may hold anything of the engine or the pool any more."""
         end = time.monotonic() + DRAIN_SECONDS * patience()
-        while self._scheduler.has_requests() or self._forwards:
+        while self.is_busy:
             self.step()
-            assert time.monotonic() < end, f"hangs: {[(it, r.status) for it, r in self._scheduler.requests.items()]}"
+            assert time.monotonic() < end, f"hangs: {self.waiting()}"
+        self.check_quiet()
+
+    def waiting(self) -> list[tuple[str, RequestStatus]]:
+        return [(name, request.status) for name, request in self._scheduler.requests.items()]
+
+    def has_slots_in_stock(self) -> bool:
+        """Enough for a step, as far as its requests are known. True without a pool."""
+        with self._session._lock:
+            expected, have = self._session._stock._expected, len(self._session._stock._slots[0])
+            is_enough: bool = have >= min(expected, STEP_TOKENS // BLOCK + expected // 2)
+            return is_enough or self._session._attachment is None
+
+    def check_quiet(self) -> None:
+        """All requests have ended: nobody may hold anything of the engine or the pool."""
         half, session, blocks = self._half, self._session, self._scheduler.kv_cache_manager.block_pool
         half.check_invariants()
         assert blocks.get_num_free_blocks() == blocks.num_gpu_blocks - 1, "blocks of the engine are held by nobody"
-        assert not half._requests and not half._loads.open_leases() and not half._handoffs._open
-        assert half._stores.is_empty
+        assert not half._requests and not half._loads.open_leases() and half._stores.is_empty
+        assert not half._handoffs._open, "open hand-offs of no request"
 
         def is_idle() -> bool:
             half.take_answers()
@@ -220,7 +271,8 @@ class HashingEngine:
 
     def close(self) -> None:
         self._scheduler.shutdown()
-        self._worker.shutdown()
+        for worker in self._workers:
+            worker.shutdown()
 
     # -- a step ----
 
@@ -246,7 +298,10 @@ class HashingEngine:
             return
         output, rows = self._forwards.popleft()
         found = self._forward(output, rows)
-        self._scheduler.update_from_output(output, found)
+        for told in self._scheduler.update_from_output(output, found).values():
+            for it in told.outputs:
+                if it.finish_reason is not None:
+                    self.answers[it.request_id] = it.kv_transfer_params
         if self._settings.drafts and not self._settings.runs_ahead:
             names = [name for name in found.req_ids if name in self._scheduler.requests]
             drafts = [self._drafts(self._scheduler.requests[name]) for name in names]
@@ -262,22 +317,47 @@ class HashingEngine:
         return tokens[-self._settings.drafts :]
 
     def _forward(self, output: SchedulerOutput, rows: Sequence[Row]) -> ModelRunnerOutput:
-        """What vLLM's worker does in a step, with the connector's calls where it has them."""
-        worker = self._worker
+        """What vLLM's workers do in a step."""
+        inputs = [self._inputs(row) for row in rows]
+        checks: list[tuple[Row, list[int]]] = []
+        names = [row.request.request_id for row in rows]
+        places = {name: place for place, name in enumerate(names)}
+        outputs: list[ModelRunnerOutput | None] = [None] * len(self._workers)
+        sampled_ids: list[list[int]] = []
+        order = list(range(1, len(self._workers)))
+        self._draw.shuffle(order)
+        for rank in (0, *order):
+            told = self._forward_of(rank, output, rows, inputs, checks, sampled_ids)
+            outputs[rank] = ModelRunnerOutput(names, places, sampled_token_ids=sampled_ids, kv_connector_output=told)
+        found = self._together.aggregate(outputs)
+        assert found is not None and found.kv_connector_output is not None
+        for row, known in checks:
+            if found.kv_connector_output.invalid_block_ids.isdisjoint(row.table):  # or vLLM drops what it sampled
+                self._check_memory(row, known)
+        return found
+
+    def _forward_of(
+        self,
+        rank: int,
+        output: SchedulerOutput,
+        rows: Sequence[Row],
+        inputs: Sequence[tuple[list[int], int]],
+        checks: list[tuple[Row, list[int]]],
+        sampled_ids: list[list[int]],
+    ) -> KVConnectorOutput:
+        """The step of one worker, with the connector's calls where vLLM has them. Rank 0 samples."""
+        worker = self._workers[rank]
         assert output.kv_connector_metadata is not None
         worker.bind_connector_metadata(output.kv_connector_metadata)
         if output.has_sync_kv_loads:
             worker.start_load_kv(None)
-        inputs = [self._inputs(row) for row in rows]
         for layer, name in enumerate(LAYER_NAMES):
             if output.has_sync_kv_loads:
                 worker.wait_for_layer_load(name)
             for row, (tokens, start) in zip(rows, inputs, strict=True):
-                self._compute(layer, row, tokens, start)
+                self._compute(rank, layer, row, tokens, start)
             worker.save_kv_layer(name, torch.empty(0), None)
-        checks: list[tuple[Row, list[int]]] = []
-        sampled_ids: list[list[int]] = []
-        for row, (tokens, _) in zip(rows, inputs, strict=True):
+        for row, (tokens, _) in zip(rows, inputs, strict=True) if rank == 0 else ():
             new, known = self._sample(row, tokens)
             sampled_ids.append(new)
             checks += [(row, known)] if new else []
@@ -285,21 +365,15 @@ class HashingEngine:
             worker.start_load_kv(None)
         worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
-        invalid = worker.get_block_ids_with_load_errors()
         told = KVConnectorOutput(
             finished_sending=results.finished_sending or None,
             finished_recving=results.finished_recving or None,
             failed_recving=results.failed_recving,
-            invalid_block_ids=invalid,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
-        for row, known in checks:
-            if invalid.isdisjoint(row.table):  # or vLLM drops what it sampled
-                self._check_memory(row, known)
-        names = [row.request.request_id for row in rows]
-        places = {name: place for place, name in enumerate(names)}
-        return ModelRunnerOutput(names, places, sampled_token_ids=sampled_ids, kv_connector_output=told)
+        return told
 
     def _inputs(self, row: Row) -> tuple[list[int], int]:
         """The request's tokens with its drafts, and the position of the first that is computed."""
@@ -316,13 +390,15 @@ class HashingEngine:
         assert not drafts or start + row.count == len(tokens), f"{name}: drafts that are not computed"
         return tokens, start
 
-    def _compute(self, layer: int, row: Row, tokens: Sequence[int], start: int) -> None:
-        memory, table = self._memory[layer, :, 0], row.table
-        before = start - 1
-        state = int(memory[table[before // BLOCK], before % BLOCK, 0]) if start else first_state(row.request.cache_salt)
-        for position in range(start, start + row.count):
-            state = next_state(state, tokens[position], layer, self._weights)
-            memory[table[position // BLOCK], position % BLOCK] = state
+    def _compute(self, rank: int, layer: int, row: Row, tokens: Sequence[int], start: int) -> None:
+        table, before = row.table, start - 1
+        for _, head, of_model in [each for each in self._heads if each[0] == rank]:
+            memory, state = self._memory[rank, layer, :, head], first_state(row.request.cache_salt)
+            if start:
+                state = int(memory[table[before // BLOCK], before % BLOCK, 0])
+            for position in range(start, start + row.count):
+                state = next_state(state, tokens[position], layer + LAYERS * of_model, self._weights)
+                memory[table[position // BLOCK], position % BLOCK] = state
 
     def _sample(self, row: Row, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
         """The new tokens, and those whose states are in the memory now. There are none while a prompt is computed."""
@@ -330,7 +406,7 @@ class HashingEngine:
         new: list[int] = []
         end = min(row.start, len(known) - 1) + row.count if row.tokens is None else row.start + row.count
         for position in range(len(known) - 1, end):
-            states = self._memory[:, row.table[position // BLOCK], 0, position % BLOCK, 0]
+            states = self._memory[0, :, row.table[position // BLOCK], 0, position % BLOCK, 0]
             new.append(sampled(states))
             if position + 1 < end and tokens[position + 1] != new[-1]:
                 break  # the draft was wrong
@@ -342,13 +418,18 @@ class HashingEngine:
     def _check_memory(self, row: Row, tokens: Sequence[int]) -> None:
         """All that the engine has of this request is the model's."""
         positions = np.arange(len(tokens))
-        cells = self._memory[:, np.array(row.table)[positions // BLOCK], 0, positions % BLOCK]
-        wrong = (cells != true_states(tokens, row.request.cache_salt, self._weights)[..., None]).any(axis=(0, 2))
-        first = int(wrong.argmax())
-        assert not wrong.any(), (
-            f"wrong KV of {row.request.request_id}, which was preempted {row.request.num_preemptions} times: "
-            f"{int(wrong.sum())} of {len(tokens)} positions, the first is {first} in block {row.table[first // BLOCK]}"
-        )
+        for rank, head, of_model in self._heads:
+            cells = self._memory[rank, :, np.array(row.table)[positions // BLOCK], head, positions % BLOCK].swapaxes(
+                0, 1
+            )
+            true = true_states(tokens, row.request.cache_salt, self._weights, of_model)
+            wrong = (cells != true[..., None]).any(axis=(0, 2))
+            first = int(wrong.argmax())
+            assert not wrong.any(), (
+                f"wrong KV of {row.request.request_id}, which was preempted {row.request.num_preemptions} times, in "
+                f"rank {rank}: {int(wrong.sum())} of {len(tokens)} positions, the first is {first} in block "
+                f"{row.table[first // BLOCK]}"
+            )
         self.counters["requests_checked"] += 1
 
     def _note_names(self) -> None:
@@ -366,8 +447,11 @@ class HashingEngine:
 
     def _seal_checked(self, attachment: AttachmentId, items: Sequence[SealItem]) -> None:
         self._note_names()
-        worker = self._worker._worker
+        worker, current = self._workers[0]._worker, self._session.attachment
         assert worker is not None and worker._segment is not None
+        if current is None or current.attachment_id != attachment or worker._segment.epoch != current.epoch:
+            self._seal(attachment, items)
+            return  # the pool was lost, and this seal goes nowhere
         block_tokens, payload_bytes = self._half._block_tokens, self.connector._spec.layout.payload_bytes
         for item in items:
             if item.key not in self._contents:
@@ -375,8 +459,10 @@ class HashingEngine:
                 continue
             tokens, salt, weights = self._contents[item.key]
             words = np.frombuffer(worker._segment.payload(item.ref.slot, payload_bytes), dtype=np.int64)
-            wanted = true_states(tokens, salt, weights)[:, -block_tokens:, None]
-            if (words.reshape(LAYERS, block_tokens, CELL_WORDS) != wanted).any():
+            heads = range(self._settings.heads)
+            true = np.stack([true_states(tokens, salt, weights, head)[:, -block_tokens:] for head in heads], axis=1)
+            wanted = true.reshape(LAYERS, len(heads), -1, BLOCK).swapaxes(1, 2)[..., None]  # [layer, part, head, token]
+            if (words.reshape(LAYERS, -1, len(heads), BLOCK, CELL_WORDS) != wanted).any():
                 self._wrong.append(
                     f"a wrong block was stored for the tokens {len(tokens) - block_tokens} to {len(tokens)}"
                 )
