@@ -12,7 +12,7 @@ SILENT_SECONDS = 0.4
 REST_SECONDS_MAX = 2.0  # between two calls that try a silent shard again: one that comes back is used soon
 
 
-class Silence:
+class ShardSilence:
     """Whether the shard is asked now."""
 
     def __init__(self) -> None:

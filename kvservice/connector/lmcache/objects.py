@@ -20,7 +20,7 @@ from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
 from kvservice.api.program import BATCH_BYTES, AttachedProgram
-from kvservice.api.silence import Silence
+from kvservice.api.silence import ShardSilence
 from kvservice.connector.lmcache.locks import ObjectLocks, PromisedObject, SharedLease
 from kvservice.connector.lmcache.names import ObjectKeyPort, ObjectLayout, identity_of, object_hash, rows_of
 from kvservice.connector.lmcache.options import AdapterOptions
@@ -96,7 +96,7 @@ class PooledObjects:
         self._places: BoundedTable[BlockKey, _Place] = BoundedTable(PLACES_MAX)
         # By model and group, as stored last.
         self._last_layout: BoundedTable[tuple[str, int], ObjectLayout] = BoundedTable(LAYOUTS_MAX)
-        self._silence = Silence()
+        self._silence = ShardSilence()
         self._sample = DigestSample(options.verify_load.value)
         self.counters: Counter[str] = Counter()
 

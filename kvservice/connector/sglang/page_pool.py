@@ -23,7 +23,7 @@ from kvservice.api.loop import LoopThread
 from kvservice.api.mapped import MappedPool
 from kvservice.api.program import AttachedProgram
 from kvservice.api.reasons import NO_POOL, TOO_LONG
-from kvservice.api.silence import Silence
+from kvservice.api.silence import ShardSilence
 from kvservice.connector.options import Verify
 from kvservice.connector.sglang.pages import PageForm
 from kvservice.core.block.keys import (
@@ -71,7 +71,7 @@ class PagePool:
         *,
         timeout_seconds: float,
         verify: Verify,
-        silence: Silence,
+        silence: ShardSilence,
         term: bytes = b"",
     ) -> None:
         """`timeout_seconds`: the longest that a question waits for blocks of other nodes and tiers. `silence`: of the

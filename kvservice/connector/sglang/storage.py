@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from kvservice.api.layout import Layout
 from kvservice.api.pool_thread import PoolThread
-from kvservice.api.silence import Silence
+from kvservice.api.silence import ShardSilence
 from kvservice.connector.failures import Failures, guarded
 from kvservice.connector.sglang.clears import ClearTerms, random_name
 from kvservice.connector.sglang.options import SGLangOptions
@@ -116,7 +116,7 @@ class PageStorage:
         self._taken: dict[str, int] = {}  # of the counters
         self.failures = Failures(self.counters)
         self._gate: KnownPrompt | None = None  # with the option share
-        self._silence = Silence()
+        self._silence = ShardSilence()
 
     # -- host pools ----
 

@@ -18,7 +18,6 @@ from tests.unit.engine.hash_chain import VOCABULARY, WORDS_MAX, ChainModel, said
 
 SEEDS = 24
 REQUESTS = 12
-SECONDS_MAX = 60.0  # for what takes a tenth of one
 DIFFERENT_PROMPTS = 60  # tokens of the text that prompts begin with
 
 
@@ -79,6 +78,7 @@ def lose(engine: ReferenceEngine, noise: random.Random) -> None:
                     target[noise.randrange(len(target))] ^= 1 << noise.randrange(8)
 
 
+@pytest.mark.timeout(60)  # a request that hangs
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_requests_say_what_they_say_without_a_cache(seed: int) -> None:
     noise = random.Random(seed)
@@ -88,10 +88,9 @@ def test_random_requests_say_what_they_say_without_a_cache(seed: int) -> None:
     text = [noise.randrange(VOCABULARY) for _ in range(DIFFERENT_PROMPTS)]
     asked: dict[str, tuple[list[int], Sampling]] = {}
     aborted: set[str] = set()
-    added, until = 0, time.monotonic() + SECONDS_MAX
+    added = 0
     with ReferenceEngine(cast(PagedModel, model), options) as engine:
         while added < REQUESTS or engine.has_work:
-            assert time.monotonic() < until, [(group.request_id, group.state) for group in engine.scheduler.groups]
             if added < REQUESTS and noise.random() < 0.4:
                 added += 1
                 length = noise.choice([1, block_tokens, 2 * block_tokens, 3 * block_tokens + 1, noise.randrange(1, 50)])

@@ -15,7 +15,7 @@ from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, BlockFileHeader, pack_file_header
 from kvservice.errors import TierError
 from kvservice.testing.eventually import eventually
-from kvservice.testing.tier_calls import BlocksOfTier
+from kvservice.testing.tier_calls import PATIENT_SECONDS, BlocksOfTier
 from kvservice.tier import block_objects, objects
 from kvservice.tier.base import TierRead, TierWrite, WriteResult
 from kvservice.tier.objects import ObjectTier
