@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvservice.api.layout import Layout
@@ -34,6 +34,7 @@ from kvservice.errors import ConfigError, KVServiceError, UnsupportedLayout
 log = logging.getLogger("kvservice.connector")
 
 KV = "kv"  # SGLang's name of the pool of keys and values
+STATES = "mamba"  # of that of recurrent layers, which ranks hold parts of also where they hold the same keys and values
 ALL_LAYERS = "all"  # an engine without pipeline stages has them
 ALL_PAGES, TRAILING_PAGES = "all_pages", "trailing_pages"  # SGLang's words for which pages of a prefix a pool holds
 PASS_PREFIX_KEYS = (
@@ -184,7 +185,8 @@ class PageStorage:
                 raise ConfigError(
                     f"head_group: the pages of {self._identity.model} do not divide by KV heads: leave it out"
                 )
-            return PageForm(tuple(sizes), (ranks.mark,)), {**fields, "ranks": ranks.mark.decode()}
+            mark = (replace(ranks, replicated=False) if name == STATES else ranks).mark
+            return PageForm(tuple(sizes), (mark,)), {**fields, "ranks": mark.decode()}
         rows = pool.page_size * (1 if pool.layout == "layer_first" else getattr(pool, "layer_num", 1))
         cut = cut_heads(heads, self._identity.kv_heads, rows, ranks, self._options.head_group)
         if len(cut.marks) > 1 and pool.layout == "page_head":

@@ -369,13 +369,13 @@ def test_heads_that_ranks_hold_twice_are_kept_apart(thread: PoolThread) -> None:
     assert storage(HostMemory(heads=1), heads=2, ranks=Ranks(1, 4), thread=thread).find([], pages) == 0
 
 
-@pytest.mark.parametrize("by", ["heads held twice", "states", "stages"])
+@pytest.mark.parametrize("by", ["heads held twice", "states", "states beside MLA", "stages"])
 def test_every_rank_of_an_engine_has_its_pages_at_one_shard(thread: PoolThread, by: str) -> None:
     """It refuses engines of one name that differ. Ranks do where a page is not cut by heads, and stages do."""
-    pages, pool = page_hashes(PROMPT), "mamba" if by == "states" else KV
+    pages, pool = page_hashes(PROMPT), "mamba" if by.startswith("states") else KV
     memories, made = [HostMemory(heads=1, seed=number) for number in range(3)], []
     for number, memory in enumerate(memories):
-        ranks, layers = Ranks(number, 3), ALL_LAYERS
+        ranks, layers = Ranks(number, 3, replicated=by == "states beside MLA"), ALL_LAYERS
         if by == "stages":
             ranks, layers = Ranks(), f"stage {number} of 3"
         made.append(storage(memory, heads=3 if by == "states" else 1, ranks=ranks, thread=thread, layers=layers))
