@@ -8,12 +8,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
     """SIGTERM, Ctrl-C and a closed terminal. Whoever starts the process with `nohup` wants the last one ignored."""
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hangup)
+
+
+def mapped(pool: ProcessPoolExecutor, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """As `pool.map` of a new pool. Ctrl-C ends its processes at once. They do not hear of it themselves: each
+    would write a traceback."""
+    from multiprocessing import active_children
+
+    others = set(active_children())
+    try:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what is started now inherits it
+        try:
+            results = pool.map(work, items)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a Ctrl-C from in between comes now
+        yield from results
+    except KeyboardInterrupt:
+        for process in set(active_children()) - others:
+            process.terminate()
+        raise
 
 
 class FirstSignal:

@@ -18,6 +18,7 @@ from kvservice.replay.cluster import Below, Cluster, Machine, ReplayOutcome
 from kvservice.replay.optimum import belady_hits
 from kvservice.replay.policies import POLICIES
 from kvservice.replay.trace import BLOCK_TOKENS, Trace
+from kvservice.signals import mapped
 
 OPTIMUM = "belady"
 DEFAULT_POLICIES = ("default", "lru", OPTIMUM)
@@ -165,7 +166,7 @@ def _played(
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_start_process, initargs=(trace, plan)) as pool:
-        yield from zip(runs, pool.map(_play_here, runs), strict=True)
+        yield from zip(runs, mapped(pool, _play_here, runs), strict=True)
 
 
 def _show_part(show: Callable[[float], None], trace: Trace, done: int, requests: int) -> None:

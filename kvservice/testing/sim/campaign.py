@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
+from kvservice.signals import mapped
 from kvservice.testing.sim.run import run_schedule
 from kvservice.testing.sim.schedule import make_schedule
 
@@ -52,7 +53,7 @@ def run_campaign(
     context = multiprocessing.get_context("spawn")
     # It computes for minutes, so everything else on the machine goes first.
     with ProcessPoolExecutor(processes, context, initializer=os.nice, initargs=(19,)) as pool:
-        for part in pool.map(run_seeds, _chunks(seeds)):
+        for part in mapped(pool, run_seeds, _chunks(seeds)):
             tally.add(part)
             if on_progress is not None:
                 on_progress(tally)

@@ -1,13 +1,21 @@
-"""`kvservice sim`: which schedules it plays."""
+"""`kvservice sim`: which schedules it plays, and how it ends."""
 
 from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from kvservice.cli import simulate
+from kvservice.testing.eventually import eventually
 from kvservice.testing.sim import campaign
 from kvservice.testing.sim.campaign import CampaignTally
 from kvservice.testing.sim.schedule import make_schedule
+from tests.interruptible import interruptible
 
 
 @pytest.mark.parametrize("seed", [0, 4, 8])
@@ -25,3 +33,24 @@ def test_only_schedules_with_tiers_are_played(seed: int, monkeypatch: pytest.Mon
     asked.clear()
     assert simulate.campaign(seed, 4, 1, tiers=False)
     assert asked == list(range(seed, seed + 4))
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_every_process_of_a_campaign_in_silence() -> None:
+    """A terminal sends it to all of them."""
+    words = interruptible([sys.executable, "-m", "kvservice", "sim", "--count", "100000"])
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        eventually(lambda: len(children.read_text().split()) > 2, "two workers, and what tracks their resources")
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+
+    def gone() -> bool:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    eventually(gone, "the processes to end")
