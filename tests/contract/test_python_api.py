@@ -6,12 +6,16 @@ read judges itself.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule, r
 
 import kvservice
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import KiB, MiB
 
 LAYOUT = kvservice.Layout(block_tokens=4, shape=(2, 128 * KiB // 8), dtype="float32")  # 128 KiB: a pool holds some 20
@@ -207,3 +212,55 @@ def test_a_lost_lease_is_noticed_by_every_way_of_reading(pool: kvservice.Pool) -
         assert found.value.attributes["block"] in range(BLOCKS)
         hit.close()
     cache.close()
+
+
+def open_files() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[str(path.readlink())] += 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_calls_cancelled_at_any_moment_leave_nothing(seed: int) -> None:
+    """No lease, no attachment and no descriptor stays, and what is read is right."""
+    noise, before = random.Random(seed), open_files()
+    async with await kvservice.connect_async("embedded", memory=4 * MiB) as pool:
+        caches = [await pool.attach("m", LAYOUT, verify=verify) for verify in ("full", "off")]
+
+        async def call() -> None:
+            cache, chain, start = noise.choice(caches), noise.randrange(CHAINS), noise.randrange(BLOCKS)
+            match noise.choices(["put", "get", "warm", "reopen"], [4, 4, 1, 1])[0]:
+                case "put":
+                    await cache.put(tokens(chain), contents(chain)[start:], start=start)
+                case "get":
+                    with contextlib.suppress(kvservice.LeaseLost):
+                        async with await cache.get(tokens(chain), start=start) as hit:
+                            seen = np.array(hit.view)
+                        assert np.array_equal(seen, contents(chain)[start : start + len(seen)])
+                case "warm":
+                    await cache.warm(tokens(chain), hold=0.05)
+                case "reopen":
+                    fresh = await pool.attach("m", LAYOUT, verify="full")
+                    old, caches[0] = caches[0], fresh
+                    await asyncio.shield(old.close())
+
+        under_way: set[asyncio.Task[None]] = set()
+        for _ in range(250):
+            under_way.add(asyncio.create_task(call()))
+            await asyncio.sleep(0.001 * noise.random())
+            if noise.random() < 0.3:
+                noise.choice(list(under_way)).cancel()
+            for task in [task for task in under_way if task.done()]:
+                under_way.discard(task)
+                assert task.cancelled() or task.exception() is None, task.exception()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        await asyncio.gather(*(cache.close() for cache in caches))
+        assert pool._thread._runtime is not None
+        state = pool._thread._runtime.state
+        await asyncio.to_thread(
+            eventually, lambda: not state.lease_count and not state.attachment_count, "no lease and no attachment"
+        )
+    gc.collect()  # what a cancelled task was given keeps the memory mapped
+    assert open_files() <= before, open_files() - before
