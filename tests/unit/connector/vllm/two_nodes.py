@@ -325,9 +325,9 @@ class NodePeers:
         return PeerInfo(runtime.epoch, runtime.geometry, runtime.describe_transport())
 
     async def locate(
-        self, holder: Holder, keys: tuple[BlockKey, ...], reader: NodeId, timeout: float, wait_seconds: float = 0.0
+        self, holder: Holder, keys: tuple[BlockKey, ...], timeout: float, wait_seconds: float = 0.0
     ) -> LocateResult:
-        result: LocateResult = await self._call(holder, timeout, "locate", reader, holder.epoch, keys, wait_seconds)
+        result: LocateResult = await self._call(holder, timeout, "locate", self._node, holder.epoch, keys, wait_seconds)
         return result
 
     async def follow(
@@ -335,11 +335,10 @@ class NodePeers:
         holder: Holder,
         handoff: HandoffId,
         keys: tuple[BlockKey, ...],
-        reader: NodeId,
         wait_seconds: float,
         timeout: float,
     ) -> FollowResult:
-        arguments = (reader, holder.epoch, handoff, keys, wait_seconds)
+        arguments = (self._node, holder.epoch, handoff, keys, wait_seconds)
         result: FollowResult = await self._call(holder, timeout, "follow", *arguments)
         return result
 
