@@ -87,7 +87,9 @@ class HandedOver:
     def _hear(self, answer: AcquireAnswer, request: EngineRequest | None, result: AcquireResult) -> None:
         """An answer of the decode engine's pool. One to a reader of a hand-off never comes as late as it may."""
         if answer.asked.handoff is not None:
-            asked, got = len(answer.asked.keys) - answer.asked.skip, len(result.blocks)
+            # A reader that was preempted asks for what it generated as well, which nobody hands it.
+            of_prompt = len(answer.asked.keys) if request is None else request.prompt_blocks
+            asked, got = min(len(answer.asked.keys), of_prompt) - answer.asked.skip, len(result.blocks)
             self._heard["handoffs_heard"] += 1
             self._heard["handoffs_cut"] += got < asked
             cut = f"{answer.request_id} got {got} of {asked} blocks of its hand-off, {result.miss.value}"
