@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import random
 import resource
@@ -45,6 +46,7 @@ from kvservice.copying.message import (
     pack_rows,
 )
 from kvservice.copying.process import STATUS_WEDGED
+from kvservice.copying.worker import server as server_module
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.core.segment.copy_runs import Descriptors, RegionLayout
 from kvservice.core.segment.digest import digest_payload
@@ -576,3 +578,20 @@ def test_stuck_copy_is_reported_and_state_still_answers(bench: Bench, root: Path
         ticket.synchronize()
         server.stop()
     assert server.state()["counters"]["store_blocks"] == 1
+
+
+def test_worker_without_descriptors_takes_engines_later(bench: Bench, root: Path) -> None:
+    server, errors = CopyWorker(CopyWorkerConfig("s", NodeId("n"), root), HostDevice()), [OSError(errno.EMFILE, "")]
+
+    class Listener(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            if errors:
+                raise errors.pop()
+            return super().accept()
+
+    with pytest.MonkeyPatch.context() as patch:
+        listen = server_module._listen
+        patch.setattr(server_module, "_listen", lambda path: Listener(fileno=listen(path).detach()))
+        server.start()
+    bench.follow()
+    server.stop()

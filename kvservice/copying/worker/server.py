@@ -37,6 +37,9 @@ log = logging.getLogger("kvservice.copying")
 
 # Between two looks at the copies: a hang is noticed this much later than `wedge_seconds` say.
 WATCH_SECONDS = 0.25
+ACCEPT_PAUSE_SECONDS = (
+    0.5  # after a connection that could not be taken: without a descriptor the next one fails as well
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +127,10 @@ class CopyWorker:
         while not self._stopping.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if not self._stopping.wait(ACCEPT_PAUSE_SECONDS):
+                    log.error("an engine could not connect, and is asked to try again: %s", error)
+                continue
             if peer_uid(connection) != os.geteuid():
                 connection.close()  # the directory is private, so somebody changed its mode
                 continue
