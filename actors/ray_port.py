@@ -3,9 +3,11 @@ Ctrl-C, and its errors do not say that TLS is the reason. Blocks, on the calling
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import ssl
+import time
 from pathlib import Path
 
 import grpc
@@ -15,6 +17,8 @@ from kvservice.errors import ConfigError
 from kvservice.units import bracketed
 
 ANSWER_SECONDS = 10.0  # for a cluster to answer. It takes milliseconds, and seconds on a machine that is overloaded.
+# A Ctrl-C that comes just before a wait begins is noticed when the wait ends.
+INTERRUPT_SECONDS = 0.2
 CONNECT_SECONDS = 3.0  # for a TCP connection, and for the beginning of TLS
 
 
@@ -28,11 +32,7 @@ def check_answers(host: str, port: int) -> None:
     except OSError as error:
         raise ConfigError(f"cannot read the certificate for Ray, {error.filename}: {error.strerror}") from error
     with channel:
-        try:
-            grpc.channel_ready_future(channel).result(ANSWER_SECONDS)
-        except grpc.FutureTimeoutError:
-            pass
-        else:
+        if _is_ready(channel):
             return
     if with_tls:
         raise ConfigError(
@@ -46,6 +46,15 @@ def check_answers(host: str, port: int) -> None:
         f"what listens at {address} does not answer as a Ray cluster: name another address, or end it (`ray stop`, if "
         "it is a Ray that hangs)"
     )
+
+
+def _is_ready(channel: grpc.Channel) -> bool:
+    ready, until = grpc.channel_ready_future(channel), time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < until:
+        with contextlib.suppress(grpc.FutureTimeoutError):
+            ready.result(INTERRUPT_SECONDS)
+            return True
+    return False
 
 
 def _channel(address: str, *, with_tls: bool) -> grpc.Channel:
