@@ -234,8 +234,9 @@ class Segment:
         return (named.st_dev, named.st_ino) == (mapped.st_dev, mapped.st_ino)
 
     def unlink(self) -> None:
-        """Remove the file. Mappings of it stay valid. Idempotent."""
-        self.path.unlink(missing_ok=True)
+        """Remove the file, if it has a name. Mappings of it stay valid. Idempotent."""
+        if not self.path.is_relative_to("/proc"):  # the number there may be that of another file by now
+            self.path.unlink(missing_ok=True)
 
     # -- contents ----
 

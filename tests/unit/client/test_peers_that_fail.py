@@ -117,12 +117,12 @@ async def test_after_a_pause_one_request_tries_a_peer(served: tuple[Scripted, st
     try:
         for _ in range(FAILURES_TO_OPEN):
             with pytest.raises(Unavailable):
-                await peers.locate(holder, CHAIN, NodeId("me"), 20.0)
+                await peers.locate(holder, CHAIN, 20.0)
         now += OPEN_SECONDS_FIRST
-        calls = [peers.locate(holder, CHAIN, NodeId("me"), 20.0) for _ in range(9)]
+        calls = [peers.locate(holder, CHAIN, 20.0) for _ in range(9)]
         await asyncio.gather(*calls, return_exceptions=True)
         assert scripted.calls == FAILURES_TO_OPEN + 1
-        await asyncio.gather(peers.locate(holder, CHAIN, NodeId("me"), 20.0), return_exceptions=True)
+        await asyncio.gather(peers.locate(holder, CHAIN, 20.0), return_exceptions=True)
         is_answer = then is not grpc.StatusCode.UNAVAILABLE
         assert scripted.calls == FAILURES_TO_OPEN + 1 + is_answer
     finally:

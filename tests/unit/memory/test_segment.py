@@ -274,6 +274,19 @@ def test_nameless_memory_goes_with_its_last_mapping(tmp_path: Path) -> None:
     assert not is_held(found), "the kernel frees it then"
 
 
+def test_nameless_memory_is_unlinked_without_harm(tmp_path: Path) -> None:
+    """Its descriptor may be that of another file by then."""
+    segment = Segment.nameless(Path("/dev/shm"), GEOMETRY, "node")
+    number = int(segment.path.name)
+    segment.close()
+    other = os.open(tmp_path / "other", os.O_CREAT | os.O_WRONLY)
+    os.dup2(other, number)
+    segment.unlink()
+    for each in {other, number}:
+        os.close(each)
+    assert (tmp_path / "other").exists()
+
+
 def test_path_of_a_process_that_is_gone_says_what_workers_need() -> None:
     with pytest.raises(SegmentError, match="user and PID namespace"):
         Segment.attach(Path("/proc/4194304/fd/3"), GEOMETRY)

@@ -62,11 +62,11 @@ def test_wrong_input_is_named_with_its_line(tmp_path: Path, trace_file: Path) ->
     broken = tmp_path / "broken.jsonl"
     broken.write_text(trace_file.read_text().splitlines()[0] + "\n{}\n")
     code, out, errors = run(broken)
-    assert (code, out) == (ExitCode.PROBLEM, "") and "line 2" in errors and "Traceback" not in errors
+    assert (code, out) == (ExitCode.USAGE, "") and "line 2" in errors and "Traceback" not in errors
     code, _, errors = run(trace_file, "--policy", "best")
     assert code == ExitCode.USAGE and "--policy: there is no policy 'best'; choose from: default" in errors
     code, out, errors = run(tmp_path / "nope.jsonl")
-    assert (code, out) == (ExitCode.USAGE, "") and "nope.jsonl: there is no such file" in errors
+    assert (code, out) == (ExitCode.USAGE, "") and "nope.jsonl: No such file" in errors
 
 
 def test_a_plot_that_cannot_be_written_is_refused_at_once(trace_file: Path, tmp_path: Path) -> None:

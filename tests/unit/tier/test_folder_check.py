@@ -107,4 +107,4 @@ def test_the_command_tells_people_and_programs(tmp_path: Path, keys: list[BlockK
     told = run.invoke(app, ["tier", "check", str(tmp_path)])
     assert "5 damaged: wrong header, length or digest" in told.stdout and "and 2 more" in told.stdout
     assert "more" not in run.invoke(app, ["tier", "check", str(tmp_path), "-o", "wide"]).stdout
-    assert run.invoke(app, ["tier", "check", str(tmp_path / "none")]).exit_code == 1
+    assert run.invoke(app, ["tier", "check", str(tmp_path / "none")]).exit_code == 2
