@@ -29,8 +29,9 @@ class Failures:
         kind = (entry, type(error).__name__)
         if kind not in self._logged:
             self._logged.add(kind)
-            is_ours = isinstance(error, KVServiceError)
-            log.error("%s failed, going on without the cache for it: %s: %s", *kind, error, exc_info=not is_ours)
+            # The error itself, since one that a future kept is noted outside of any `except`.
+            trace = None if isinstance(error, KVServiceError) else error
+            log.error("%s failed, going on without the cache for it: %s: %s", *kind, error, exc_info=trace)
 
     @contextlib.contextmanager
     def guard(self, entry: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -184,6 +185,21 @@ def test_whatever_fails_is_a_miss_and_counted(engine: OffloadingEngine, monkeypa
         engine.manager.on_request_finished(context)
         engine.until(lambda: not engine.manager.has_pending_work(), "the jobs have ended")
     assert engine.tier.counters["offloading_failed"] >= 4
+
+
+def test_a_store_that_fails_later_is_logged_with_its_reason(
+    engine: OffloadingEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fails on the pool's thread, and is told outside of any `except`."""
+
+    async def broken(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(engine.tier._blocks, "_put", broken)
+    monkeypatch.setattr(logging.getLogger("kvservice"), "propagate", True)
+    engine.store(keys_of("a", 1), some_chunks(1, 1))
+    (record,) = [record for record in caplog.records if record.getMessage().startswith("store failed")]
+    assert record.exc_info is not None and isinstance(record.exc_info[1], RuntimeError)
 
 
 def test_what_is_counted_is_in_vllms_metrics(engine: OffloadingEngine) -> None:
