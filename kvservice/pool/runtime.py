@@ -338,12 +338,12 @@ class PoolRuntime(PoolAnswers):
         return result
 
     async def take_marks(self, marks: Sequence[Mark]) -> tuple[Mark, ...]:
-        """Clear what was cleared elsewhere while this node was away: for a mark that a later one repeats, only that.
-        Returns all marks that are known afterwards. Raises Unavailable when some marks are ahead of this node's clock;
-        the others are taken all the same."""
+        """Clear what was cleared elsewhere while this node was away: for a mark that a later one repeats, only that,
+        and nothing if this node knows the later one. Returns all marks that are known afterwards. Raises Unavailable
+        when some marks are ahead of this node's clock; the others are taken all the same."""
         known, wall = set(self._state.freshness.marks.all()), self._state.freshness.wall(self._clock())
         ahead = [mark for mark in marks if mark not in known and mark.at >= wall + FUTURE_SECONDS_MAX]
-        told = without_repeated([mark for mark in dict.fromkeys(marks) if mark not in ahead])
+        told = without_repeated([*known, *(mark for mark in dict.fromkeys(marks) if mark not in ahead)])
         await self._clear([mark for mark in told if mark not in known and mark.at > wall - MARK_SECONDS])
         if ahead:
             seconds = max(mark.at for mark in ahead) - wall

@@ -113,6 +113,16 @@ async def test_a_running_node_learns_of_a_clear_from_the_store(opened: Opened, m
     assert len(one.inventory()) == len(CHAIN) and one.stats().counters["clears"] == 1
 
 
+async def test_a_clear_from_before_a_known_one_is_not_taken(opened: Opened) -> None:
+    """Another node tells it that could not be reached at the later clear. What was stored since stays."""
+    pool = await opened("n")
+    await pool.take_marks([Mark(MarkKind.EVERYTHING, time.time() - 3600.0)])
+    await store(pool)
+    before = time.time() - 7200.0
+    await pool.take_marks([Mark(MarkKind.EVERYTHING, before), Mark(MarkKind.TENANT, before, "acme")])
+    assert len(pool.inventory()) == len(CHAIN) and pool.stats().counters["clears"] == 1
+
+
 async def test_what_is_not_in_the_store_is_told_to_it(opened: Opened, tmp_path: Path) -> None:
     mark = everything()
     first = await opened("first")
