@@ -23,9 +23,10 @@ class ShardSilence:
         return not self._breaker.admits(asyncio.get_running_loop().time(), seconds)
 
     def ended(self, began: float, seconds: float, *, answered: bool) -> None:
-        """A call that was not left out has ended. It began then, by the loop's clock."""
+        """A call that was not left out has ended. It began then, by the loop's clock. One that fails before its time
+        hears of a connection that has ended or of a refusal: the shard is not silent, and the next call asks it."""
         now = asyncio.get_running_loop().time()
-        if answered:
-            self._breaker.succeeded()
-        elif now - began >= max(seconds, SILENT_SECONDS):
+        if not answered and now - began >= max(seconds, SILENT_SECONDS):
             self._breaker.failed(now)
+        else:
+            self._breaker.succeeded()

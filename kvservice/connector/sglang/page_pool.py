@@ -145,11 +145,13 @@ class PagePool:
     # -- finding ----
 
     async def _find(self, before: Sequence[str], pages: Sequence[str], seconds: float) -> int:
-        mapped = await self._pool()
         chain = [*before, *pages][:KEYS_PER_REQUEST_MAX]
         self._counters["asked_pages"] += len(pages)
-        if mapped is None or len(chain) <= len(before):
-            self._miss(NO_POOL if mapped is None else TOO_LONG, len(pages))
+        if len(chain) <= len(before):
+            self._miss(TOO_LONG, len(pages))
+            return 0
+        if (mapped := await self._pool()) is None:
+            self._miss(NO_POOL, len(pages))
             return 0
         term = self._term
         keys = self._keys(mapped, chain, term)
@@ -281,16 +283,18 @@ class PagePool:
     async def _store(
         self, before: list[str], pages: list[str], addresses: Sequence[Sequence[int]], *, alone: bool
     ) -> list[bool]:
-        mapped = await self._pool()
         chain = [*before, *pages][:KEYS_PER_REQUEST_MAX]
         storable = max(len(chain) - len(before), 0)
-        if mapped is None or not storable:
-            self._counters[f"dropped_{NO_POOL if mapped is None else TOO_LONG}"] += len(pages)
+        if not storable:
+            self._counters[f"dropped_{TOO_LONG}"] += len(pages)
             return [False] * len(pages)
         if not alone and self._refused.get(chain[0]):
             # SGLang warns of every page that is not kept. Here nothing went wrong, so it hears that all is done.
             self._counters["dropped_not_admitted"] += len(pages)
             return [True] * len(pages)
+        if (mapped := await self._pool()) is None:
+            self._counters[f"dropped_{NO_POOL}"] += len(pages)
+            return [False] * len(pages)
         keys = self._keys(mapped, chain, self._term)
         blocks = [(page, block) for page in range(storable) for block in range(len(keys))]
 
@@ -320,7 +324,8 @@ class PagePool:
     # -- inside ----
 
     async def _pool(self) -> MappedPool | None:
-        """The pool's memory. None while there is no pool, or a silent one that others try."""
+        """The pool's memory. None while there is no pool, or a silent one that others try. Whoever gets it must ask:
+        it may be the one call that tries."""
         mapped = await self._program.memory()
         return None if mapped is None or self._silence.spares(max(self._timeout_seconds, STORE_SECONDS)) else mapped
 

@@ -589,3 +589,15 @@ def test_a_pool_without_room_leaves_the_engine_without_the_cache(
 def test_a_wrong_option_is_an_error_that_names_it(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SGLangOptions.parse({**OPTIONS, **given})
+
+
+def test_what_is_not_stored_anyway_tries_no_silent_shard(thread: PoolThread) -> None:
+    """Else nobody would learn for seconds that the shard answers again."""
+    memory, pages = HostMemory(), page_hashes(PROMPT)
+    made = storage(memory, thread=thread)
+    stored(memory, made, pages, [0, 1, 2, 3, 4, 5])
+    made._pools["kv"]._refused.put(pages[0], True)
+    made._silence._breaker.failed(-10.0)  # long ago: the next call tries
+    assert made.store([], wanted(pages, [0, 1, 2, 3, 4, 5])) == [True] * 6
+    assert made.counters["dropped_not_admitted"] == 6
+    assert made.find([], pages) == 6
