@@ -27,6 +27,8 @@ def check_answers(host: str, port: int) -> None:
     set for this process."""
     address = f"{bracketed(host)}:{port}"
     with_tls = os.environ.get(USE_TLS, "").lower() in ("1", "true")
+    if missing := [name for name in TLS_FILES if with_tls and not os.environ.get(name)]:
+        raise ConfigError(f"{USE_TLS}=1 needs {', '.join(missing)} too: name the files of the Ray cluster's nodes")
     try:
         channel = _channel(address, with_tls=with_tls)
     except OSError as error:
@@ -62,7 +64,7 @@ def _channel(address: str, *, with_tls: bool) -> grpc.Channel:
     options = (("grpc.enable_http_proxy", 0),)  # Ray asks no proxy
     if not with_tls:
         return grpc.insecure_channel(address, options)
-    certificate, key, authority = (Path(os.environ.get(name, "")).read_bytes() for name in TLS_FILES)
+    certificate, key, authority = (Path(os.environ[name]).read_bytes() for name in TLS_FILES)
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, certificate), options)
 
 

@@ -76,6 +76,14 @@ def test_a_cluster_with_tls_is_told_from_one_that_hangs(tmp_path: Path, monkeypa
         server.stop(None).wait()
 
 
+def test_tls_without_its_files_is_named(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ray_auth.TLS_FILES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(ray_auth.USE_TLS, "1")
+    with pytest.raises(ConfigError, match=r"RAY_USE_TLS=1 needs RAY_TLS_SERVER_CERT, .* too"):
+        ray_port.check_answers("127.0.0.1", silent)
+
+
 def test_ctrl_c_ends_up_beside_a_cluster_that_does_not_answer(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "kvservice", "up", "--pool-bytes", "16MiB", "--address"]
     variables = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(tmp_path)}
