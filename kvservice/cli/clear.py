@@ -87,6 +87,8 @@ def doubt(wanted: Scope, seen: Overview) -> str:
     else:
         kind, name = "namespace", wanted.namespace or ""
         known = {engine.namespace for engine in seen.engines}
+        if any(namespace.startswith(f"{name}/") for namespace in known):
+            return ""
     if name in known:
         return ""
     names = ", ".join(sorted(known - {""}))

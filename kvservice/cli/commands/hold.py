@@ -148,7 +148,11 @@ def pins(service: Service = None, lookup: Lookup = None, output: Output = Format
 def clear(
     everything: Annotated[bool, typer.Option("--everything", help="All blocks of the service.")] = False,
     namespace: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Blocks of engines in this namespace; '' for those without one.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Blocks of engines in this namespace, and in those below it (NAME/...); '' for those without one.",
+        ),
     ] = None,
     tenant: Annotated[str, typer.Option("--tenant", metavar="TENANT", help="Blocks of this tenant.")] = "",
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Blocks of this model.")] = "",

@@ -20,6 +20,8 @@ All numbers are little endian.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import struct
 import zlib
@@ -38,6 +40,7 @@ MARKED_KEYS_MAX = 65_536  # of all prompts together, a MiB; with more, as above
 MARK_SECONDS = 30 * 86_400.0
 # Clocks of nodes may differ by this. A block that another node stored so long after a mark still counts as before it.
 CLOCK_SKEW_SECONDS = 5.0
+NAMESPACES_MAX = 1024  # whose parts are remembered, for speed; more than engines of one node have
 FUTURE_SECONDS_MAX = 300.0  # a mark from further in the future has a wrong clock and is refused
 
 MARKS_MAGIC, MARKS_VERSION = b"KVSMARKS", 1
@@ -105,9 +108,16 @@ def covers(mark: Mark, block: BlockScopes) -> bool:
         case MarkKind.PROMPT:
             return block.key in mark.keys
         case MarkKind.NAMESPACE:
-            return block.names is None or any(namespace == mark.name for namespace, _ in block.names)
+            return block.names is None or any(mark.name in _up_from(namespace) for namespace, _ in block.names)
         case _:
             return block.names is None or any(model == mark.name for _, model in block.names)
+
+
+@functools.lru_cache(maxsize=NAMESPACES_MAX)
+def _up_from(namespace: str) -> tuple[str, ...]:
+    """The namespace and those above it, `a/b` and `a`: an engine of several ranks or kinds of pages has some of its
+    blocks in namespaces below its own."""
+    return tuple(itertools.accumulate(namespace.split("/"), lambda above, part: f"{above}/{part}"))
 
 
 def without_repeated(marks: Sequence[Mark]) -> list[Mark]:
@@ -171,7 +181,7 @@ class Marks:
             times += [self._latest.get(MarkKind.NAMESPACE, 0.0), self._latest.get(MarkKind.MODEL, 0.0)]
         else:
             for namespace, model in block.names:
-                times.append(self._by_name.get((MarkKind.NAMESPACE, namespace), 0.0))
+                times += [self._by_name.get((MarkKind.NAMESPACE, name), 0.0) for name in _up_from(namespace)]
                 times.append(self._by_name.get((MarkKind.MODEL, model), 0.0))
         return max(times)
 

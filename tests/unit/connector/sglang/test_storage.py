@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -16,14 +16,14 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from kvservice.api.pool_thread import PoolThread
 from kvservice.api.program import AttachedProgram
-from kvservice.api.silence import SILENT_SECONDS
 from kvservice.connector.sglang import page_pool
 from kvservice.connector.sglang import storage as storage_module
 from kvservice.connector.sglang.clears import ClearTerms, agreed_name
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.pages import Ranks
 from kvservice.connector.sglang.storage import ALL_LAYERS, TRAILING_PAGES, PageStorage
-from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, SealItem, SealStatus
+from kvservice.core.block.marks import Mark, MarkKind
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment
 from kvservice.errors import ConfigError, SegmentError
 from kvservice.testing.eventually import eventually
 from tests.unit.connector.sglang.host_memory import (
@@ -472,36 +472,6 @@ def test_failures_are_misses_and_never_raise(thread: PoolThread) -> None:
     assert failed == {"failed_store": 2, "failed_find": 3, "failed_load": 2}
 
 
-def test_a_silent_shard_costs_one_call_its_time(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of stores and questions, on all pools. SGLang ends itself when it is flushed while a call takes 10 s."""
-    memory, pages = HostMemory(), page_hashes(PROMPT)
-    made = storage(memory, thread=thread)
-    made.register("mamba", LatentMemory(), places([0]))
-    (program, _), ask, asked = thread.attached, AttachedProgram.ask, 0
-
-    async def seal(attachment: Attachment, items: Sequence[SealItem]) -> list[SealStatus]:
-        await asyncio.sleep(60)
-        return []
-
-    async def counted(self: AttachedProgram, attachment: Attachment, request: AcquireRequest) -> AcquireResult | None:
-        nonlocal asked
-        asked += 1
-        return await ask(self, attachment, request)
-
-    monkeypatch.setattr(page_pool, "STORE_SECONDS", 2 * SILENT_SECONDS)
-    monkeypatch.setattr(AttachedProgram, "ask", counted)
-    began = time.monotonic()
-    with monkeypatch.context() as patched:
-        patched.setattr(program.session, "store", seal)
-        assert made.store([], wanted(pages, [0, 1, 2, 3, 4, 5])) == [False] * 6
-    assert 2 * SILENT_SECONDS <= time.monotonic() - began < 5
-    assert made.store([], wanted(pages, [0, 1, 2, 3, 4, 5], "mamba")) == [False] * 6
-    assert made.find([], pages) == 0 and not asked
-    assert (made.counters["dropped_unavailable"], made.counters["missed_unavailable"]) == (12, 6)
-    eventually(lambda: all(made.store([], wanted(pages, [0, 1, 2, 3, 4, 5]))), "the shard is tried again")
-    assert made.find([], pages) == 6
-
-
 def test_pools_share_the_time_of_a_question(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:
     pages, ask, times = page_hashes(PROMPT), AttachedProgram.ask, list[float]()
     memory, _, made = with_state(thread)
@@ -591,13 +561,13 @@ def test_a_wrong_option_is_an_error_that_names_it(given: dict[str, object], said
         SGLangOptions.parse({**OPTIONS, **given})
 
 
-def test_what_is_not_stored_anyway_tries_no_silent_shard(thread: PoolThread) -> None:
-    """Else nobody would learn for seconds that the shard answers again."""
-    memory, pages = HostMemory(), page_hashes(PROMPT)
-    made = storage(memory, thread=thread)
-    stored(memory, made, pages, [0, 1, 2, 3, 4, 5])
-    made._pools["kv"]._refused.put(pages[0], True)
-    made._silence._breaker.failed(-10.0)  # long ago: the next call tries
-    assert made.store([], wanted(pages, [0, 1, 2, 3, 4, 5])) == [True] * 6
-    assert made.counters["dropped_not_admitted"] == 6
-    assert made.find([], pages) == 6
+def test_a_clear_of_a_namespace_clears_states_of_ranks(thread: PoolThread) -> None:
+    pages = page_hashes(PROMPT)
+    made = storage(HostMemory(), thread=thread, ranks=Ranks(1, 2), heads=8, namespace="prod")
+    made.register("mamba", LatentMemory(), places([0]))
+    for pool in (KV, "mamba"):
+        assert made.store([], wanted(pages, [0, 1, 2, 3, 4, 5], pool)) == [True] * 6
+    runtime = thread._runtime
+    assert runtime is not None and len(runtime.inventory()) == 12
+    thread.loop.wait(runtime.clear([Mark(MarkKind.NAMESPACE, time.time(), "prod")]))
+    assert not runtime.inventory()

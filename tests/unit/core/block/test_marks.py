@@ -56,6 +56,15 @@ def test_a_mark_covers_what_may_be_meant(mark: Mark, known: bool, unknown: bool)
         assert covers(mark, block) == wanted == (marks.cleared_at(block) == 1.0)
 
 
+def test_a_clear_of_a_namespace_reaches_those_below_it() -> None:
+    """An engine of SGLang has its states, and pages that one rank can read, in namespaces below its own."""
+    below = BlockScopes(A, "acme", frozenset({("prod/mamba/R0/2", "llama")}))
+    for name, is_covered in {"prod": True, "prod/mamba": True, "prod/mam": False, "mamba": False, "": False}.items():
+        marks, mark = Marks(), Mark(MarkKind.NAMESPACE, 1.0, name)
+        marks.add([mark])
+        assert covers(mark, below) == is_covered == (marks.cleared_at(below) == 1.0)
+
+
 def test_the_latest_of_equal_marks_counts() -> None:
     marks = Marks()
     early, late = Mark(MarkKind.MODEL, 1.0, "llama"), Mark(MarkKind.MODEL, 2.0, "llama")
