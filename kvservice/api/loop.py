@@ -26,7 +26,10 @@ class LoopThread:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._stopped = False
-        self._lock = threading.Lock()  # nothing is submitted once it is stopped: nobody would run it
+        self._is_ending = False  # of the loop's thread
+        # Nothing is submitted once it is stopped: nobody would run it. The handler of a signal may stop it amid a call
+        # of its thread.
+        self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="kvservice-pool", daemon=True)
         self._thread.start()
 
@@ -43,11 +46,16 @@ class LoopThread:
         if os.getpid() != self._pid:
             work.close()
             raise InvalidRequest(f"this pool belongs to process {self._pid}: connect() again after a fork")
+        doing = self._do(work, ended)
         with self._lock:
-            if self._stopped:
-                work.close()
-                raise InvalidRequest(CLOSED)
-            return asyncio.run_coroutine_threadsafe(self._do(work, ended), self._loop)
+            if not self._stopped:
+                with contextlib.suppress(RuntimeError):  # a handler has stopped it just now, so the loop is closed
+                    future = asyncio.run_coroutine_threadsafe(doing, self._loop)
+                    if future.done() or not self._loop.is_closed():
+                        return future
+        doing.close()
+        work.close()
+        raise InvalidRequest(CLOSED)
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run this on the loop and wait for its result. A KeyboardInterrupt cancels it, and waits for its end."""
@@ -78,16 +86,20 @@ class LoopThread:
         """End the thread, and what it is doing. Idempotent. Blocks until it has ended."""
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            if not self._stopped:
-                self._stopped = True
-                self._loop.call_soon_threadsafe(self._loop.stop)
+        with self._lock, contextlib.suppress(RuntimeError):  # the loop is closed
+            self._stopped = True
+            self._loop.call_soon_threadsafe(self._begin_end)
         self._thread.join()
 
     def _run(self) -> None:
         self._loop.run_forever()
         self._loop.run_until_complete(self._end())
         self._loop.close()
+
+    def _begin_end(self) -> None:
+        if not self._is_ending:
+            self._is_ending = True
+            self._loop.stop()
 
     async def _end(self) -> None:
         await self._loop.shutdown_default_executor()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -109,6 +110,52 @@ def test_threads_that_close_one_pool_all_return() -> None:
         for thread in threads:
             thread.join(10)
         assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_signal_handler_may_close_amid_a_call(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """It runs on the thread that it interrupts, wherever that is."""
+    begin = asyncio.run_coroutine_threadsafe
+
+    async def forever() -> None:
+        await asyncio.sleep(60)
+
+    def interrupted(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        if moment == "before":
+            signal.raise_signal(signal.SIGUSR1)
+        future = begin(work, loop)
+        if moment == "after":
+            signal.raise_signal(signal.SIGUSR1)
+        return future
+
+    thread = LoopThread()
+    before = signal.signal(signal.SIGUSR1, lambda *_: thread.stop())
+    try:
+        with monkeypatch.context() as patched, pytest.raises(InvalidRequest, match="closed"):
+            patched.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+            thread.wait(forever())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    thread.stop()
+    assert not thread._thread.is_alive()
+
+
+def test_a_signal_handler_may_close_amid_a_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = LoopThread()
+    begin = thread._loop.call_soon_threadsafe
+
+    def interrupted(work: Callable[..., object]) -> object:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGUSR1)
+        return begin(work)
+
+    monkeypatch.setattr(thread._loop, "call_soon_threadsafe", interrupted)
+    before = signal.signal(signal.SIGUSR1, lambda *_: thread.stop())
+    try:
+        thread.stop()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not thread._thread.is_alive()
 
 
 async def test_a_get_cancelled_at_first_use_leaves_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
