@@ -154,8 +154,13 @@ class Pool:
         Raises FingerprintMismatch, which names the fields that differ, when another program has attached this model in
         this namespace with another layout or identity; Unavailable; UnsupportedLayout for a block that does not fit.
         """
-        work = self._thread.attach(model, layout, identity or {}, namespace, verify)
-        return Cache(self._thread, self._thread.loop.wait(work))
+        made: list[AttachedModel] = []
+        work = self._thread.attach(model, layout, identity or {}, namespace, verify, made)
+        try:
+            return Cache(self._thread, self._thread.loop.wait(work))
+        except BaseException:  # a KeyboardInterrupt may come just after it was made
+            self._thread.drop(made)
+            raise
 
     def explain(self, request_id: str) -> RequestExplanation:
         """What became of each block of a request, by the word of all nodes of the service.

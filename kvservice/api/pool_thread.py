@@ -64,7 +64,7 @@ class PoolThread:
         verify: Verify,
         made_for: list[AttachedModel] | None = None,
     ) -> AttachedModel:
-        """Also appends it to `made_for`, for a caller that may be cancelled as it comes: then `drop` it. Raises what
+        """Also appends it to `made_for`, for a caller that may be interrupted as it comes: then `drop` it. Raises what
         the pool refuses with, and InvalidRequest for what is no Layout."""
         if not isinstance(layout, Layout):
             raise InvalidRequest(f"layout is {layout!r:.100}; give a kvservice.Layout: what one block looks like")

@@ -209,3 +209,17 @@ async def test_an_attach_that_is_cancelled_as_it_ends_leaves_nothing() -> None:
         await asyncio.wait([attaching])
         assert attaching.cancelled()
         await asyncio.to_thread(eventually, lambda: not pool._thread.attached, "nothing attached")
+
+
+def test_an_attach_that_is_interrupted_as_it_ends_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = LoopThread.wait
+
+    def interrupted(self: LoopThread, work: Any) -> None:
+        wait(self, work)
+        raise KeyboardInterrupt
+
+    with kvservice.connect("embedded", memory="8MiB") as pool:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(LoopThread, "wait", interrupted)
+            pool.attach("m", Layout(4, (3,)))
+        eventually(lambda: not pool._thread.attached, "nothing attached")
