@@ -17,8 +17,9 @@ from kvservice.core.messages import AcquireResult, MissReason
 from kvservice.session.session import AcquireAnswer
 from kvservice.testing.eventually import eventually, patience
 from kvservice.units import MiB, NodeId
-from tests.unit.connector.vllm.hash_chain import BLOCKS_MIN, EngineSettings
+from tests.unit.connector.vllm.hash_chain import EngineSettings
 from tests.unit.connector.vllm.hashing_engine import DRAIN_SECONDS, HashingEngine
+from tests.unit.connector.vllm.hashing_groups import blocks_min, engine_of
 from tests.unit.connector.vllm.two_nodes import NODES, TwoNodes
 
 PREFILL, DECODE = NODES
@@ -70,10 +71,11 @@ class HandedOver:
         self._settings, self._draw = settings, random.Random(seed)
         self._nodes = TwoNodes(place, settings.pool_bytes, settings.lease_seconds, settings.faults, seed)
         self._decodes_at = PREFILL if settings.one_node else DECODE
-        counts = [self._draw.choice([BLOCKS_MIN, BLOCKS_MIN + 2, 26, 40]) for _ in range(2)]
+        least = [blocks_min(it) for it in (settings.prefill, settings.decode)]
+        counts = [count + self._draw.choice([0, 2, 8, 22]) for count in least]
         at = self._nodes.opener
-        self._prefill = HashingEngine(model, settings.prefill, seed, counts[0], at(PREFILL))
-        self._decode = HashingEngine(model, settings.decode, seed + 1, counts[1], at(self._decodes_at))
+        self._prefill = engine_of(model, settings.prefill, seed, counts[0], at(PREFILL))
+        self._decode = engine_of(model, settings.decode, seed + 1, counts[1], at(self._decodes_at))
         self._beginnings = [self._draw.choices(range(200), k=200) for _ in range(3)]
         self._sent: dict[HashingEngine, list[str]] = {self._prefill: [], self._decode: []}
         self._later: list[Later] = []

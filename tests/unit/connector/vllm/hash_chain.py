@@ -47,6 +47,16 @@ Words = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Group:
+    """One KV cache group of vLLM's."""
+
+    kind: str  # full, sliding, chunk or state
+    tokens: int = 0  # of the window or the chunk
+    block: int = BLOCK
+    layers: int = 1
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     options: Mapping[str, object] = field(default_factory=dict)  # of the connector
     runs_ahead: bool = False  # vLLM's asynchronous scheduling
@@ -56,6 +66,7 @@ class EngineSettings:
     role: str = "kv_both"
     ranks: int = 1  # of tensor parallelism
     heads: int = 1  # KV heads, over all ranks
+    groups: tuple[Group, ...] = ()  # empty: one of full attention
     failures: float = 0.0  # the share of loads and stores that fail, at each place where they can
 
 
@@ -134,4 +145,6 @@ def engine_config(model: Path, settings: EngineSettings, block_count: int, rank:
     )
     config.scheduler_config.async_scheduling = settings.runs_ahead  # vLLM refuses it beside n-grams on a CPU
     config.cache_config.num_gpu_blocks = block_count
+    if any(group.kind == "state" for group in settings.groups):
+        config.cache_config.mamba_cache_mode = "align"
     return config

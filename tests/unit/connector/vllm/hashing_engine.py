@@ -46,6 +46,7 @@ from kvservice.connector.vllm import KVServiceConnector
 from kvservice.connector.vllm import connector as connector_module
 from kvservice.connector.worker.half import Copying
 from kvservice.core.messages import EngineSpec, SealItem
+from kvservice.memory.segment import Segment
 from kvservice.pool.port import PoolPort
 from kvservice.session.options import Mode, PoolOptions
 from kvservice.session.pool_choice import PoolChoice
@@ -84,9 +85,13 @@ class Row:
     request: VllmRequest
     start: int  # the position of its first token. With drafts under way: as if all of them were right
     count: int
-    table: list[int]
+    tables: Sequence[list[int]]  # one for each KV cache group
     tokens: list[int] | None  # None: those that the worker remembers
     drafts: list[int]  # -1: one that the worker has still to draw
+
+    @property
+    def table(self) -> list[int]:
+        return self.tables[0]
 
 
 class HashingEngine:
@@ -101,30 +106,17 @@ class HashingEngine:
         self.answers: dict[str, dict[str, Any] | None] = {}  # by request that ended: its kv_transfer_params
         self._settings = settings
         self._draw = random.Random(seed)
-        self._weights = 1
+        self._seed, self._weights = seed, 1
         self._tokens: dict[str, list[int]] = {}  # what the worker remembers of each request
         self._forwards: deque[tuple[SchedulerOutput, list[Row]]] = deque()  # scheduled and not computed
         self._named: dict[str, tuple[EngineRequest, VllmRequest]] = {}  # the half's requests, until they are ended
         self._contents: dict[BlockKey, tuple[list[int], str | None, int]] = {}  # tokens up to its end, salt, weights
         self._wrong: list[str] = []  # found where an exception would be counted and forgotten
         configs = [engine_config(model, settings, block_count, rank) for rank in range(settings.ranks)]
-        config, heads = configs[0], max(settings.heads // settings.ranks, 1)
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.bfloat16)
-        # (rank, its head, head of the model): further ranks hold copies
-        self._heads = [
-            (rank, head, (rank * heads + head) * settings.heads // (settings.ranks * heads))
-            for rank in range(settings.ranks)
-            for head in range(heads)
-        ]
-        groups = [KVCacheGroupSpec(LAYER_NAMES, spec)]
-        cache = KVCacheConfig(num_blocks=block_count, kv_cache_tensors=[], kv_cache_groups=groups)
-        cache.hash_block_size = BLOCK
-        shape = (settings.ranks, LAYERS, block_count, heads, BLOCK, CELL_WORDS)
-        self._memory: Words = np.random.default_rng(seed).integers(2**60, size=shape)  # nothing is zero by chance
+        config, cache = configs[0], self._lay_out(block_count, seed)
         self._workers = [KVServiceConnector(each, KVConnectorRole.WORKER, cache) for each in configs]
-        for worker, memory in zip(self._workers, self._memory, strict=True):
-            tensors = torch.from_numpy(memory).view(torch.bfloat16)
-            worker.register_kv_caches(dict(zip(LAYER_NAMES, tensors, strict=True)))
+        for rank, worker in enumerate(self._workers):
+            worker.register_kv_caches(self._tensors(rank))
         self._together = KVOutputAggregator(settings.ranks)
         make = AsyncScheduler if settings.runs_ahead else Scheduler
         with (
@@ -132,7 +124,14 @@ class HashingEngine:
             if open_pool is None
             else mock.patch.object(connector_module, "choose_pool", partial(_choose, open_pool))
         ):
-            self._scheduler = make(config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=True)
+            self._scheduler = make(
+                config,
+                cache,
+                StructuredOutputManager(config),
+                block_size=self._block_tokens,
+                hash_block_size=BLOCK,
+                log_stats=True,
+            )
         connector = self._scheduler.connector
         assert isinstance(connector, KVServiceConnector) and connector._session and connector._scheduler
         self.connector, self._session, self._half = connector, connector._session, connector._scheduler
@@ -141,6 +140,27 @@ class HashingEngine:
         if settings.failures:
             self._fail_at_random(settings.failures)
         eventually(lambda: self._session.has_slots, "slots")
+
+    def _lay_out(self, block_count: int, seed: int) -> KVCacheConfig:
+        """Make the memory of all ranks. Returns what vLLM knows of it."""
+        settings, heads = self._settings, max(self._settings.heads // self._settings.ranks, 1)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+        # (rank, its head, head of the model): further ranks hold copies
+        self._heads = [
+            (rank, head, (rank * heads + head) * settings.heads // (settings.ranks * heads))
+            for rank in range(settings.ranks)
+            for head in range(heads)
+        ]
+        self._layer_names, self._block_tokens = LAYER_NAMES, BLOCK
+        groups = [KVCacheGroupSpec(LAYER_NAMES, spec)]
+        cache = KVCacheConfig(num_blocks=block_count, kv_cache_tensors=[], kv_cache_groups=groups)
+        cache.hash_block_size = BLOCK
+        shape = (settings.ranks, LAYERS, block_count, heads, BLOCK, CELL_WORDS)
+        self._memory: Words = np.random.default_rng(seed).integers(2**60, size=shape)  # nothing is zero by chance
+        return cache
+
+    def _tensors(self, rank: int) -> dict[str, torch.Tensor]:
+        return dict(zip(LAYER_NAMES, torch.from_numpy(self._memory[rank]).view(torch.bfloat16), strict=True))
 
     @cached_property
     def _block_hasher(self) -> Callable[[VllmRequest], list[Any]]:
@@ -218,8 +238,9 @@ class HashingEngine:
             done = self._scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         except RuntimeError:  # vLLM's word for a load under way
             return False
-        self._weights += done
         self.counters["resets"] += done
+        if done:
+            self._weights = (self._seed << 16) + 1 + self.counters["resets"]  # as no other engine has them
         return done
 
     def step(self) -> None:
@@ -287,10 +308,10 @@ class HashingEngine:
         rows: list[Row] = []
         for name, count in output.num_scheduled_tokens.items():
             request = self._scheduler.requests[name]
-            table = list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])
+            tables = [list(ids) for ids in self._scheduler.kv_cache_manager.get_block_ids(name)]
             tokens = list(request.all_token_ids) if name in told else None
             drafts = list(output.scheduled_spec_decode_tokens.get(name, ()))
-            rows.append(Row(request, starts[name], count, table, tokens, drafts))
+            rows.append(Row(request, starts[name], count, tables, tokens, drafts))
         return output, rows
 
     def _finish_step(self) -> None:
@@ -349,9 +370,10 @@ class HashingEngine:
         worker = self._workers[rank]
         assert output.kv_connector_metadata is not None
         worker.bind_connector_metadata(output.kv_connector_metadata)
+        self._begin_forward(output, rows)
         if output.has_sync_kv_loads:
             worker.start_load_kv(None)
-        for layer, name in enumerate(LAYER_NAMES):
+        for layer, name in enumerate(self._layer_names):
             if output.has_sync_kv_loads:
                 worker.wait_for_layer_load(name)
             for row, (tokens, start) in zip(rows, inputs, strict=True):
@@ -374,6 +396,9 @@ class HashingEngine:
         )
         worker.clear_connector_metadata()
         return told
+
+    def _begin_forward(self, output: SchedulerOutput, rows: Sequence[Row]) -> None:
+        """What vLLM's worker does before it tells the connector of the step."""
 
     def _inputs(self, row: Row) -> tuple[list[int], int]:
         """The request's tokens with its drafts, and the position of the first that is computed."""
@@ -406,12 +431,16 @@ class HashingEngine:
         new: list[int] = []
         end = min(row.start, len(known) - 1) + row.count if row.tokens is None else row.start + row.count
         for position in range(len(known) - 1, end):
-            states = self._memory[0, :, row.table[position // BLOCK], 0, position % BLOCK, 0]
-            new.append(sampled(states))
+            new.append(sampled(self._states_at(row, position)))
             if position + 1 < end and tokens[position + 1] != new[-1]:
                 break  # the draft was wrong
         self._tokens[row.request.request_id] = known + new
         return new, (known + new)[:-1]
+
+    def _states_at(self, row: Row, position: int) -> Words:
+        """In the memory, of each layer."""
+        found: Words = self._memory[0, :, row.table[position // BLOCK], 0, position % BLOCK, 0]
+        return found
 
     # -- what is true ----
 
@@ -452,19 +481,25 @@ class HashingEngine:
         if current is None or current.attachment_id != attachment or worker._segment.epoch != current.epoch:
             self._seal(attachment, items)
             return  # the pool was lost, and this seal goes nowhere
-        block_tokens, payload_bytes = self._half._block_tokens, self.connector._spec.layout.payload_bytes
+        block_tokens = self._half._block_tokens
         for item in items:
             if item.key not in self._contents:
                 self.counters["tails_sealed"] += 1  # who reads them is checked
                 continue
-            tokens, salt, weights = self._contents[item.key]
-            words = np.frombuffer(worker._segment.payload(item.ref.slot, payload_bytes), dtype=np.int64)
-            heads = range(self._settings.heads)
-            true = np.stack([true_states(tokens, salt, weights, head)[:, -block_tokens:] for head in heads], axis=1)
-            wanted = true.reshape(LAYERS, len(heads), -1, BLOCK).swapaxes(1, 2)[..., None]  # [layer, part, head, token]
-            if (words.reshape(LAYERS, -1, len(heads), BLOCK, CELL_WORDS) != wanted).any():
+            tokens = self._contents[item.key][0]
+            if not self._is_true(worker._segment, item):
                 self._wrong.append(
                     f"a wrong block was stored for the tokens {len(tokens) - block_tokens} to {len(tokens)}"
                 )
             self.counters["blocks_checked"] += 1
         self._seal(attachment, items)
+
+    def _is_true(self, segment: Segment, item: SealItem) -> bool:
+        """Whether the slot holds what the name says."""
+        tokens, salt, weights = self._contents[item.key]
+        words = np.frombuffer(segment.payload(item.ref.slot, self.connector._spec.layout.payload_bytes), dtype=np.int64)
+        heads = range(self._settings.heads)
+        block_tokens = self._half._block_tokens
+        true = np.stack([true_states(tokens, salt, weights, head)[:, -block_tokens:] for head in heads], axis=1)
+        wanted = true.reshape(LAYERS, len(heads), -1, BLOCK).swapaxes(1, 2)[..., None]  # [layer, part, head, token]
+        return bool((words.reshape(LAYERS, -1, len(heads), BLOCK, CELL_WORDS) == wanted).all())

@@ -20,7 +20,7 @@ from kvservice.session import session
 from kvservice.units import MiB
 from tests.sim.mutation import Mutant, planted
 from tests.unit.connector.vllm.handed_over import HandedOver, PairSettings
-from tests.unit.connector.vllm.hash_chain import EngineSettings, write_model
+from tests.unit.connector.vllm.hash_chain import EngineSettings, Group, write_model
 
 STEPS = 200
 GATE_SEED, SLOW_SEEDS = 1, range(2, 8)
@@ -44,6 +44,8 @@ BOTH: Given = {"role": "kv_both"}
 FAILING: Given = {"failures": 0.1}
 LOST: Given = {"losses": 0.02}
 SMALL: Given = {"pool_bytes": 4 * MiB}
+WINDOWS: Given = {"groups": (Group("full", layers=2), Group("sliding", 40), Group("sliding", 100, block=32))}
+STATES: Given = {"groups": (Group("state"), Group("full", layers=2), Group("state"))}
 
 
 def with_options(**options: object) -> Given:
@@ -60,6 +62,8 @@ GATE = {
     "bad wire": pair(AHEAD, faults=0.03),
     "layerwise failing": pair(BOTH | FAILING | with_options(layerwise="both")),
     "two ranks failing": pair(BOTH | AHEAD | FAILING, {"ranks": 2, "heads": 2}, {"heads": 2}),
+    "windows failing": pair(BOTH | AHEAD | FAILING | WINDOWS),
+    "states lost": pair(BOTH | FAILING | STATES, **LOST),
     "two ranks of one head": pair(AHEAD | {"ranks": 2}),
 }
 SLOW = {
@@ -85,6 +89,9 @@ SLOW = {
     "drafts": pair({}, {}, {"drafts": 3} | AHEAD),
     "stored after a hand-off": pair(BOTH | AHEAD | with_options(store_after_handoff=True)),
     "no prefix caching": pair(FAILING | {"prefix_caching": False}),
+    "calm windows": pair(AHEAD | WINDOWS, is_calm=True),
+    "windows over a bad wire": pair(BOTH | AHEAD | WINDOWS, faults=0.03),
+    "states on one node": pair(BOTH | AHEAD | FAILING | STATES, one_node=True),
     "priorities": pair(AHEAD | {"policy": "priority"}),
     "four ranks failing": pair(BOTH | AHEAD | FAILING | {"ranks": 4, "heads": 2}),
     "two ranks layerwise": pair(BOTH | FAILING | {"ranks": 2, "heads": 2} | with_options(layerwise="both")),
