@@ -16,6 +16,7 @@ from kvservice.connector.sglang.pages import Ranks
 from kvservice.connector.sglang.storage import ALL_LAYERS, ALL_PAGES, KV, Identity, PageStorage, PageTransfer
 
 LAYERS, PAGE, DIM = 3, 4, 8
+PROMPT = list(range(100, 100 + 6 * PAGE))
 OPTIONS: dict[str, object] = {
     "backend_name": "kvservice",
     "module_path": "kvservice.connector.sglang",

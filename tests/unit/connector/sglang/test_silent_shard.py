@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -12,12 +12,10 @@ from kvservice.api.pool_thread import PoolThread
 from kvservice.api.program import AttachedProgram
 from kvservice.api.silence import SILENT_SECONDS
 from kvservice.connector.sglang import page_pool
-from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, SealItem, SealStatus
 from kvservice.testing.eventually import eventually
 from tests.unit.connector.sglang.host_memory import (
-    OPTIONS,
-    PAGE,
+    PROMPT,
     HostMemory,
     LatentMemory,
     page_hashes,
@@ -25,15 +23,6 @@ from tests.unit.connector.sglang.host_memory import (
     storage,
     wanted,
 )
-
-PROMPT = list(range(100, 100 + 6 * PAGE))
-
-
-@pytest.fixture
-def thread() -> Iterator[PoolThread]:
-    made = PoolThread(SGLangOptions.parse(OPTIONS))
-    yield made
-    made.end()
 
 
 def test_a_silent_shard_costs_one_call_its_time(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:

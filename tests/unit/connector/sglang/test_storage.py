@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -30,6 +29,7 @@ from tests.unit.connector.sglang.host_memory import (
     KV,
     OPTIONS,
     PAGE,
+    PROMPT,
     HostMemory,
     LatentMemory,
     page_hashes,
@@ -37,16 +37,6 @@ from tests.unit.connector.sglang.host_memory import (
     storage,
     wanted,
 )
-
-PROMPT = list(range(100, 100 + 6 * PAGE))
-
-
-@pytest.fixture
-def thread() -> Iterator[PoolThread]:
-    """One pool for several ranks or engines."""
-    made = PoolThread(SGLangOptions.parse(OPTIONS))
-    yield made
-    made.end()
 
 
 def stored(memory: HostMemory, made: PageStorage, pages: list[str], numbers: list[int]) -> None:

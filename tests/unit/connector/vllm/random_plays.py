@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvservice.connector.vllm import compat
+from kvservice.session import session
 from kvservice.units import MiB
+from tests.sim.mutation import Mutant, planted
 from tests.unit.connector.vllm.hash_chain import EngineSettings, write_model
 from tests.unit.connector.vllm.hashing_engine import OpenPool
 from tests.unit.connector.vllm.hashing_groups import blocks_min, engine_of
@@ -28,6 +30,7 @@ TERMS: tuple[tuple[Mapping[str, object] | None, int], ...] = (  # of requests, a
     ({"kvservice": {"version": 1, "role": "prefill", "handoff": "cd" * 16, "load": False}}, 5),
 )
 WAITING_MAX = 12  # requests; more would only wait
+SEARCHED = range(1, 31)  # seeds, behind the one that found the bug before
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +42,13 @@ def plain_cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     log.setLevel(logging.ERROR)
     yield
     log.setLevel(level)
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose shard was lost tries again soon."""
+    monkeypatch.setattr(session, "RETRY_SECONDS_FIRST", 0.02)
+    monkeypatch.setattr(session, "RETRY_SECONDS_MAX", 0.2)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +146,27 @@ def play_together(folder: Path, place: Path, settings: EngineSettings, seed: int
         for it in plays:
             it.engine.close()
         nodes.close()
+
+
+def check_shows(found: Mapping[str, int], *more: str) -> None:
+    """Something was checked, or the test shows nothing."""
+    for needed in ("requests_checked", "blocks_checked", "loaded_blocks", *more):
+        assert found[needed], f"no {needed}: the test shows nothing"
+
+
+def check_no_byte_is_wrong(folder: Path, settings: EngineSettings, seeds: Sequence[int]) -> None:
+    """Neither in the engine nor in the pool, and nobody holds anything when all requests have ended."""
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        found += play(folder, settings, seed)
+    check_shows(found)
+
+
+def check_bug_shows(folder: Path, settings: EngineSettings, bug: Mutant) -> None:
+    """As a wrong byte, with the seed that found it before or one of thirty more."""
+    with planted(bug):
+        found = next(filter(None, (fault(folder, settings, seed) for seed in (bug.seed, *SEARCHED))), "")
+    assert "wrong" in found, f"{found or 'nothing'} was found"
 
 
 def fault(folder: Path, settings: EngineSettings, seed: int) -> str:

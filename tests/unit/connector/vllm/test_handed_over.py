@@ -6,23 +6,21 @@ A failure names its settings and its seed. `make test-all` plays more settings a
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvservice.connector.vllm import compat
 from kvservice.core.acquire import acquisitions, handoff
-from kvservice.session import session
 from kvservice.units import MiB
 from tests.sim.mutation import Mutant, planted
 from tests.unit.connector.vllm.handed_over import HandedOver, PairSettings
-from tests.unit.connector.vllm.hash_chain import EngineSettings, Group, write_model
+from tests.unit.connector.vllm.hash_chain import EngineSettings, Group
+from tests.unit.connector.vllm.random_plays import STEPS, check_shows, folder, plain_cells, quick_retries
 
-STEPS = 200
+__all__ = ["folder", "plain_cells", "quick_retries"]  # fixtures
+
 GATE_SEED, SLOW_SEEDS = 1, range(2, 8)
 Given = dict[str, Any]  # of EngineSettings
 
@@ -135,23 +133,10 @@ SEARCHED = range(1, 11)  # seeds
 
 
 @pytest.fixture(autouse=True)
-def quick_and_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in test_hashing_engine. And nobody waits long for what does not come."""
-    monkeypatch.setattr(compat, "token_of_elements", lambda *arguments: None)
+def quick(plain_cells: None, quick_retries: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long for what does not come."""
     monkeypatch.setattr(handoff, "CLOSED_SECONDS", 0.5)
     monkeypatch.setattr(acquisitions, "FOLLOW_WAIT_SECONDS", 0.2)
-    monkeypatch.setattr(session, "RETRY_SECONDS_FIRST", 0.02)
-    monkeypatch.setattr(session, "RETRY_SECONDS_MAX", 0.2)
-    log = logging.getLogger("vllm")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    yield
-    log.setLevel(level)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def play(folder: Path, place: Path, name: str, seed: int) -> Counter[str]:
@@ -178,8 +163,7 @@ def play(folder: Path, place: Path, name: str, seed: int) -> Counter[str]:
 def test_no_byte_is_wrong_behind_a_handoff(folder: Path, tmp_path: Path, name: str) -> None:
     """And no reader waits in vain, and nobody holds anything when all requests have ended."""
     found = play(folder, tmp_path, name, GATE_SEED)
-    for needed in ("requests_checked", "blocks_checked", "loaded_blocks", "handoffs_written", "handoffs_heard"):
-        assert found[needed], f"no {needed}: the test shows nothing"
+    check_shows(found, "handoffs_written", "handoffs_heard")
 
 
 @pytest.mark.slow

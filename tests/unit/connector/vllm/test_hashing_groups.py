@@ -5,17 +5,24 @@ A failure names its settings and its seed. `make test-all` plays more seeds than
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from kvservice.session import session
-from tests.sim.mutation import Mutant, planted
+from tests.sim.mutation import Mutant
 from tests.unit.connector.vllm.hash_chain import EngineSettings, Group
-from tests.unit.connector.vllm.random_plays import fault, folder, plain_cells, play, play_together
+from tests.unit.connector.vllm.random_plays import (
+    check_bug_shows,
+    check_no_byte_is_wrong,
+    check_shows,
+    folder,
+    plain_cells,
+    play,
+    play_together,
+    quick_retries,
+)
 
-__all__ = ["folder", "plain_cells"]  # fixtures
+__all__ = ["folder", "plain_cells", "quick_retries"]  # fixtures
 
 GATE_SEEDS, SLOW_SEEDS = range(1, 3), range(3, 13)
 FULL, STATE = Group("full", layers=2), Group("state")
@@ -53,17 +60,11 @@ BUGS = (
         ),
     ),
 )
-SEARCHED = range(1, 31)  # seeds, behind the one that found the bug before
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_byte_of_any_group_is_wrong(folder: Path, name: str) -> None:
-    """Neither in the engine nor in the pool, and nobody holds anything when all requests have ended."""
-    found: Counter[str] = Counter()
-    for seed in GATE_SEEDS:
-        found += play(folder, SETTINGS[name], seed)
-    for needed in ("requests_checked", "blocks_checked", "loaded_blocks"):
-        assert found[needed], f"no {needed}: the test shows nothing"
+    check_no_byte_is_wrong(folder, SETTINGS[name], GATE_SEEDS)
 
 
 @pytest.mark.slow
@@ -73,20 +74,14 @@ def test_no_byte_of_any_group_is_wrong_with_more_seeds(folder: Path, name: str, 
     assert play(folder, SETTINGS[name], seed)["requests_checked"]
 
 
+@pytest.mark.usefixtures("quick_retries")
 @pytest.mark.parametrize("groups", [(), (FULL, STATE, NARROW)], ids=["one group", "groups"])
-def test_engines_of_other_weights_share_no_wrong_byte(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: tuple[Group, ...]
-) -> None:
+def test_engines_of_other_weights_share_no_wrong_byte(folder: Path, tmp_path: Path, groups: tuple[Group, ...]) -> None:
     """One that has new weights reads nothing of the other's, at a shard that is lost meanwhile."""
-    monkeypatch.setattr(session, "RETRY_SECONDS_FIRST", 0.02)
-    monkeypatch.setattr(session, "RETRY_SECONDS_MAX", 0.2)
     found = play_together(folder, tmp_path, EngineSettings(groups=groups), 1)
-    for needed in ("requests_checked", "blocks_checked", "loaded_blocks", "resets"):
-        assert found[needed], f"no {needed}: the test shows nothing"
+    check_shows(found, "resets")
 
 
 @pytest.mark.parametrize(("name", "bug"), BUGS, ids=[bug.name for _, bug in BUGS])
 def test_a_planted_bug_of_groups_shows(folder: Path, name: str, bug: Mutant) -> None:
-    with planted(bug):
-        found = next(filter(None, (fault(folder, SETTINGS[name], seed) for seed in (bug.seed, *SEARCHED))), "")
-    assert "wrong" in found, f"{found or 'nothing'} was found"
+    check_bug_shows(folder, SETTINGS[name], bug)
