@@ -30,6 +30,7 @@ from examples.demo.stage import (
     shard_numbers,
     shipped_document,
 )
+from kvservice.connector.sglang.options import CALL_SECONDS_MAX
 from kvservice.errors import KVServiceError, Unavailable
 
 ANSWER_TOKENS = 24
@@ -130,7 +131,9 @@ def _measure(
 @contextlib.contextmanager
 def _engine(folder: str, cluster: TwoNodes, node: int, socket: str | None) -> Iterator[Asked]:
     """An engine on a node of the cluster, which begins to load. It is ended with all of its processes."""
-    storage = None if socket is None else {"mode": "service", "socket": socket, "fetch_timeout_seconds": 30}
+    storage = (
+        None if socket is None else {"mode": "service", "socket": socket, "fetch_timeout_seconds": CALL_SECONDS_MAX}
+    )
     before = cluster.link.over_there if node and cluster.link else []
     with SGLangProcess({"model_path": folder, "storage": storage}, before) as engine:
         yield Asked(engine, cluster.ids[node])

@@ -24,6 +24,7 @@ from examples.demo.sglang_process import EngineProcess, SGLangProcess
 from examples.demo.stage import Steps, performance, prepared_model, shipped_document
 from examples.demo.two_engines_report import ENGINES, Asked, save, shortfalls, show
 from examples.demo.vllm_engine import VLLMProcess
+from kvservice.connector.sglang.options import CALL_SECONDS_MAX
 from kvservice.core.block.pages import KNOWN_PROMPT
 from kvservice.errors import ConfigError, KVServiceError, Unavailable
 
@@ -66,7 +67,7 @@ def _play(steps: Steps, folder: str) -> list[Asked]:
     steps.begin("starting a shard, vLLM and SGLang")
     with contextlib.ExitStack() as stack:
         socket = stack.enter_context(_shard())
-        storage = {"mode": "service", "socket": socket, "share": "engines", "fetch_timeout_seconds": 30}
+        storage = {"mode": "service", "socket": socket, "share": "engines", "fetch_timeout_seconds": CALL_SECONDS_MAX}
         sglang = stack.enter_context(SGLangProcess({"model_path": folder, "dtype": DTYPE, "storage": storage}))
         vllm = stack.enter_context(VLLMProcess({"model": folder, "dtype": DTYPE, "storage": storage}))
         vllm.ready()
