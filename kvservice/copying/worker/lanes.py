@@ -23,7 +23,7 @@ from kvservice.copying.copies import CopyEngine, StartedCopies
 from kvservice.copying.message import CopyJob, CopyOutcome, Direction, Ended
 from kvservice.copying.worker.loans import DirectPath
 from kvservice.core.segment.copy_runs import CopyTemplate
-from kvservice.core.segment.geometry import SLOTS_PER_SLAB_MAX
+from kvservice.core.segment.geometry import index_in_slab, slab_of
 from kvservice.core.segment.header_checks import is_as_promised, is_reserved
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import InvalidRequest, KVServiceError
@@ -39,7 +39,6 @@ BATCH_ROWS = 64
 # Batches of a job under way at once: while one crosses the bus, the next one is checked and handed to the driver.
 BATCHES_UNDER_WAY = 2
 Ready: TypeAlias = Callable[[Callable[[], bool]], None]
-BITS = SLOTS_PER_SLAB_MAX.bit_length() - 1  # of a slot index that count the slot within its slab
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +243,7 @@ def _check_range(target: Target, slots: Iterable[SlotIndex], last_part: int) -> 
     geometry = target.segment.geometry
     per_slab = geometry.slots_per_slab(target.template.payload_bytes)
     for slot in slots:
-        if slot >> BITS >= geometry.slab_count or slot & (SLOTS_PER_SLAB_MAX - 1) >= per_slab:
+        if slab_of(slot) >= geometry.slab_count or index_in_slab(slot) >= per_slab:
             raise InvalidRequest(f"slot {slot} is not in the segment")
 
 
