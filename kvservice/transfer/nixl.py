@@ -43,9 +43,8 @@ UCX_DEFAULTS = {
 }
 DEVICES_VARIABLE = "UCX_NET_DEVICES"
 DESCRIPTION_MAGIC = b"KVSNIXL1"
-DESCRIPTION_BYTES_MAX = (
-    64 << 10
-)  # what Transport.describe promises; an agent's takes some KiB. Longer ones are refused.
+# What Transport.describe promises; an agent's takes some KiB. Longer ones are refused.
+DESCRIPTION_BYTES_MAX = 64 << 10
 _DESCRIPTION = struct.Struct("<8sQQI")  # magic, base address, segment bytes, crc32 of all the rest; then agent metadata
 _CRC_BYTES = 4  # of a crc32
 # An attempt to connect that fails may leave a socket open inside UCX for as long as the agent lives. So a peer that

@@ -21,23 +21,10 @@ MAP_FAILED = 205  # CUDA_ERROR_MAP_FAILED
 # Errors after which no call of this process succeeds: the context, or the whole driver, is unusable until the process
 # ends.
 FATAL = frozenset(
-    {
-        4,  # deinitialized
-        214,
-        220,
-        226,  # uncorrectable memory or NVLink error, contained error
-        700,
-        702,
-        709,
-        710,  # illegal address, launch timeout, context destroyed, assertion
-        714,
-        715,
-        716,
-        717,
-        718,
-        719,
-        721,  # faults of a kernel
-    }
+    {4}  # deinitialized
+    | {214, 220, 226}  # uncorrectable memory or NVLink error, contained error
+    | {700, 702, 709, 710}  # illegal address, launch timeout, context destroyed, assertion
+    | {714, 715, 716, 717, 718, 719, 721}  # faults of a kernel
 )
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS

@@ -37,9 +37,8 @@ log = logging.getLogger("kvservice.copying")
 
 # Between two looks at the copies: a hang is noticed this much later than `wedge_seconds` say.
 WATCH_SECONDS = 0.25
-ACCEPT_PAUSE_SECONDS = (
-    0.5  # after a connection that could not be taken: without a descriptor the next one fails as well
-)
+# After a connection that could not be taken: without a descriptor the next one fails as well.
+ACCEPT_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """Suspects: blocks that an engine or another node did not find as promised when it read them. Pure.
 
-The engine computes such a prompt again. But the pool would promise the block again,
-to this reader and to others, and nothing that they compute would replace it, because a block that is held is not stored
-twice. So engines name their suspects in heartbeats, and nodes when they give a lease back. The shard makes the digest
-anew. A block with another digest is given up: its next store brings it back. Of one with its own digest the header is
-written again, which heals a header that was damaged, and changes nothing where the reader was only late.
+The engine computes such a prompt again. But the pool would promise the block again, to this reader and to others, and
+nothing that they compute would replace it, because a block that is held is not stored twice. So engines name their
+suspects in heartbeats, and nodes when they give a lease back. The shard makes the digest anew. A block with another
+digest is given up: its next store brings it back. Of one with its own digest the header is written again, which heals a
+header that was damaged, and changes nothing where the reader was only late.
 
 A reader may be wrong or lie, so its word alone evicts nothing.
 """

@@ -35,9 +35,8 @@ LAYOUT = 1  # version of this layout; a mirror of another version is refused by 
 PAGE = 4096  # bytes; the head and the feeds have one page each
 PARTITIONS_MAX = PAGE // 16  # a feed takes two words. A service has at most 64 partitions (config).
 NODES_MAX = 4096  # pairs of partition and node; with more, the partition becomes FULL and its keys are looked up by RPC
-NODE_BYTES = (
-    512  # of a record: a name and an address. A node with longer ones counts as unknown (mirror_names_too_long).
-)
+# Of a record: a name and an address. A node with longer ones counts as unknown (mirror_names_too_long).
+NODE_BYTES = 512
 SETS_MAX = 32_768  # different sets of holders; keys with a further set are looked up by RPC (mirror_sets_not_named)
 SET_BYTES = 64  # one cache line
 SET_HOLDERS_MAX = SET_BYTES // 2 - 1  # holders named of a larger set: more than any reader tries

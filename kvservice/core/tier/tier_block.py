@@ -18,6 +18,4 @@ class TierBlock:
     route: SpanRoute
     account_tag: int = 0  # the tenant that is charged for it (core.block.tenants.tag_of); 0 is nobody
     fingerprint: bytes = b""  # first 16 bytes of the digest of its engine's fingerprint; b"" = not known
-    stored_at: float = (
-        0.0  # when its bytes were computed, in seconds since 1970 on the clock of that node; 0 = not known
-    )
+    stored_at: float = 0.0  # when its bytes were computed: seconds since 1970, by that node's clock; 0 = not known
