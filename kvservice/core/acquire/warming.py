@@ -11,42 +11,31 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisition import Acquisition, OnAnswer
 from kvservice.core.acquire.acquisitions import Acquisitions
+from kvservice.core.acquire.attached import EngineAttachment
 from kvservice.core.acquire.holds import HOLD_SECONDS_MAX, Holds, check_pin_name
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Refuse, Reply
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
 from kvservice.core.context import ShardContext
-from kvservice.core.messages import AcquireRequest, EngineSpec, MissReason, WarmResult
+from kvservice.core.messages import AcquireRequest, MissReason, WarmResult
 from kvservice.core.store.slots import Slot
 from kvservice.errors import Exhausted, InvalidRequest, KVServiceError, NotAttached, Unavailable
-from kvservice.units import AttachmentId, NodeId
+from kvservice.units import NodeId
 
 WARM_STEP_BLOCKS = 64  # fetched at a time: a fifth of a second at 500 MB/s with blocks of 1.5 MiB
 WARMS_MAX = 64  # that wait or are under way; more are refused with Exhausted, because they would come too late
 WARM_SECONDS_MAX = 600.0  # that a Warm may take; a longer timeout is a mistake and refused
 
 
-class WarmedEngine(Protocol):
-    """An attached engine."""
-
-    @property
-    def attachment(self) -> AttachmentId: ...
-    @property
-    def spec(self) -> EngineSpec: ...
-    @property
-    def account(self) -> str: ...
-
-
 @dataclass(slots=True)
 class _Warm:
     op: int
     event: ev.Warm
-    engine: WarmedEngine
+    engine: EngineAttachment
     deadline: float
     part: int = 0  # number of the acquisition under way; 0 while it waits
     done: int = 0  # leading blocks that are here
@@ -64,7 +53,7 @@ class Warming:
         acquisitions: Acquisitions,
         windowed: WindowedAcquisitions,
         holds: Holds,
-        engines: Callable[[], Iterable[WarmedEngine]],
+        engines: Callable[[], Iterable[EngineAttachment]],
     ) -> None:
         self._shard = shard
         self._acquisitions = acquisitions
@@ -211,5 +200,5 @@ class Warming:
             assert bool(warm.part) == (place == 0), "two prompts are warmed at once, or none"
 
 
-def _is_for(engine: WarmedEngine, event: ev.Warm) -> bool:
+def _is_for(engine: EngineAttachment, event: ev.Warm) -> bool:
     return engine.account == event.account and engine.spec.fingerprint.digest == event.request.fingerprint
