@@ -123,7 +123,7 @@ class ShardState:
         self._handoffs = Handoffs(shard, lambda op, now: self._acquisitions.handoff_over(op, now))
         self._acquisitions = Acquisitions(shard, self._pulls, self._tiers, self._answers, self._handoffs.watch)
         self._windowed = WindowedAcquisitions(shard, self._acquisitions, self._answers)
-        self._tails = Tails(shard, self._acquisitions, self._windowed, self._tiers, self._answers)
+        self._tails = Tails(shard, self._acquisitions, self._tiers, self._answers)
         self._warming = Warming(shard, self._acquisitions, self._windowed, self._holds, lambda: self._attachments.of())
         self._takeovers = TakeOvers(shard, self._pulls, self._acquisitions.sealed)
         self._leaving = Leaving(shard)

@@ -81,8 +81,14 @@ class Acquisitions:
         self._estimates = self._fetches.estimates
         self._directory_answers = True  # the last time that it was asked
         self._last_question = 0
+        self._last_part = 0  # parts are numbered downwards, calls upwards
 
     # -- calls ----
+
+    def next_part(self) -> int:
+        """A number for an acquisition that is a part of something and that nobody called for."""
+        self._last_part -= 1
+        return self._last_part
 
     def start(
         self,

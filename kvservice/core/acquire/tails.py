@@ -14,7 +14,6 @@ from kvservice.core.acquire.acquisition import Acquisition, holders_by_index
 from kvservice.core.acquire.acquisitions import LOOKUP_SECONDS_MAX, Acquisitions
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.attached import EngineAttachment
-from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Resolve
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
 from kvservice.core.block.tails import TAIL_NAMES_MAX, tail_step
@@ -38,19 +37,11 @@ class _TailAsk:
 
 
 class Tails:
-    """Every question for a tail that is not answered. `windowed` numbers the parts."""
+    """Every question for a tail that is not answered."""
 
-    def __init__(
-        self,
-        shard: ShardContext,
-        acquisitions: Acquisitions,
-        windowed: WindowedAcquisitions,
-        tiers: Tiers,
-        answers: Answers,
-    ) -> None:
+    def __init__(self, shard: ShardContext, acquisitions: Acquisitions, tiers: Tiers, answers: Answers) -> None:
         self._shard = shard
         self._acquisitions = acquisitions
-        self._windowed = windowed
         self._tiers = tiers
         self._answers = answers
         self._open: dict[int, _TailAsk] = {}
@@ -120,7 +111,7 @@ class Tails:
     def _take(self, ask: _TailAsk, index: int, now: float) -> None:
         """Acquire the block of this name. It is worth a part of a block's time."""
         asked, layout = ask.request, ask.engine.spec.layout
-        ask.index, ask.part = index, self._windowed.next_part()
+        ask.index, ask.part = index, self._acquisitions.next_part()
         tokens = (len(asked.keys) - index) * tail_step(layout.block_tokens)
         seconds = asked.recompute_seconds_per_block * tokens / layout.block_tokens
         assert asked.tail_at is not None

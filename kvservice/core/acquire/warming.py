@@ -151,7 +151,7 @@ class Warming:
                 warm.local += 1
             if warm.done < len(keys):
                 end = min(warm.done + WARM_STEP_BLOCKS, len(keys))
-                warm.part = self._windowed.next_part()
+                warm.part = self._acquisitions.next_part()
                 self._acquire(warm, end, warm.done, partial(self._step_done, warm, end), now)
                 return
         warm.part = warm.op

@@ -104,7 +104,6 @@ class WindowedAcquisitions:
         self._acquisitions = acquisitions
         self._answers = answers
         self._open: dict[int, _Hit] = {}
-        self._last_part = 0  # parts are numbered downwards, calls upwards
 
     def start(
         self, op: int, attachment: AttachmentId, account: str, request: AcquireRequest, spec: EngineSpec, now: float
@@ -114,11 +113,6 @@ class WindowedAcquisitions:
         hit = _Hit(op, attachment, account, request, spec, deadline, len(request.keys), windows=windows)
         self._open[op] = hit
         self._begin(hit, request, spec.layout.payload_bytes, 0, partial(self._full_done, hit), now)
-
-    def next_part(self) -> int:
-        """A number for an acquisition that is a part of something and that nobody called for."""
-        self._last_part -= 1
-        return self._last_part
 
     def cancel(self, op: int) -> int:
         """Nobody waits for this hit any more. Returns the number of the part under way; 0 when there is none."""
@@ -162,7 +156,7 @@ class WindowedAcquisitions:
         on_answer: OnAnswer,
         now: float,
     ) -> None:
-        part = hit.part = self.next_part()
+        part = hit.part = self._acquisitions.next_part()
         self._acquisitions.start(
             part, hit.attachment, hit.account, request, payload_bytes, now, base=base, on_answer=on_answer
         )
