@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvservice.core.acquire.acquisition import longest_run
+from kvservice.core.acquire.sources import longest_run
 from kvservice.core.actions import Action, Announce, Retract
 from kvservice.core.block.keys import span_route
 from kvservice.core.block.tenants import NOBODY

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -146,18 +146,3 @@ def holders_by_index(runs: Sequence[HolderRun], end: int, own: NodeId) -> dict[i
         if others:
             by_index.update(dict.fromkeys(range(run.start, min(run.start + run.count, end)), others))
     return by_index
-
-
-def longest_run(
-    wanted: list[int], start: int, holders: Mapping[int, tuple[Holder, ...]], among: Sequence[Holder]
-) -> tuple[Holder, int]:
-    """Which of these holders of `wanted[start]` has the most consecutive wanted blocks, and the end of its run."""
-    best: tuple[Holder, int] | None = None
-    for holder in among:
-        end = start + 1
-        while end < len(wanted) and wanted[end] == wanted[end - 1] + 1 and holder in holders[wanted[end]]:
-            end += 1
-        if best is None or end > best[1]:
-            best = (holder, end)
-    assert best is not None
-    return best

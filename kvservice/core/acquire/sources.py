@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvservice.core.acquire.acquisition import longest_run
 from kvservice.core.acquire.estimate import FetchEstimates
 from kvservice.core.messages import Holder
 from kvservice.core.tier.rules import is_tier
@@ -81,6 +80,19 @@ def _by_cost(
         seconds = estimates.of(holder).seconds(end - start, payload_bytes)
         found.append(((seconds or 0.0) / (end - start), holder, end))
     return [(holder, end) for _, holder, end in sorted(found, key=lambda one: one[0])]
+
+
+def longest_run(wanted: list[int], start: int, holders: Holders, among: Sequence[Holder]) -> tuple[Holder, int]:
+    """Which of these holders of `wanted[start]` has the most consecutive wanted blocks, and the end of its run."""
+    best: tuple[Holder, int] | None = None
+    for holder in among:
+        end = start + 1
+        while end < len(wanted) and wanted[end] == wanted[end - 1] + 1 and holder in holders[wanted[end]]:
+            end += 1
+        if best is None or end > best[1]:
+            best = (holder, end)
+    assert best is not None
+    return best
 
 
 def nodes_are_faster(estimates: FetchEstimates, tiers: Sequence[Holder], count: int, payload_bytes: int) -> bool:
