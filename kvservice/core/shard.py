@@ -187,7 +187,7 @@ class ShardState:
         for key in readable:
             self._handoffs.sealed(key, now)
             self._tiers.sealed(key, now)
-        self._leaving.look(len(self._leases), now)
+        self._leaving.look(now)
         self._tiers.work(now, is_digesting=self._writes.is_digesting)
         actions = list(self._actions)
         self._actions.clear()
@@ -285,7 +285,7 @@ class ShardState:
         return self._holds.pins(now)
 
     def progress(self, now: float) -> DrainProgress:
-        return self._leaving.progress(len(self._leases), now)
+        return self._leaving.progress(now)
 
     def explain(self, request_id: str, now: float, account: str | None = None) -> Explanation:
         """What is known of the request with this id, or of all whose id begins with it."""
@@ -477,7 +477,7 @@ class ShardState:
         self._pulls.tick(now)
         self._handoffs.tick(now)
         self._takeovers.tick(now)
-        self._leaving.tick(len(self._leases), now)
+        self._leaving.tick(now)
 
     def _set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         self._store.accounts.set_limits(limits)

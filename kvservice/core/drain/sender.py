@@ -184,6 +184,7 @@ class Leaving:
         self._store = shard.store
         self._emit = shard.emit
         self._counters = shard.counters
+        self._leases = shard.leases
         self.phase = DrainPhase.SERVING
         self._began = 0.0
         self._deadline = math.inf
@@ -302,7 +303,7 @@ class Leaving:
                 self._try_again(rest, node, now)
         self._offer_more(now)
 
-    def tick(self, lease_count: int, now: float) -> None:
+    def tick(self, now: float) -> None:
         if now >= self._step_until and self.phase in (DrainPhase.FINDING_TAKERS, DrainPhase.HANDING_OVER):
             what = "the directory did not answer" if self.phase is DrainPhase.FINDING_TAKERS else "out of time"
             self._notes.append(what)
@@ -313,13 +314,13 @@ class Leaving:
                 for node, blocks in waiting.items():
                     self._place(blocks, now, besides=node)
             self._offer_more(now)
-        self.look(lease_count, now)
+        self.look(now)
 
-    def look(self, lease_count: int, now: float) -> None:
-        """Check whether readers have finished."""
-        if self.phase is DrainPhase.SETTLING and (lease_count == 0 or now >= self._deadline):
-            if lease_count:
-                self._notes.append(f"{lease_count} leases were still out")
+    def look(self, now: float) -> None:
+        """Check whether readers have finished. Called after every event."""
+        if self.phase is DrainPhase.SETTLING and (not self._leases or now >= self._deadline):
+            if self._leases:
+                self._notes.append(f"{len(self._leases)} leases were still out")
             self._move(DrainEvent.LEAVE)
             self._step_until = self._deadline = math.inf
             self._counters["drains_done"] += 1
@@ -328,12 +329,12 @@ class Leaving:
         until = min(self._wake_at, self._step_until, self._deadline)
         return None if until == math.inf else until
 
-    def progress(self, lease_count: int, now: float) -> DrainProgress:
+    def progress(self, now: float) -> DrainProgress:
         if self.phase in (DrainPhase.SERVING, DrainPhase.CLOSED):
-            return DrainProgress(self.phase, lease_count)
+            return DrainProgress(self.phase, len(self._leases))
         return DrainProgress(
             self.phase,
-            lease_count,
+            len(self._leases),
             self._total,
             len(self._handed),
             len(self._elsewhere),
