@@ -68,7 +68,7 @@ class PeerCalls:
             raise InvalidRequest(f"wait {event.wait_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
         if self._leaving.promises_nothing:
             raise Unavailable(f"shard {self._shard.node_id} is leaving")
-        self._handoffs.follow(event.op, event.reader, event.handoff, event.keys, event.wait_seconds, now)
+        self._handoffs.follow(event, now)
 
     def _check_epoch(self, epoch: BootEpoch) -> None:
         ours = self._shard.epoch
@@ -153,4 +153,4 @@ class PeerCalls:
             raise UnsupportedLayout(f"blocks of {event.payload_bytes} bytes do not fit a slab here")
         if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX or event.leaver.node_id == self._shard.node_id:
             raise InvalidRequest(f"wait {event.wait_seconds} s, or an offer to oneself")
-        self._takeovers.start(event.op, event.leaver, event.payload_bytes, event.items, event.wait_seconds, now)
+        self._takeovers.start(event, now)

@@ -20,12 +20,13 @@ from enum import Enum
 
 from kvservice.core.actions import Reply
 from kvservice.core.context import ShardContext
+from kvservice.core.events import PeerFollow
 from kvservice.core.messages import FollowResult, HandoffState, Statement
 from kvservice.core.reconcile import STATED_HANDOFFS_MAX, is_settled
 from kvservice.core.store.slots import Block
 from kvservice.core.transitions import step
 from kvservice.errors import Exhausted, InvalidRequest
-from kvservice.units import AttachmentId, BlockKey, HandoffId, NodeId
+from kvservice.units import AttachmentId, BlockKey, HandoffId
 
 HANDOFF_ID_BYTES = 16  # random, so that no two are equal; other lengths are refused
 OPEN_MAX = 4096  # entries of one shard, open and closed. At the limit closed ones go first, then Exhausted is raised.
@@ -100,13 +101,15 @@ class _Handoff:
 class _Follow:
     """A reader's question that has not been answered yet."""
 
-    op: int
-    reader: NodeId
-    handoff: HandoffId
-    keys: tuple[BlockKey, ...]
+    call: PeerFollow
     due: float  # it is answered then, with whatever is there
     have: int = 0  # leading keys that are sealed
     state: FollowState = FollowState.WAITING
+
+    @property
+    def next_key(self) -> BlockKey | None:
+        """The first key that is not sealed; None when all are."""
+        return self.call.keys[self.have] if self.have < len(self.call.keys) else None
 
 
 @dataclass(slots=True)
@@ -200,7 +203,7 @@ class Handoffs:
 
     def _close(self, handoff: HandoffId, known: _Handoff, now: float) -> None:
         self._move(known, HandoffEvent.CLOSE, now)
-        for follow in [f for f in self._follows.values() if f.handoff == handoff]:
+        for follow in [f for f in self._follows.values() if f.call.handoff == handoff]:
             self._answer(follow, now)
         for op in [op for op, watch in self._watches.items() if watch.handoff == handoff]:
             self._end_watch(op, now)
@@ -220,23 +223,20 @@ class Handoffs:
             if follow.state is FollowState.WAITING:
                 follow.due = min(follow.due, now + GATHER_SECONDS)
             self._move_follow(follow, FollowEvent.SEALED)
-            if follow.have == len(follow.keys):
+            if follow.next_key is None:
                 self._answer(follow, now)
 
     # -- readers ----
 
-    def follow(
-        self, op: int, reader: NodeId, handoff: HandoffId, keys: tuple[BlockKey, ...], wait_seconds: float, now: float
-    ) -> None:
+    def follow(self, call: PeerFollow, now: float) -> None:
         """Answer with a FollowResult of the leading keys that are sealed: as soon as there are any, when the hand-off
-        is closed, or after `wait_seconds`. Raises Exhausted when too many readers follow."""
+        is closed, or after its `wait_seconds`. Raises Exhausted when too many readers follow."""
         if len(self._follows) >= FOLLOWS_MAX:
             raise Exhausted(f"{FOLLOWS_MAX} readers follow hand-offs here already")
-        follow = _Follow(op, reader, handoff, keys, now + min(wait_seconds, WAIT_SECONDS_MAX))
-        self._follows[op] = follow
+        follow = self._follows[call.op] = _Follow(call, now + min(call.wait_seconds, WAIT_SECONDS_MAX))
         self._advance(follow)
         self._counters["follows"] += 1
-        if follow.have or self._state(handoff) is HandoffState.CLOSED or follow.due <= now:
+        if follow.have or self._state(call.handoff) is HandoffState.CLOSED or follow.due <= now:
             self._answer(follow, now)
 
     def watch(self, op: int, handoff: HandoffId, now: float) -> None:
@@ -283,21 +283,23 @@ class Handoffs:
         return HandoffState.UNKNOWN if known is None else known.state
 
     def _advance(self, follow: _Follow) -> None:
-        while follow.have < len(follow.keys) and follow.keys[follow.have] in self._store:
-            follow.have += 1
-        if follow.have < len(follow.keys):
-            self._next_key.setdefault(follow.keys[follow.have], []).append(follow.op)
+        keys, have = follow.call.keys, follow.have
+        while have < len(keys) and keys[have] in self._store:
+            have += 1
+        follow.have = have
+        if follow.next_key is not None:
+            self._next_key.setdefault(follow.next_key, []).append(follow.call.op)
 
     def _move_follow(self, follow: _Follow, event: FollowEvent) -> None:
-        follow.state = step(FOLLOW_TRANSITIONS, follow.state, event, f"question {follow.op}")
+        follow.state = step(FOLLOW_TRANSITIONS, follow.state, event, f"question {follow.call.op}")
         if follow.state is FollowState.OVER:
-            del self._follows[follow.op]
+            del self._follows[follow.call.op]
             self._unlist(follow)
 
     def _unlist(self, follow: _Follow) -> None:
-        if follow.have < len(follow.keys):
-            key = follow.keys[follow.have]
-            ops = [op for op in self._next_key.get(key, ()) if op != follow.op]
+        key = follow.next_key
+        if key is not None:
+            ops = [op for op in self._next_key.get(key, ()) if op != follow.call.op]
             if ops:
                 self._next_key[key] = ops
             else:
@@ -306,15 +308,15 @@ class Handoffs:
     def _answer(self, follow: _Follow, now: float) -> None:
         self._move_follow(follow, FollowEvent.ANSWER)
         blocks: list[Block] = []
-        for key in follow.keys:
+        for key in follow.call.keys:
             block = self._store.get(key)
             if block is None:  # never sealed, or evicted since
                 break
             blocks.append(block)
-        self._store.policy.touch(follow.keys[: len(blocks)], now)
+        self._store.policy.touch(follow.call.keys[: len(blocks)], now)
         self._counters["followed_blocks"] += len(blocks)
-        located = self._shard.lend(follow.reader, blocks, now)
-        self._shard.emit(Reply(follow.op, FollowResult(self._state(follow.handoff), located)))
+        located = self._shard.lend(follow.call.reader, blocks, now)
+        self._shard.emit(Reply(follow.call.op, FollowResult(self._state(follow.call.handoff), located)))
 
     def _end_watch(self, op: int, now: float) -> None:
         del self._watches[op]
@@ -324,8 +326,9 @@ class Handoffs:
         listed = Counter(op for ops in self._next_key.values() for op in ops)
         for op, follow in self._follows.items():
             assert follow.state is not FollowState.OVER
-            assert follow.have < len(follow.keys), "a reader waits for nothing"
-            assert op in self._next_key.get(follow.keys[follow.have], ()), "a reader waits and nobody would tell it"
+            key = follow.next_key
+            assert key is not None, "a reader waits for nothing"
+            assert op in self._next_key.get(key, ()), "a reader waits and nobody would tell it"
         assert listed.keys() == self._follows.keys(), "a key is awaited by a reader that is gone"
         assert all(count == 1 for count in listed.values())
         for known in self._handoffs.values():

@@ -14,8 +14,8 @@ from enum import Enum
 from kvservice.core.acquire.pulls import LOCATE_GIVE_UP_SECONDS, PULL_BLOCKS_MAX, Pulls
 from kvservice.core.actions import Reply
 from kvservice.core.context import ShardContext
-from kvservice.core.events import PullResult
-from kvservice.core.messages import Holder, LocateResult, TakeOverItem, TakeOverResult
+from kvservice.core.events import PeerTakeOver, PullResult
+from kvservice.core.messages import LocateResult, TakeOverResult
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.store.blocks import Want
 from kvservice.core.store.slots import Slot
@@ -54,13 +54,10 @@ TRANSITIONS: dict[tuple[TakeOverState, TakeOverEvent], TakeOverState] = {
 @dataclass(slots=True)
 class _Take:
     number: int  # of its pull
-    op: int
-    leaver: Holder
-    payload_bytes: int
-    items: tuple[TakeOverItem, ...]
+    offer: PeerTakeOver
     until: float
     kept: list[bool]
-    wanted: list[int]  # positions in `items` of the requested blocks, then of those being read
+    wanted: list[int]  # positions among the offered items of the requested blocks, then of those being read
     asked_at: float
     state: TakeOverState = TakeOverState.LOCATING
     full: bool = False
@@ -79,32 +76,25 @@ class TakeOvers:
         self._sealed = sealed
         self._takes: dict[int, _Take] = {}
 
-    def start(
-        self,
-        op: int,
-        leaver: Holder,
-        payload_bytes: int,
-        items: tuple[TakeOverItem, ...],
-        wait_seconds: float,
-        now: float,
-    ) -> None:
-        """Read and keep offered blocks; answers with a TakeOverResult within `wait_seconds`. Raises Exhausted when too
-        many take-overs are under way."""
+    def start(self, offer: PeerTakeOver, now: float) -> None:
+        """Read and keep offered blocks; answers with a TakeOverResult within its `wait_seconds`. Raises Exhausted when
+        too many take-overs are under way."""
         if len(self._takes) >= TAKES_MAX:
             raise Exhausted(f"{TAKES_MAX} take-overs are under way already: offer these blocks again later")
-        kept = [item.key in self._store for item in items]
-        for item, held in zip(items, kept, strict=True):
+        kept = [item.key in self._store for item in offer.items]
+        for item, held in zip(offer.items, kept, strict=True):
             if held:
                 self._store.make_primary(item.key)
         wanted = [position for position, held in enumerate(kept) if not held]
-        self._counters["takeover_blocks_offered"] += len(items)
+        self._counters["takeover_blocks_offered"] += len(offer.items)
         self._counters["takeover_blocks_held"] += sum(kept)
         if not wanted:
-            self._emit(Reply(op, TakeOverResult(tuple(kept), full=False)))
+            self._emit(Reply(offer.op, TakeOverResult(tuple(kept), full=False)))
             return
-        number, until = self._pulls.open(self, leaver, payload_bytes), now + min(wait_seconds, WAIT_SECONDS_MAX)
-        self._takes[number] = _Take(number, op, leaver, payload_bytes, items, until, kept, wanted, now)
-        self._pulls.locate(number, tuple(items[position].key for position in wanted))
+        number = self._pulls.open(self, offer.leaver, offer.payload_bytes)
+        until = now + min(offer.wait_seconds, WAIT_SECONDS_MAX)
+        self._takes[number] = _Take(number, offer, until, kept, wanted, now)
+        self._pulls.locate(number, tuple(offer.items[position].key for position in wanted))
 
     # -- what pulls report ----
 
@@ -123,18 +113,19 @@ class TakeOvers:
 
     def _take_room(self, take: _Take, result: LocateResult, now: float) -> tuple[list[BlockHandle], list[Slot]]:
         """Slots for those leased blocks that are worth them."""
+        offer, size = take.offer, take.offer.payload_bytes
         positions: list[int] = []
         handles: list[BlockHandle] = []
         slots: list[Slot] = []
-        room_for = f"blocks of node {take.leaver.node_id}, which leaves"
+        room_for = f"blocks of node {offer.leaver.node_id}, which leaves"
         for position, handle in zip(take.wanted, result.handles, strict=False):
-            item = take.items[position]
-            if handle is None or handle.key != item.key or handle.length != take.payload_bytes:
+            item = offer.items[position]
+            if handle is None or handle.key != item.key or handle.length != size:
                 continue  # the leaving node does not have it any more
             account = self._store.accounts.account_of(item.account_tag)
             used_at = take.asked_at - item.idle_seconds
-            slot = self._store.reserve_for_handover(used_at, Want(take.payload_bytes, now, account, room_for))
-            if slot is None and self._store.accounts.over_quota(account, take.payload_bytes):
+            slot = self._store.reserve_for_handover(used_at, Want(size, now, account, room_for))
+            if slot is None and self._store.accounts.over_quota(account, size):
                 continue  # blocks of other tenants may still get room
             if slot is None:
                 take.full = True
@@ -148,7 +139,7 @@ class TakeOvers:
     def arrived(self, number: int, position: int, handle: BlockHandle, slot: Slot, now: float) -> None:
         take = self._takes[number]
         position = take.wanted[position]
-        item = take.items[position]
+        item = take.offer.items[position]
         if item.key not in self._store and not self._shard.may_keep(handle, slot, slot.account, b"", now):
             self._store.abort(slot)
             return
@@ -170,7 +161,7 @@ class TakeOvers:
                 stored_at=handle.stored_at,
             )
             self._counters["takeover_blocks_taken"] += 1
-            self._counters["takeover_bytes"] += take.payload_bytes
+            self._counters["takeover_bytes"] += take.offer.payload_bytes
         self._sealed(item.key, now)
 
     def pulled(self, number: int, results: tuple[PullResult, ...], now: float) -> None:
@@ -199,7 +190,7 @@ class TakeOvers:
     def cancel(self, op: int) -> None:
         """The leaving node has given up. Blocks on their way are kept."""
         for take in self._unanswered():
-            if take.op == op:
+            if take.offer.op == op:
                 self._move(take, TakeOverEvent.ANSWER)
 
     # -- inside ----
@@ -218,7 +209,7 @@ class TakeOvers:
             self._reply(take)
 
     def _reply(self, take: _Take) -> None:
-        self._emit(Reply(take.op, TakeOverResult(tuple(take.kept), take.full)))
+        self._emit(Reply(take.offer.op, TakeOverResult(tuple(take.kept), take.full)))
 
     def _move(self, take: _Take, event: TakeOverEvent) -> None:
         take.state = step(TRANSITIONS, take.state, event, f"take-over {take.number}")
@@ -230,7 +221,7 @@ class TakeOvers:
         assert self._takes.keys() == self._pulls.owned_by(self), "a take-over without a pull, or a pull without one"
         for number, take in self._takes.items():
             assert take.number == number and take.state is not TakeOverState.OVER
-            assert len(take.kept) == len(take.items)
+            assert len(take.kept) == len(take.offer.items)
             if take.state is not TakeOverState.ANSWERED:
                 locates = take.state is TakeOverState.LOCATING
                 assert self._pulls.is_locating(number) == locates, "a take-over and its pull differ"
