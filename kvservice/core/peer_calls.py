@@ -125,7 +125,7 @@ class PeerCalls:
         if block is None or block.stored_at:
             return block
         freshness = self._shard.freshness
-        scopes = freshness.scopes(key, self._shard.store.account_of(block), block.origin.fingerprint)
+        scopes = freshness.scopes(key, block.account, block.origin.fingerprint)
         known = scopes if scopes.names is not None else replace(scopes, names=frozenset())
         return block if freshness.accepts(known, block.stored_at, now) else None
 

@@ -182,7 +182,7 @@ class Clearing:
 
     def _is_marked(self, marks: tuple[Mark, ...], block: Block | TierBlock) -> bool:
         if isinstance(block, Block):
-            account, fingerprint = self._store.account_of(block), block.origin.fingerprint
+            account, fingerprint = block.account, block.origin.fingerprint
         else:
             account, fingerprint = self._store.accounts.account_of(block.account_tag), block.fingerprint
         scopes = self._freshness.scopes(block.key, account, fingerprint)

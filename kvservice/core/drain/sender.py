@@ -445,7 +445,7 @@ class Leaving:
                 block.position,
                 block.route,
                 max(now - self._used_at.get(block.key, now), 0.0),
-                tag_of(self._store.account_of(block)),
+                tag_of(block.account),
             )
             for block in batch
         )

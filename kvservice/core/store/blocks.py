@@ -277,10 +277,6 @@ class BlockStore:
             else:
                 self._shown_secondary.add(key)
 
-    @staticmethod
-    def account_of(block: Block) -> str:
-        return block.slot.account
-
     def by_heat(self) -> list[Block]:
         """All blocks, the most recently used first, and each prefix before the blocks that extend it."""
         return [self._in(self._slots[key]) for key in self.policy.by_heat()]
@@ -407,7 +403,7 @@ class BlockStore:
             now,
             is_secondary=block.is_secondary,
             size_class=block.payload_bytes,
-            account=block.slot.account,
+            account=block.account,
         )
         if self.on_insert is not None:
             self.on_insert(block)
@@ -528,7 +524,7 @@ class BlockStore:
             block.digest,
             block.position,
             flags,
-            tag_of(block.slot.account),
+            tag_of(block.account),
         )
 
     def check_invariants(self) -> None:

@@ -127,6 +127,11 @@ class Block:
     def payload_bytes(self) -> int:
         return self.slot.payload_bytes
 
+    @property
+    def account(self) -> str:
+        """The tenant that is charged for it."""
+        return self.slot.account
+
 
 class SlotTable:
     """All slots of one segment. A slot exists once its slab has been assigned a payload size."""

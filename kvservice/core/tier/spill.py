@@ -129,7 +129,7 @@ class Spill:
                 block.position,
                 block.route,
                 max(store.idle_seconds(block, now), 0.0),
-                tag_of(store.account_of(block)),
+                tag_of(block.account),
             )
             for block in blocks
         )

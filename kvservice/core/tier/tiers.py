@@ -199,7 +199,7 @@ class Tiers:
 
     def _offer_to(self, tier: _Tier, block: Block) -> None:
         """Queue the block if the tier lacks it, unless nothing of its tenant comes back."""
-        if tier.has(block.key) or not self._shard.admission.admits(self._store.account_of(block)):
+        if tier.has(block.key) or not self._shard.admission.admits(block.account):
             return
         if not tier.queue.put(block.key, block.payload_bytes):
             self._count(tier, "dropped_full")
@@ -250,7 +250,7 @@ class Tiers:
             if tier.rules.write is WriteMoment.EVICTED and tier.takes(now):
                 self._clean_into(tier, coldest)
         for block in coldest if self.spill.is_on else ():
-            if self._shard.admission.admits(self._store.account_of(block)):
+            if self._shard.admission.admits(block.account):
                 self.spill.put(block, now)
 
     def _clean_into(self, tier: _Tier, coldest: Sequence[Block]) -> None:
@@ -273,7 +273,7 @@ class Tiers:
             return None  # it was found in the tier since it was queued
         if tier.books is not None and self._now >= tier.full_until:
             tier.books.limit_bytes = tier.books.budget_bytes
-        account = self._store.account_of(block)
+        account = block.account
         name = (key, block.payload_bytes, block.digest, block.position, block.route)
         written = TierBlock(*name, tag_of(account), block.origin.fingerprint, block.stored_at)
         if tier.books is not None and not tier.books.reserve(written, self._store.parent_of(block), account):
