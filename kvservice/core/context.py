@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvservice.core.actions import Action
+from kvservice.core.block.tenants import tag_of
 from kvservice.core.explain.records import RequestRecords
-from kvservice.core.messages import LocateResult
+from kvservice.core.messages import LocateResult, TakeOverItem
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.slices import Slices
@@ -56,6 +57,11 @@ class ShardContext:
         lease_id = self.lease(("peer", reader), slots, now)
         handles = tuple(None if block is None else self.store.handle(block) for block in blocks)
         return LocateResult(self.epoch, lease_id, self.lease_seconds, handles)
+
+    def offered(self, block: Block, idle_seconds: float) -> TakeOverItem:
+        """The block as another node is offered it. It was used last `idle_seconds` ago."""
+        parent, tag = self.store.parent_of(block), tag_of(block.account)
+        return TakeOverItem(block.key, parent, block.position, block.route, max(idle_seconds, 0.0), tag)
 
     def may_keep(self, handle: BlockHandle, slot: Slot, account: str, fingerprint: bytes, now: float) -> bool:
         """Whether a block that came from elsewhere into this slot is served: not if it is from before a clear, if its

@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvservice.core.actions import Farewell, FindTakers, Offer
-from kvservice.core.block.tenants import tag_of
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX
-from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
+from kvservice.core.messages import Holder, Peer, TakeOverResult
 from kvservice.core.store.slots import Block
 from kvservice.core.transitions import step
 from kvservice.units import BlockKey, NodeId
@@ -438,17 +437,7 @@ class Leaving:
         return min(ready, key=lambda share: share.out, default=None)
 
     def _offer(self, share: _Share, batch: tuple[Block, ...], wait_seconds: float, now: float) -> None:
-        items = tuple(
-            TakeOverItem(
-                block.key,
-                self._store.parent_of(block),
-                block.position,
-                block.route,
-                max(now - self._used_at.get(block.key, now), 0.0),
-                tag_of(block.account),
-            )
-            for block in batch
-        )
+        items = tuple(self._shard.offered(block, now - self._used_at.get(block.key, now)) for block in batch)
         number = self._next
         self._next += 1
         self._offers[number] = (share.peer.holder.node_id, batch)

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvservice.core.actions import FindTakers, Offer
-from kvservice.core.block.tenants import tag_of
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.context import ShardContext
-from kvservice.core.messages import Holder, Peer, TakeOverItem, TakeOverResult
+from kvservice.core.messages import Holder, Peer, TakeOverResult
 from kvservice.core.store.slots import Block
 from kvservice.units import BlockKey, MiB, NodeId
 
@@ -121,18 +120,8 @@ class Spill:
         blocks = self._next_blocks()
         if not blocks:
             return
-        store, size = self._shard.store, blocks[0].payload_bytes
-        items = tuple(
-            TakeOverItem(
-                block.key,
-                store.parent_of(block),
-                block.position,
-                block.route,
-                max(store.idle_seconds(block, now), 0.0),
-                tag_of(block.account),
-            )
-            for block in blocks
-        )
+        size = blocks[0].payload_bytes
+        items = tuple(self._shard.offered(block, self._shard.store.idle_seconds(block, now)) for block in blocks)
         receiver.free_bytes -= size * len(items)
         number, self._next_offer = self._next_offer, self._next_offer + 1
         keys = dict.fromkeys(block.key for block in blocks)
