@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from kvservice.core.acquire.acquisition import Acquisition
 from kvservice.core.acquire.hinted import Hinted
@@ -62,7 +61,11 @@ class Answers:
         skipped, request = 0, main.request
         while skipped < request.skip and request.keys[skipped] in self._shard.store:
             skipped += 1
-        self._reply(op, lease, promised, fetched, reason, windows, skipped, brought, _farthest(sources))
+        refs = refs_of(promised)
+        window_refs = tuple(map(refs_of, windows)) if windows else ()
+        admitted, far = self._shard.admission.on_answer(op, len(refs)), _farthest(sources)
+        result = AcquireResult(lease, refs, fetched, reason, window_refs, admitted, skipped, brought, far)
+        self._shard.emit(Reply(op, result))
 
     def answer_tail(
         self, op: int, part: Acquisition, promised: Sequence[Slot], fetched: int, index: int, now: float
@@ -77,19 +80,28 @@ class Answers:
         source = "remote" if fetched else "tier" if sources else "local"
         self._shard.counters[f"tails_found_{source}"] += 1
         self._shard.counters["hit_bytes"] += part.payload_bytes
-        refs = refs_of(promised)
-        farthest = _farthest(sources)
-        found = AcquireResult(lease, refs, fetched, MissReason.NONE, tier_count=len(sources) - fetched)
-        self._shard.emit(Reply(op, replace(found, farthest=farthest, tail_index=index)))
+        found = AcquireResult(
+            lease,
+            refs_of(promised),
+            fetched,
+            MissReason.NONE,
+            tier_count=len(sources) - fetched,
+            farthest=_farthest(sources),
+            tail_index=index,
+        )
+        self._shard.emit(Reply(op, found))
 
     def no_tail(self, op: int, reason: MissReason) -> None:
         self._shard.counters[f"tails_missed_{reason.value}"] += 1
-        self._shard.emit(Reply(op, AcquireResult(LeaseId(0), (), 0, reason)))
+        self._promise_nothing(op, reason)
 
     def refuse(self, op: int, now: float) -> None:
         """Answer with nothing, because this node is leaving. The answer is not counted."""
         self._shard.records.answered(op, 0, {}, MissReason.DRAINING, str(self._shard.node_id), now)
-        self._reply(op, LeaseId(0), (), 0, MissReason.DRAINING, ())
+        self._promise_nothing(op, MissReason.DRAINING)
+
+    def _promise_nothing(self, op: int, reason: MissReason) -> None:
+        self._shard.emit(Reply(op, AcquireResult(LeaseId(0), (), 0, reason)))
 
     def _count(self, main: Acquisition, promised: int, fetched: int, brought: int, reason: MissReason) -> None:
         counters = self._shard.counters
@@ -103,24 +115,6 @@ class Answers:
         self.usage.add(self._shard.model_of(main.attachment), main.account, asked, local, fetched, brought)
         if reason is not MissReason.NONE:
             counters[f"acquires_cut_{reason.value}"] += 1
-
-    def _reply(
-        self,
-        op: int,
-        lease: LeaseId,
-        promised: Sequence[Slot],
-        fetched: int,
-        reason: MissReason,
-        windows: Sequence[Sequence[Slot]],
-        skipped_held: int = 0,
-        brought: int = 0,
-        farthest: str = "",
-    ) -> None:
-        refs = refs_of(promised)
-        window_refs = tuple(map(refs_of, windows)) if windows else ()
-        admitted = self._shard.admission.on_answer(op, len(refs))
-        result = AcquireResult(lease, refs, fetched, reason, window_refs, admitted, skipped_held, brought, farthest)
-        self._shard.emit(Reply(op, result))
 
 
 def _farthest(sources: Sequence[NodeId]) -> str:
