@@ -16,7 +16,7 @@ from kvservice.core.slices import Slices
 from kvservice.core.store.admission import Admission
 from kvservice.core.store.blocks import BlockStore
 from kvservice.core.store.freshness import Freshness
-from kvservice.core.store.leases import Lease, LeaseOwner, LeaseTable
+from kvservice.core.store.leases import LeaseOwner, LeaseTable
 from kvservice.core.store.slots import Block, Slot
 from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
 
@@ -74,7 +74,3 @@ class ShardContext:
             self.counters["arrived_too_old"] += 1
             return False
         return True
-
-    def unpin(self, lease: Lease) -> None:
-        """Unpin the slots of a lease that has ended."""
-        self.store.unpin(lease.slots)

@@ -139,7 +139,7 @@ class PeerCalls:
         if lease is not None:
             leased = {slot.index for slot in lease.slots}  # a reader has a say on nothing else
             self._suspects.named(ref for ref in event.suspects if ref.slot in leased)
-            self._shard.unpin(lease)
+            self._shard.store.unpin(lease.slots)
         self._shard.emit(Reply(event.op, None))
 
     def _take_over(self, event: ev.PeerTakeOver, now: float) -> None:

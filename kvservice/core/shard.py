@@ -335,7 +335,7 @@ class ShardState:
         self._tails.drop_attachment(attachment, now)
         self._acquisitions.drop_attachment(attachment, now)
         for lease in self._leases.end_holder(("engine", int(attachment))):
-            self._context.unpin(lease)
+            self._store.unpin(lease.slots)
 
     def _acquire(self, event: ev.Acquire, now: float) -> None:
         attached = self._attachments.require(event.attachment)
@@ -409,7 +409,7 @@ class ShardState:
             lease = self._leases.release(lease_id, holder)
             if lease is not None:
                 count += len(lease.slots)
-                self._context.unpin(lease)
+                self._store.unpin(lease.slots)
         self._actions.append(Reply(event.op, None))
 
     def _renew(self, event: ev.Renew, now: float) -> None:
@@ -469,7 +469,7 @@ class ShardState:
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         for lease in self._leases.expire(now):
-            self._context.unpin(lease)
+            self._store.unpin(lease.slots)
         self._acquisitions.tick(now)
         self._tails.tick(now)
         self._warming.tick(now)

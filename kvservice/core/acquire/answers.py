@@ -45,7 +45,7 @@ class Answers:
             return
         lease = self._shard.lease(("engine", int(main.attachment)), slots, now)
         if main.request.hints.pin_seconds:
-            self._hinted.promised(main.account, slots, main.request.hints, now)
+            self._hinted.promised(main.account, slots, main.request.hints.pin_seconds, now)
         end = main.request.skip + len(promised)
         sources = [origin for index, origin in main.origins.items() if index < end] if main.origins else []
         brought = sum(map(is_tier, sources))

@@ -53,23 +53,21 @@ class Hinted:
             self._shard.counters[f"hints_{name}"] += 1
         return replace(request, recompute_seconds_per_block=0.0) if hints.prefetch else request
 
-    def promised(self, account: str, slots: Sequence[Slot], hints: Hints, now: float) -> None:
-        """Hold the blocks of a promise, if they are pinned."""
-        blocks = (slot.block for slot in slots) if hints.pin_seconds else ()
-        self._hold(account, [block for block in blocks if block is not None], hints.pin_seconds, now)
+    def promised(self, account: str, slots: Sequence[Slot], seconds: float, now: float) -> None:
+        """Hold the blocks of a promise."""
+        self._hold(account, [slot for slot in slots if slot.block is not None], seconds, now)
 
     def stored(self, account: str, blocks: Iterable[tuple[Block, float]], now: float) -> None:
         """Hold blocks that were sealed just now, each for its time."""
-        by_time: dict[float, list[Block]] = {}
+        by_time: dict[float, list[Slot]] = {}
         for block, seconds in blocks:
-            by_time.setdefault(seconds, []).append(block)
-        for seconds, held in by_time.items():
-            self._hold(account, held, seconds, now)
+            by_time.setdefault(seconds, []).append(block.slot)
+        for seconds, slots in by_time.items():
+            self._hold(account, slots, seconds, now)
 
-    def _hold(self, account: str, blocks: Sequence[Block], seconds: float, now: float) -> None:
-        if not blocks or self._shard.is_draining():
+    def _hold(self, account: str, slots: Sequence[Slot], seconds: float, now: float) -> None:
+        if not slots or self._shard.is_draining():
             return
-        slots = [block.slot for block in blocks]
         self._shard.store.pin(slots)
         held = self._holds.warm(account, slots, min(seconds, HOLD_SECONDS_MAX), now)
         self._shard.counters["hints_pinned_blocks"] += held

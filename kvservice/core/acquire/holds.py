@@ -58,7 +58,7 @@ class Holds:
                 break
             self._end(lease)
             self._shard.counters["warm_let_go"] += 1
-        self.drop(slots[held:])
+        self._shard.store.unpin(slots[held:])
         if held:
             self._shard.leases.grant(holder, tuple(slots[:held]), now, seconds)
         self._shard.counters["warm_held_blocks"] += held
@@ -78,7 +78,7 @@ class Holds:
         )
         wanted = self._bytes(slots)
         if wanted > room or len(self._pins) >= PINS_MAX:
-            self.drop(slots)
+            self._shard.store.unpin(slots)
             self._shard.counters["pins_refused"] += 1
             raise Exhausted(
                 f"pinning {name!r} takes {format_bytes(wanted)} and there are {format_bytes(max(room, 0))} left for "
@@ -121,10 +121,6 @@ class Holds:
                     self._pins = {name: pin for name, pin in self._pins.items() if pin.lease_id != lease.lease_id}
                     self._end(lease)
 
-    def drop(self, slots: Iterable[Slot]) -> None:
-        """Unpin slots that are not held after all."""
-        self._shard.store.unpin(slots)
-
     # -- inside ----
 
     def _take(self, account: str, name: str) -> bool:
@@ -139,7 +135,7 @@ class Holds:
 
     def _end(self, lease: Lease) -> None:
         self._shard.leases.release(lease.lease_id, lease.holder)
-        self._shard.unpin(lease)
+        self._shard.store.unpin(lease.slots)
 
     def _budget(self, account: str, share: float) -> int:
         quota = self._shard.store.accounts.quota_of(account)

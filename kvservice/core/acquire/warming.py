@@ -106,7 +106,7 @@ class Warming:
         kept = chain
         try:
             if self._shard.is_draining():
-                self._holds.drop(slots)
+                self._shard.store.unpin(slots)
                 raise Unavailable(f"shard {self._shard.node_id} began to drain")
             if request.pin:
                 self._holds.pin(account, request.pin, warm.engine.spec.model, slots, now)
