@@ -49,10 +49,6 @@ class Connections:
         self._peers: dict[NodeId, _ConnectedPeer] = {}
         self._looked_at = 0.0  # when it was last looked for segments that were removed
 
-    def handle_of(self, peer: NodeId) -> AnyPeer | None:
-        known = self._peers.get(peer)
-        return None if known is None else known.handle
-
     def connect(self, peer: NodeId, epoch: BootEpoch, description: bytes) -> AnyPeer:
         """The connection to this boot of the peer, made if there is none. May block. Raises TransferError."""
         known = self._peers.get(peer)

@@ -138,7 +138,7 @@ class TestPullsOfMappedPeers(PullContract):
         """Its memory is freed only when nobody maps it, and its node may need the room."""
         handles = [pulls.publish(slot) for slot in range(2)]
         assert pulls.pull(handles) == [PullResult.OK] * 2
-        known = pulls.puller._connections.handle_of(NodeId("peer"))
+        known = pulls.puller._connections._peers[NodeId("peer")].handle
         assert isinstance(known, MappedPeer)
         pulls.source.unlink()
         eventually(lambda: known._is_closed, "the end of the mapping")
@@ -158,7 +158,7 @@ class TestPullsOfMappedPeers(PullContract):
     def test_a_mapping_is_only_for_reading(self, pulls: PullPair) -> None:
         """This side cannot damage its peer's blocks, whatever its faults."""
         assert pulls.pull([pulls.publish(0)]) == [PullResult.OK]
-        known = pulls.puller._connections.handle_of(NodeId("peer"))
+        known = pulls.puller._connections._peers[NodeId("peer")].handle
         assert isinstance(known, MappedPeer)
         assert fcntl.fcntl(known._descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
         if known._map is not None:

@@ -459,7 +459,7 @@ async def test_the_directory_takes_a_node_back_whose_clock_went_back(config: Sha
             server = ShardServer(config, wall_clock=lambda: time.time() + ahead)  # noqa: B023
             await server.start()
             await asyncio.sleep(1.0)  # many heartbeats: it would have been told by now that it is not the newest
-            heard = [member.holder.epoch for member in lookup._directory.membership.members()]
+            heard = [member.holder.epoch for member in lookup._directory._membership.members()]
             assert heard == [server.pool.epoch]
             assert not server.pool.draining
             await server.stop(leaving=False)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvservice.core.actions import Announce, Retract
+from kvservice.core.block.keys import unpack_keys
 from kvservice.core.directory import announce
 from kvservice.core.directory.announce import Announcer, Update
 from kvservice.core.directory.directory import AnnounceOutcome, Directory
@@ -194,18 +195,20 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def confirmed_directory_is_exact(self) -> None:
-        known = self.directory.held_by(KEYS)
+        known, more = self.directory.snapshot(0, 1 << 20)
+        assert more is None
         for name, boot in self.boots.items():
             confirmed = boot.announcer._streams[0].lookup_epoch == self.lookup_epoch
-            member = self.directory.membership.get(boot.node.node_id)
-            if confirmed and boot.announcer.is_synced(0) and member in self.directory.membership.members():
-                assert set(known.get(boot.node.node_id, [])) == boot.held, f"{name}: the directory is wrong and sure"
+            member = self.directory._membership.get(boot.node.node_id)
+            if confirmed and boot.announcer.is_synced(0) and member in self.directory._membership.members():
+                held = set(unpack_keys(known.get(boot.node.node_id, b"")))
+                assert held == boot.held, f"{name}: the directory is wrong and sure"
 
     @invariant()
     def only_the_newest_epoch_heard_of_is_given(self) -> None:
         for run in self.directory.resolve(KEYS, self.now):
             for holder in run.holders:
-                assert holder.epoch == self.directory.membership.epoch_of(holder.node_id)
+                assert holder.epoch == self.directory._membership._members[holder.node_id].holder.epoch
 
     def teardown(self) -> None:
         try:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvservice.core import events as ev
-from kvservice.core.block.window_groups import WINDOW_BIT, Window, WindowGroup, group_key, group_route
+from kvservice.core.block.keys import span_route
+from kvservice.core.block.window_groups import WINDOW_BIT, Window, WindowGroup, group_key
 from kvservice.core.messages import AcquireResult, Handoff
 from kvservice.testing.builders import (
     SMALL,
@@ -55,8 +56,8 @@ class WindowedMachine(RuleBasedStateMachine):
             key = KEYS[group][i]
             self.harness.write(ref, key)
             parent = CHAIN[i - 1] if i and not group else None
-            route = group_route(CHAIN, i, group) if group else group_route(CHAIN, i, 1)
-            items.append(SealItem(ref, key, parent, i | WINDOW_BIT if group else i, route))
+            position = i | WINDOW_BIT if group else i
+            items.append(SealItem(ref, key, parent, position, span_route(KEYS[group], i)))
         if items:
             self.harness.begin_seal(self.engine, tuple(items))
             self.harness.digest_all()

@@ -13,10 +13,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, SPAN_BLOCKS, route_of_head
+from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
-from kvservice.units import BlockKey, SpanRoute
+from kvservice.units import BlockKey
 
 # Positions to one slot that waits for a state. An engine keeps a state where a step ends, and a step fills several
 # positions; a state is as large as some blocks of attention, so slots that wait for one take much room.
@@ -75,11 +75,6 @@ def group_key(key: BlockKey, group: int) -> BlockKey:
     """
     salt = group.to_bytes(2, "little")
     return BlockKey(hashlib.blake2b(key, digest_size=KEY_BYTES, salt=salt, person=b"kvservice/group").digest())
-
-
-def group_route(keys: Sequence[BlockKey], position: int, group: int) -> SpanRoute:
-    """The route of a window group's block, as span_route is for the chain. `keys` is the chain of group 0."""
-    return route_of_head(group_key(keys[position - position % SPAN_BLOCKS], group))
 
 
 def reconcile(count: int, firsts: Sequence[Callable[[int], int]], here: Sequence[Callable[[int], bool]]) -> int:

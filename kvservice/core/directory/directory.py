@@ -93,10 +93,6 @@ class Directory:
         """Keys in memory, including those not swept yet."""
         return len(self._holders)
 
-    @property
-    def membership(self) -> Membership:
-        return self._membership
-
     def apply(
         self,
         node: Holder,
@@ -184,20 +180,6 @@ class Directory:
             if mask and not mask & ~self._holders.retired:  # not swept yet
                 node_id, cause, at = self._lost_bits[mask.bit_length() - 1]
                 found[key] = Eviction(cause, at, node_id)
-        return found
-
-    @property
-    def is_swept(self) -> bool:
-        return not self._holders.retired
-
-    def held_by(self, keys: Sequence[BlockKey]) -> dict[NodeId, list[BlockKey]]:
-        """The given keys by the node that holds them, including hidden nodes."""
-        found: dict[NodeId, list[BlockKey]] = {}
-        for key in keys:
-            mask = self._holders.mask(key)
-            for node_id, bit in self._bit_of.items():
-                if mask >> bit & 1:
-                    found.setdefault(node_id, []).append(key)
         return found
 
     def snapshot(self, row: int, limit: int) -> tuple[dict[NodeId, bytes], int | None]:

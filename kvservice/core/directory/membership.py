@@ -22,7 +22,7 @@ from enum import Enum
 from kvservice.core.messages import Holder
 from kvservice.core.transitions import step
 from kvservice.errors import Exhausted, Forbidden
-from kvservice.units import BootEpoch, NodeId
+from kvservice.units import NodeId
 
 # A node that sends nothing for this long is hidden: three heartbeats of a second. A shorter time would hide nodes that
 # only pause; a longer one sends readers to dead nodes.
@@ -277,11 +277,6 @@ class Membership:
         if target is not member.state:
             self.version += 1
         member.state = target
-
-    def epoch_of(self, node_id: NodeId) -> BootEpoch | None:
-        """The newest epoch heard of, also of a forgotten node."""
-        member = self._members.get(node_id)
-        return None if member is None else member.holder.epoch
 
     def check_invariants(self) -> None:
         assert len(self._members) <= MEMBERS_MAX

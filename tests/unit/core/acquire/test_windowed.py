@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.windowed import STATES_TRIED_MAX
-from kvservice.core.block.window_groups import STATE_EVERY, WINDOW_BIT, Window, WindowGroup, group_key, group_route
+from kvservice.core.block.keys import span_route
+from kvservice.core.block.window_groups import STATE_EVERY, WINDOW_BIT, Window, WindowGroup, group_key
 from kvservice.core.messages import AcquireResult, EngineSpec, FollowResult, Handoff, HandoffState, MissReason, SealItem
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import (
@@ -54,7 +55,7 @@ def store_window(
     for ref, i in zip(refs, positions, strict=True):
         harness.write(ref, keys[i])
     items = tuple(
-        SealItem(ref, keys[i], None, WINDOW_BIT | i, group_route(chain, i, 1))
+        SealItem(ref, keys[i], None, WINDOW_BIT | i, span_route(keys, i))
         for ref, i in zip(refs, positions, strict=True)
     )
     harness.begin_seal(engine, items)
@@ -331,9 +332,9 @@ def test_a_gap_in_one_window_shortens_the_other() -> None:
     store_window(harness, engine, chain, range(8))
     for i in (4, 5):
         (ref,) = harness.reserve(engine, 1, group=2)
-        key = group_key(chain[i], 2)
-        harness.write(ref, key)
-        harness.begin_seal(engine, (SealItem(ref, key, None, WINDOW_BIT | i, group_route(chain, i, 2)),))
+        keys = [group_key(key, 2) for key in chain]
+        harness.write(ref, keys[i])
+        harness.begin_seal(engine, (SealItem(ref, keys[i], None, WINDOW_BIT | i, span_route(keys, i)),))
         harness.digest_all()
     result = answer(harness, harness.acquire(engine, chain))
     assert (len(result.blocks), [len(refs) for refs in result.window_blocks]) == (6, [3, 1])

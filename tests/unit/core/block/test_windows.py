@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.block.keys import SPAN_BLOCKS, span_route
-from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, group_key, group_route, reconcile
+from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, group_key, reconcile
 from kvservice.errors import UnsupportedLayout
 from kvservice.testing.builders import make_chain
 from kvservice.units import BlockKey
@@ -103,9 +102,3 @@ def test_keys_of_a_chain_and_of_its_groups_are_all_different() -> None:
 def test_keys_of_a_group_are_the_same_in_every_release() -> None:
     """They name blocks between nodes: a change makes every stored window unknown."""
     assert group_key(BlockKey(bytes(range(16))), 1).hex() == "a64477c8abe80edc3c7d5a8e3b16097d"
-
-
-def test_route_of_a_window_group_is_that_of_its_own_chain() -> None:
-    chain = make_chain(SPAN_BLOCKS * 2 + 3)
-    own = [group_key(key, 2) for key in chain]
-    assert [group_route(chain, i, 2) for i in range(len(chain))] == [span_route(own, i) for i in range(len(chain))]

@@ -152,7 +152,7 @@ def test_forgotten_node_is_swept_a_few_keys_at_a_time() -> None:
         directory.check_invariants()
         steps += 1
     assert steps >= 100 // 7
-    assert len(directory) == 10 and directory.is_swept
+    assert len(directory) == 10 and not directory._holders.retired
 
 
 def test_bit_of_a_forgotten_node_is_reused_after_the_sweep() -> None:
@@ -180,7 +180,7 @@ def test_node_retired_during_a_sweep_waits_for_the_next_one() -> None:
     directory.sweep(5)
     directory.apply(B, 2, leaving=True, now=0.0)
     sweep_all(directory, 5)
-    assert len(directory) == 0 and directory.is_swept
+    assert len(directory) == 0 and not directory._holders.retired
 
 
 def test_more_than_sixty_four_nodes_fit() -> None:
@@ -284,7 +284,7 @@ def test_losing_a_node_touches_none_of_its_keys_at_that_moment() -> None:
     directory = directory_with(a=range(1000))
     directory.apply(A, 2, leaving=True, now=0.0)
     assert directory.resolve(keys(*range(64)), 0.0) == []
-    assert len(directory) == 1000 and not directory.is_swept, "that is for the sweep"
+    assert len(directory) == 1000 and directory._holders.retired, "that is for the sweep"
 
 
 def test_keys_lost_with_their_node_are_remembered() -> None:

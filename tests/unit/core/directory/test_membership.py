@@ -122,7 +122,7 @@ def test_newer_epoch_forgets_the_older_one_at_once() -> None:
     table = synced(9)
     assert hear(table, 1, who=node(epoch=2)) == AnnounceEffect(AnnounceOutcome.RESYNC, forget=True)
     assert not table.is_visible(NodeId("a"))
-    assert table.epoch_of(NodeId("a")) == 2
+    assert table._members[NodeId("a")].holder.epoch == 2
     assert hear(table, 2, who=node(epoch=2), flags="be").apply
 
 
@@ -253,7 +253,7 @@ def test_a_node_belongs_to_its_announcer_until_forgotten() -> None:
     for epoch, leaving in ((5, False), (9, False), (9, True)):
         with pytest.raises(Forbidden, match="another process"):
             hear(epoch, b"thief", 20.0, leaving=leaving)
-    assert table.epoch_of(NodeId("n")) == 5 and table.counters["announce_forbidden"] == 3
+    assert table._members[NodeId("n")].holder.epoch == 5 and table.counters["announce_forbidden"] == 3
     assert hear(6, b"owner", 21.0) is AnnounceOutcome.APPLIED
     assert hear(5, b"owner", 21.0) is AnnounceOutcome.STALE_EPOCH, "of one owner the older boot is a zombie"
     table.expire(60.0)
