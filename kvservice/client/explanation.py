@@ -21,8 +21,8 @@ from kvservice.client.members import Members, note_hint
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import KEY_BYTES, unpack_keys
 from kvservice.core.explain.diagnosis import BlockHistory, Evidence, RecordedRequest, count_outcomes, diagnose
-from kvservice.core.explain.records import KEEP_SECONDS, Explanation, HistoryEntry, SourceRun
-from kvservice.core.messages import MissReason
+from kvservice.core.explain.records import Explanation, HistoryEntry, SourceRun
+from kvservice.core.messages import EngineKind, MissReason
 from kvservice.errors import Unauthenticated
 from kvservice.units import BlockKey
 from kvservice.wire.explain import decode_report, encode_explanation, encode_history
@@ -107,7 +107,7 @@ class RememberingPool(Protocol):
 
     def explain(
         self, request_id: str, account: str | None = None
-    ) -> tuple[Explanation, list[tuple[str, str, Fingerprint, int]], float]: ...
+    ) -> tuple[Explanation, tuple[EngineKind, ...], float]: ...
 
     def block_history(
         self, keys: tuple[BlockKey, ...], age_seconds: float
@@ -122,9 +122,9 @@ class PoolWitness:
         self._node = node
 
     def requests(self, request_id: str) -> Answers:
-        found, models, now = self._pool.explain(request_id)
+        found, kinds, now = self._pool.explain(request_id)
         host = socket.gethostname()
-        return self._said(encode_explanation(found, models, self._node, host, KEEP_SECONDS, now))
+        return self._said(encode_explanation(found, kinds, self._node, host, now))
 
     def histories(self, keys: bytes, age_seconds: float) -> Answers:
         entries, now = self._pool.block_history(unpack_keys(keys), age_seconds)

@@ -14,7 +14,7 @@ from kvservice.core import events as ev
 from kvservice.core.acquire.acquisition import TIMEOUT_SECONDS_MAX
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.answers import Answers
-from kvservice.core.acquire.attached import count_models, kinds_of, list_engines
+from kvservice.core.acquire.attached import kinds_of, list_engines
 from kvservice.core.acquire.clearing import Clearing
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.acquire.hinted import Hinted
@@ -26,7 +26,6 @@ from kvservice.core.acquire.warming import Warming
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply, Retract
 from kvservice.core.attachments import Attachments
-from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys, pack_keys
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.context import ShardContext
@@ -272,10 +271,6 @@ class ShardState:
     @property
     def attachment_count(self) -> int:
         return len(self._attachments)
-
-    def models(self, account: str | None = None) -> list[tuple[str, str, Fingerprint, int]]:
-        """(namespace, model, fingerprint, attached engines), sorted; with an account, only of its engines."""
-        return count_models(self._attachments.of(account))
 
     @property
     def drain_phase(self) -> DrainPhase:

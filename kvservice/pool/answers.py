@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.drain.sender import DrainProgress
 from kvservice.core.explain.counter_windows import CounterWindow, CounterWindows
 from kvservice.core.explain.records import Explanation, HistoryEntry
-from kvservice.core.messages import CodecDrift, EngineStats, PoolStats, TierFigures
+from kvservice.core.messages import CodecDrift, EngineKind, EngineStats, PoolStats, TierFigures
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.shard import ShardState
 from kvservice.pool.runtime_ports import MemoryPort, PoolConfig, PullerPort
@@ -44,13 +43,11 @@ class PoolAnswers:
     def drain_progress(self) -> DrainProgress:
         return self._state.progress(self._clock())
 
-    def explain(
-        self, request_id: str, account: str | None = None
-    ) -> tuple[Explanation, list[tuple[str, str, Fingerprint, int]], float]:
-        """(what is known of the request, attached models as in ShardState.models, the time on its clock).
+    def explain(self, request_id: str, account: str | None = None) -> tuple[Explanation, tuple[EngineKind, ...], float]:
+        """(what is known of the request, the kinds of attached engines, the time on its clock).
         With an account, only of that tenant."""
         now = self._clock()
-        return self._state.explain(request_id, now, account), self._state.models(account), now
+        return self._state.explain(request_id, now, account), self._state.engine_stats(account).engines, now
 
     def block_history(self, keys: tuple[BlockKey, ...], age_seconds: float) -> tuple[tuple[HistoryEntry, ...], float]:
         """(what became of these blocks here, for a moment `age_seconds` ago, the time on its clock).

@@ -16,7 +16,7 @@ from kvservice.core.acquire.handoff import FOLLOWS_MAX, check_handoff_id
 from kvservice.core.block.keys import unpack_keys
 from kvservice.core.drain.receiver import TAKES_MAX
 from kvservice.core.drain.sender import DrainProgress
-from kvservice.core.explain.records import KEEP_SECONDS, check_request_id
+from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import Holder, PoolStats
 from kvservice.errors import Forbidden, InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
@@ -200,8 +200,8 @@ class AdminServicer:
 
     async def explain(self, request: shard_pb2.ExplainRequest, context: Context) -> shard_pb2.ExplainReply:
         account = self._authenticator.account(context)
-        found, models, now = self._pool.explain(check_request_id(request.request_id), account)
-        return encode_explanation(found, models, self._holder().node_id, socket.gethostname(), KEEP_SECONDS, now)
+        found, kinds, now = self._pool.explain(check_request_id(request.request_id), account)
+        return encode_explanation(found, kinds, self._holder().node_id, socket.gethostname(), now)
 
     async def block_history(
         self, request: shard_pb2.BlockHistoryRequest, context: Context

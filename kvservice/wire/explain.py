@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecord, check_request_id, name_engine
-from kvservice.core.messages import RequestReport
+from kvservice.core.explain.records import (
+    KEEP_SECONDS,
+    Explanation,
+    HistoryEntry,
+    RequestRecord,
+    check_request_id,
+    name_engine,
+)
+from kvservice.core.messages import EngineKind, RequestReport
+from kvservice.wire.codec import encode_fingerprint
 from kvservice.wire.figures import encode_refused
-from kvservice.wire.v1 import common_pb2, shard_pb2
+from kvservice.wire.v1 import shard_pb2
 
 REPORTS_MAX = 4096  # reports taken from one heartbeat; an engine sends at most 1024, and the rest is left out
 
@@ -53,29 +60,26 @@ def decode_reports(messages: Sequence[shard_pb2.RequestReport]) -> tuple[Request
 
 def encode_explanation(
     found: Explanation,
-    models: Iterable[tuple[str, str, Fingerprint, int]],
+    kinds: Iterable[EngineKind],
     node_id: str,
     host: str,
-    keep_seconds: float,
     now: float,
 ) -> shard_pb2.ExplainReply:
-    """`models` holds (namespace, model, fingerprint, engines) for the attached engines."""
+    """`kinds` are those of the attached engines."""
     return shard_pb2.ExplainReply(
         records=[_encode_record(record, now) for record in found.records],
         matching=found.matching,
         remembered=found.remembered,
-        keep_seconds=keep_seconds,
+        keep_seconds=KEEP_SECONDS,
         refused=[encode_refused(refused, now) for refused in found.refused],
         models=[
             shard_pb2.AttachedModel(
-                model=model,
-                namespace=namespace,
-                fingerprint=common_pb2.Fingerprint(
-                    fields=[common_pb2.FingerprintField(name=name, value=value) for name, value in fingerprint.fields]
-                ),
-                engines=engines,
+                model=kind.model,
+                namespace=kind.namespace,
+                fingerprint=encode_fingerprint(kind.fingerprint),
+                engines=kind.attached,
             )
-            for namespace, model, fingerprint, engines in models
+            for kind in kinds
         ],
         node_id=node_id,
         host=host,

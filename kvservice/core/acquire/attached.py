@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -70,12 +69,6 @@ def list_engines(engines: Iterable[EngineAttachment], now: float) -> list[Attach
         )
         for attached in engines
     ]
-
-
-def count_models(engines: Iterable[EngineAttachment]) -> list[tuple[str, str, Fingerprint, int]]:
-    """(namespace, model, fingerprint, engines), sorted."""
-    rows = Counter(attached.name for attached in engines)
-    return [(*name, rows[name]) for name in sorted(rows, key=_order)]
 
 
 def kinds_of(engines: Iterable[EngineAttachment]) -> tuple[EngineKind, ...]:

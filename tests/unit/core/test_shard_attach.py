@@ -64,7 +64,7 @@ def test_other_models_and_namespaces_live_side_by_side() -> None:
     harness.attach(make_spec("two", dtype="fp16", namespace="other"))
     harness.attach(make_spec("three", "another model"))
     assert harness.state.attachment_count == 3
-    assert [row[3] for row in harness.state.models()] == [1, 1, 1]
+    assert [kind.attached for kind in harness.state.engine_stats().engines] == [1, 1, 1]
 
 
 def test_engines_of_other_kinds_live_side_by_side() -> None:
@@ -72,7 +72,7 @@ def test_engines_of_other_kinds_live_side_by_side() -> None:
     harness = CoreHarness()
     harness.attach(make_spec("one", engine="vllm 0.32.0"))
     harness.attach(make_spec("two", engine="sglang"))
-    assert [row[3] for row in harness.state.models()] == [1, 1]
+    assert [kind.attached for kind in harness.state.engine_stats().engines] == [1, 1]
     with pytest.raises(FingerprintMismatch, match=r"engine: vllm 0\.33\.0 here, vllm 0\.32\.0 there"):
         harness.attach(make_spec("three", engine="vllm 0.33.0"))
 

@@ -173,7 +173,7 @@ def test_another_tenants_fingerprint_is_nobodys_business() -> None:
         harness.attach(make_spec("three", dtype="int8"), "a")
     with pytest.raises(InvalidRequest, match="another engine"):
         harness.attach(make_spec("one", dtype="bf16"), "b")
-    assert [len(harness.state.models(who)) for who in ("a", "b", None)] == [1, 1, 2]
+    assert [len(harness.state.engine_stats(who).engines) for who in ("a", "b", None)] == [1, 1, 2]
 
 
 def test_many_tenants_make_a_bounded_number_of_rows() -> None:
