@@ -308,8 +308,8 @@ MUTANTS = (
     Mutant(
         "a lease whose release was lost ends",
         LEASES,
-        "renewed = self._by_holder.get(holder, set()).intersection(lease_ids)",
-        "renewed = set(self._by_holder.get(holder, ()))",
+        "for lease_id in self._by_holder.get(holder, set()).intersection(lease_ids):",
+        "for lease_id in set(self._by_holder.get(holder, ())):",
         seed=24,
     ),
     Mutant(

@@ -151,17 +151,16 @@ class Acquisitions:
             acquisition.end(acquisition.request.skip, MissReason.DETACHED)
             self._answer(acquisition, now)
 
-    def cancel(self, op: int) -> bool:
+    def cancel(self, op: int) -> None:
         """Nobody waits for this acquisition any more. Its fetches continue."""
         acquisition = self._open.get(op)
         if acquisition is None:
-            return False
+            return
         self._move(acquisition, AcquisitionEvent.CANCEL)
         self._store.unpin((*acquisition.run, *acquisition.held.values()))
         self._shard.records.cancelled(op)
         self._forget_waits(acquisition)
         self._counters["acquires_cancelled"] += 1
-        return True
 
     # -- what the performer reports ----
 

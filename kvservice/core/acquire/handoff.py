@@ -245,13 +245,12 @@ class Handoffs:
         if self._state(handoff) is HandoffState.CLOSED:
             self._end_watch(op, now)
 
-    def cancel(self, op: int) -> bool:
+    def cancel(self, op: int) -> None:
         """The caller of `follow`, or the reader that watches, is gone."""
-        watched = self._watches.pop(op, None) is not None
+        self._watches.pop(op, None)
         follow = self._follows.get(op)
         if follow is not None:
             self._move_follow(follow, FollowEvent.CANCEL)
-        return watched or follow is not None
 
     # -- time ----
 

@@ -146,27 +146,22 @@ class Marks:
         """The oldest first."""
         return tuple(sorted(self._marks.values(), key=lambda mark: (mark.at, mark.kind.value, mark.name, mark.keys)))
 
-    def add(self, marks: Iterable[Mark]) -> list[Mark]:
-        """Take over marks, as check_mark lets them through. Returns those that were not known."""
-        new: list[Mark] = []
+    def add(self, marks: Iterable[Mark]) -> None:
+        """Take over marks, as check_mark lets them through."""
         for mark in marks:
             known = self._marks.get(mark.scope)
             if known is None or known.at < mark.at:
                 self._marks[mark.scope] = mark
                 self._index(mark)
-                new.append(mark)
-        keys = sum(len(mark.keys) for mark in self._marks.values()) if new else 0
+        keys = sum(len(mark.keys) for mark in self._marks.values())
         if len(self._marks) > MARKS_MAX or keys > MARKED_KEYS_MAX:
             self._merge_oldest(keys)
-        return new
 
-    def expire(self, wall: float) -> bool:
-        """Forget marks that are older than MARK_SECONDS. Returns whether there were any."""
+    def expire(self, wall: float) -> None:
+        """Forget marks that are older than MARK_SECONDS."""
         kept = [mark for mark in self._marks.values() if mark.at + MARK_SECONDS > wall]
-        if len(kept) == len(self._marks):
-            return False
-        self._replace(kept)
-        return True
+        if len(kept) < len(self._marks):
+            self._replace(kept)
 
     def cleared_at(self, block: BlockScopes) -> float:
         """The time of the latest mark that covers the block; 0 = none does."""

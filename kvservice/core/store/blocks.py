@@ -359,31 +359,29 @@ class BlockStore:
     def slots_of(self, owner: bytes, state: SlotState) -> list[Slot]:
         return [slot for slot in self.table.all_slots() if slot.state is state and slot.owner == owner]
 
-    def adopt(
-        self, index: SlotIndex, payload_bytes: int, header: SlotHeader, now: float, *, verified: bool
-    ) -> Block | None:
-        """Take over a slot that an earlier boot left. A wrong or duplicate block is dropped, and None returned; so is
-        one that its tenant has no quota for, because what was evicted at the quota may still lie there.
+    def adopt(self, index: SlotIndex, payload_bytes: int, header: SlotHeader, now: float, *, verified: bool) -> None:
+        """Take over a slot that an earlier boot left. A wrong or duplicate block is dropped; so is one that its tenant
+        has no quota for, because what was evicted at the quota may still lie there.
 
         A slot that an engine was writing is quarantined under that engine's id.
         """
         if self.table.get(index) is None and self.table.assign_slab(payload_bytes, slab_of(index)) is None:
-            return None
+            return
         slot = self.table[index]
         account = self.accounts.account_of(header.account_tag)
         if not header.is_stable:
             if header.key == NO_KEY:  # our own fetch: its transport ended with the process
                 self._emit(ClearHeader(index))
-                return None
-            self.table.adopt(index, header.generation, owner=bytes(header.key), account=account)
-            return None
+            else:
+                self.table.adopt(index, header.generation, owner=bytes(header.key), account=account)
+            return
         is_over = self.accounts.over_quota(account, payload_bytes)
         if not verified or header.key in self._slots or header.length != payload_bytes or is_over:
             self._emit(ClearHeader(index))
             self.counters["adopt_dropped"] += 1
             if not verified:
                 self.evictions.add(header.key, EvictionCause.CORRUPT, "", now)
-            return None
+            return
         self.table.adopt(index, header.generation, owner=None, account=account)
         is_secondary = bool(header.flags & SlotFlags.SECONDARY)
         block = Block(header.key, slot, header.digest, header.position, header.route, is_secondary, now)
@@ -391,7 +389,6 @@ class BlockStore:
         self._emit(WriteHeader(index, self._sealed_header(block, slot.generation)))
         self._change(Announce(block.key, block.route))
         self.counters["blocks_adopted"] += 1
-        return block
 
     def _insert(self, block: Block, parent: BlockKey | None, now: float) -> None:
         self._slots[block.key] = block.slot

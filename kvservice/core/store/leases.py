@@ -78,13 +78,11 @@ class LeaseTable:
         self.counters["leases_released"] += 1
         return lease
 
-    def renew(self, holder: LeaseOwner, lease_ids: Sequence[LeaseId], now: float, duration: float) -> int:
-        """Extend the leases among these that are the holder's. Returns how many there were."""
-        renewed = self._by_holder.get(holder, set()).intersection(lease_ids)
-        for lease_id in renewed:
+    def renew(self, holder: LeaseOwner, lease_ids: Sequence[LeaseId], now: float, duration: float) -> None:
+        """Extend the leases among these that are the holder's."""
+        for lease_id in self._by_holder.get(holder, set()).intersection(lease_ids):
             lease = self._leases[lease_id]
             lease.expires_at = max(lease.expires_at, now + duration)
-        return len(renewed)
 
     def end_holder(self, holder: LeaseOwner) -> list[Lease]:
         """End all leases of a holder that is gone, and return them."""

@@ -241,7 +241,7 @@ class SlotTable:
         slot.owner = owner
         return slot
 
-    def adopt(self, index: SlotIndex, generation: Generation, owner: bytes | None, account: str = NOBODY) -> Slot:
+    def adopt(self, index: SlotIndex, generation: Generation, owner: bytes | None, account: str = NOBODY) -> None:
         """Take over a slot found in the segment at start: sealed when `owner` is None, else being written."""
         slot = self[index]
         self._free[slot.payload_bytes].remove(index)
@@ -249,7 +249,6 @@ class SlotTable:
         self._move(slot, SlotEvent.ADOPT if owner is None else SlotEvent.ADOPT_WRITING)
         slot.generation = generation
         slot.owner = owner or b""
-        return slot
 
     def seal(self, slot: Slot) -> None:
         self._move(slot, SlotEvent.SEAL)

@@ -62,7 +62,7 @@ def test_renewal_moves_only_the_holders_named_leases() -> None:
     table = LeaseTable()
     mine = [grant(table), grant(table, now=2.0)]
     other, unnamed = grant(table, PEER), grant(table)
-    assert table.renew(ENGINE, [lease.lease_id for lease in [*mine, other]], 8.0, 10.0) == 2
+    table.renew(ENGINE, [lease.lease_id for lease in [*mine, other]], 8.0, 10.0)
     assert table.expire(17.9) == [other, unnamed]
     assert sorted(lease.lease_id for lease in table.expire(18.0)) == sorted(lease.lease_id for lease in mine)
 
@@ -97,8 +97,10 @@ def test_nobody_is_woken_for_leases_that_have_ended() -> None:
     assert table.next_deadline() is None
 
 
-def test_nobody_renewing_is_told_so() -> None:
-    assert LeaseTable().renew(ENGINE, [LeaseId(1)], 0.0, 10.0) == 0
+def test_renewing_what_nobody_holds_makes_no_lease() -> None:
+    table = LeaseTable()
+    table.renew(ENGINE, [LeaseId(1)], 0.0, 10.0)
+    assert len(table) == 0 and table.next_deadline() is None
 
 
 def test_the_end_of_a_holder_ends_its_leases_only() -> None:
