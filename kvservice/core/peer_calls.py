@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.acquisition import TIMEOUT_SECONDS_MAX, Acquisition
+from kvservice.core.acquire.acquisition import TIMEOUT_SECONDS_MAX, Acquisition, check_seconds
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.handoff import Handoffs, check_handoff_id
 from kvservice.core.acquire.pulls import LOCATE_WAIT_SECONDS_MAX
 from kvservice.core.acquire.suspects import Suspects
 from kvservice.core.actions import Reply
-from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
+from kvservice.core.block.keys import check_chain, check_keys
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX, TakeOvers
 from kvservice.core.drain.sender import DrainPhase, Leaving
@@ -61,11 +61,8 @@ class PeerCalls:
     def _follow(self, event: ev.PeerFollow, now: float) -> None:
         self._check_epoch(event.epoch)
         check_handoff_id(event.handoff)
-        check_keys(event.keys)
-        if not 0 < len(event.keys) <= KEYS_PER_REQUEST_MAX or len(set(event.keys)) != len(event.keys):
-            raise InvalidRequest(f"{len(event.keys)} keys: 1 to {KEYS_PER_REQUEST_MAX}, each once")
-        if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX:
-            raise InvalidRequest(f"wait {event.wait_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
+        check_chain(event.keys)
+        check_seconds("wait", event.wait_seconds)
         if self._leaving.promises_nothing:
             raise Unavailable(f"shard {self._shard.node_id} is leaving")
         self._handoffs.follow(event, now)
@@ -79,8 +76,7 @@ class PeerCalls:
 
     def _locate(self, event: ev.PeerLocate, now: float) -> None:
         self._check_epoch(event.epoch)
-        if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX:
-            raise InvalidRequest(f"wait {event.wait_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
+        check_seconds("wait", event.wait_seconds)
         first = self._to_bring_back(event, now)
         if first is None:
             self._lend(event, now)
@@ -144,13 +140,12 @@ class PeerCalls:
 
     def _take_over(self, event: ev.PeerTakeOver, now: float) -> None:
         self._check_epoch(event.epoch)
-        check_keys(tuple(item.key for item in event.items))
+        check_chain([item.key for item in event.items], ITEMS_MAX)
+        check_seconds("wait", event.wait_seconds)
         if self._leaving.phase is not DrainPhase.SERVING:
             raise Unavailable(f"shard {self._shard.node_id} is draining itself")
-        if not 0 < len(event.items) <= ITEMS_MAX or len({item.key for item in event.items}) != len(event.items):
-            raise InvalidRequest(f"{len(event.items)} blocks: 1 to {ITEMS_MAX}, each once")
         if event.payload_bytes <= 0 or self._shard.geometry.slots_per_slab(event.payload_bytes) == 0:
             raise UnsupportedLayout(f"blocks of {event.payload_bytes} bytes do not fit a slab here")
-        if not 0 <= event.wait_seconds <= TIMEOUT_SECONDS_MAX or event.leaver.node_id == self._shard.node_id:
-            raise InvalidRequest(f"wait {event.wait_seconds} s, or an offer to oneself")
+        if event.leaver.node_id == self._shard.node_id:
+            raise InvalidRequest("an offer to oneself")
         self._takeovers.start(event, now)

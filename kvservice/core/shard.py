@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from kvservice.core import events as ev
-from kvservice.core.acquire.acquisition import TIMEOUT_SECONDS_MAX
+from kvservice.core.acquire.acquisition import check_seconds
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.acquire.attached import kinds_of, list_engines
@@ -26,7 +26,7 @@ from kvservice.core.acquire.warming import Warming
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Action, Announce, Refuse, Reply, Retract
 from kvservice.core.attachments import Attachments
-from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys, pack_keys
+from kvservice.core.block.keys import check_chain, pack_keys
 from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import TakeOvers
@@ -505,13 +505,9 @@ class ShardState:
 
 def _check_request(request: AcquireRequest) -> None:
     """Raises InvalidRequest for an acquire that no engine may ask."""
-    count = len(request.keys)
-    if not 0 < count <= KEYS_PER_REQUEST_MAX or not 0 <= request.skip <= count:
-        raise InvalidRequest(f"{count} keys with skip {request.skip}: 1 to {KEYS_PER_REQUEST_MAX} keys, skip within")
-    check_keys(request.keys)
-    if len(set(request.keys)) != count:
-        raise InvalidRequest("a key appears twice in one chain")
-    if not 0 <= request.timeout_seconds <= TIMEOUT_SECONDS_MAX:
-        raise InvalidRequest(f"timeout {request.timeout_seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
+    check_chain(request.keys)
+    if not 0 <= request.skip <= len(request.keys):
+        raise InvalidRequest(f"skip {request.skip} is not within 0 to {len(request.keys)} keys")
+    check_seconds("timeout", request.timeout_seconds)
     if request.handoff is not None:
         check_handoff_id(request.handoff.handoff_id)

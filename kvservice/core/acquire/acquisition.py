@@ -10,9 +10,16 @@ from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import AcquireRequest, Holder, HolderRun, MissReason
 from kvservice.core.store.slots import Slot
 from kvservice.core.tier.tier_block import TierBlock
+from kvservice.errors import InvalidRequest
 from kvservice.units import AttachmentId, BlockKey, NodeId
 
 TIMEOUT_SECONDS_MAX = 600.0  # ten minutes, as long as the longest lease; a longer timeout is a mistake and refused
+
+
+def check_seconds(what: str, seconds: float) -> None:
+    """Raises InvalidRequest for a time that nobody may ask a call to take."""
+    if not 0 <= seconds <= TIMEOUT_SECONDS_MAX:
+        raise InvalidRequest(f"{what} {seconds} s is not within 0 to {TIMEOUT_SECONDS_MAX} s")
 
 
 class AcquisitionState(Enum):

@@ -19,7 +19,7 @@ from kvservice.core.acquire.attached import EngineAttachment
 from kvservice.core.acquire.holds import HOLD_SECONDS_MAX, Holds, check_pin_name
 from kvservice.core.acquire.windowed import WindowedAcquisitions
 from kvservice.core.actions import Refuse, Reply
-from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, check_keys
+from kvservice.core.block.keys import check_chain
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import AcquireRequest, MissReason, WarmResult
 from kvservice.core.store.slots import Slot
@@ -65,9 +65,7 @@ class Warming:
 
     def start(self, event: ev.Warm, now: float) -> None:
         request = event.request
-        check_keys(request.keys)
-        if not 0 < len(request.keys) <= KEYS_PER_REQUEST_MAX or len(set(request.keys)) != len(request.keys):
-            raise InvalidRequest(f"{len(request.keys)} keys: 1 to {KEYS_PER_REQUEST_MAX}, each once")
+        check_chain(request.keys)
         if not 0 < request.timeout_seconds <= WARM_SECONDS_MAX:
             raise InvalidRequest(f"timeout {request.timeout_seconds} s is not within 0 to {WARM_SECONDS_MAX} s")
         if request.pin:

@@ -140,6 +140,13 @@ def check_keys(keys: Iterable[BlockKey]) -> None:
         raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, not {min(odd)}", length=min(odd))
 
 
+def check_chain(keys: Sequence[BlockKey], count_max: int = KEYS_PER_REQUEST_MAX) -> None:
+    """Raises InvalidRequest unless these are 1 to `count_max` keys of 16 bytes, each once."""
+    if not 0 < len(keys) <= count_max or len(set(keys)) < len(keys):
+        raise InvalidRequest(f"{len(keys)} keys: 1 to {count_max}, each once")
+    check_keys(keys)
+
+
 def unpack_keys(packed: bytes, count_max: int = KEYS_PER_REQUEST_MAX) -> tuple[BlockKey, ...]:
     """The keys of one packed field. Raises InvalidRequest for a length not a multiple of 16, or for too many keys."""
     check_packed(packed, count_max)
