@@ -315,9 +315,17 @@ class BlockTable:
             self._cells[passed * ROW_U32 + OVERFLOW] -= 1
 
     def _clear(self, positions: Positions, homes: NDArray[np.int64]) -> None:
+        """Empty these entries, whose own rows are `homes`, and count each out of the rows that it passed."""
         self._numbers[positions] = 0
         self._head[1] -= len(positions)
-        self._count_overflow(homes, positions // ROW_U32, -1)
+        rows = positions // ROW_U32
+        far = np.flatnonzero(rows > homes)
+        row, end = homes[far], rows[far]
+        while len(row):
+            np.subtract.at(self._numbers, row * ROW_U32 + OVERFLOW, np.uint32(1))
+            row += 1
+            left = row < end
+            row, end = row[left], end[left]
 
     def _insert(self, keys: Keys, numbers: Numbers, rows_then: int = 0) -> NDArray[np.bool_]:
         """`rows_then`: place the keys as when so many rows are in use."""
@@ -350,16 +358,6 @@ class BlockTable:
                 cells[cell + entry] = number
                 return True
         return False
-
-    def _count_overflow(self, homes: NDArray[np.int64], rows: NDArray[np.int64], by: int) -> None:
-        far = np.flatnonzero(rows > homes)
-        row, end = homes[far], rows[far]
-        while len(row):
-            # Adding -1 wraps around, as u32 does.
-            np.add.at(self._numbers, row * ROW_U32 + OVERFLOW, np.uint32(by & 0xFFFF_FFFF))
-            row += 1
-            left = row < end
-            row, end = row[left], end[left]
 
     def _move(self) -> None:
         """Move to memory of the final size."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.units import BlockKey, MiB, SlotIndex
@@ -28,26 +27,21 @@ REST_SECONDS_MAX = 60.0  # after failed writes, doubled from one second on: a fu
 Item = tuple[TierBlock, SlotIndex]
 
 
-@dataclass(slots=True)
-class _Job:
-    items: tuple[Item, ...]
-
-    @property
-    def byte_count(self) -> int:
-        return sum(block.payload_bytes for block, _ in self.items)
-
-
 def fits_share(payload_bytes: int, held_bytes: int, share_bytes: int) -> bool:
     """Whether a block may be read or written beside so many bytes of the same tier. Alone it always may, so that a
     small memory has tiers as well."""
     return not held_bytes or held_bytes + payload_bytes <= share_bytes
 
 
+def _bytes_of(items: tuple[Item, ...]) -> int:
+    return sum(block.payload_bytes for block, _ in items)
+
+
 class WriteQueue:
     def __init__(self, memory_bytes: int) -> None:
         self._writing_max = min(WRITING_BYTES_MAX, int(memory_bytes * WRITING_SHARE))
         self._waiting: dict[BlockKey, int] = {}  # payload bytes, in their order
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, tuple[Item, ...]] = {}
         self._writing: set[BlockKey] = set()
         self.writing_bytes = 0
         self._failures = 0  # consecutive jobs that wrote nothing
@@ -96,18 +90,17 @@ class WriteQueue:
         return tuple(items)
 
     def begin(self, number: int, items: tuple[Item, ...]) -> None:
-        job = self._jobs[number] = _Job(items)
+        self._jobs[number] = items
         self._writing.update(block.key for block, _ in items)
-        self.writing_bytes += job.byte_count
+        self.writing_bytes += _bytes_of(items)
 
     def end(self, number: int) -> tuple[Item, ...] | None:
         """The items of a job that is over; None when it is not known."""
-        job = self._jobs.pop(number, None)
-        if job is None:
-            return None
-        self._writing.difference_update(block.key for block, _ in job.items)
-        self.writing_bytes -= job.byte_count
-        return job.items
+        items = self._jobs.pop(number, None)
+        if items is not None:
+            self._writing.difference_update(block.key for block, _ in items)
+            self.writing_bytes -= _bytes_of(items)
+        return items
 
     def report(self, written: int, now: float) -> None:
         """A job wrote so many blocks."""
@@ -121,11 +114,11 @@ class WriteQueue:
 
     def pinned(self) -> Counter[SlotIndex]:
         """How often each slot of the memory is pinned for writes, for checks."""
-        return Counter(slot for job in self._jobs.values() for _, slot in job.items)
+        return Counter(slot for items in self._jobs.values() for _, slot in items)
 
     def blocks(self) -> list[TierBlock]:
         """Those that are being written."""
-        return [block for job in self._jobs.values() for block, _ in job.items]
+        return [block for items in self._jobs.values() for block, _ in items]
 
     def writing(self) -> set[BlockKey]:
         """Blocks that are being written, for checks."""
@@ -133,8 +126,8 @@ class WriteQueue:
 
     def check_invariants(self) -> None:
         assert len(self._waiting) <= QUEUE_MAX
-        keys = [block.key for job in self._jobs.values() for block, _ in job.items]
+        keys = [block.key for block in self.blocks()]
         assert len(keys) == len(set(keys)) and set(keys) == self._writing, "a block is written twice at once"
         assert not self._writing & self._waiting.keys(), "a block that is being written waits to be written"
-        assert self.writing_bytes == sum(job.byte_count for job in self._jobs.values()), "bytes in flight are off"
+        assert self.writing_bytes == sum(map(_bytes_of, self._jobs.values())), "bytes in flight are off"
         assert len(keys) <= 1 or self.writing_bytes <= self._writing_max, "a tier writes more than its share"
