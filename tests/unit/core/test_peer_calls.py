@@ -42,7 +42,7 @@ def test_a_shard_takes_no_blocks_from_itself() -> None:
     shard = CoreHarness()
     items = (TakeOverItem(CHAIN[0], None, 0, SpanRoute(1), 1.0),)
     event = ev.PeerTakeOver(shard.next_op(), BootEpoch(1), make_holder("here"), SMALL, items, 1.0)
-    assert "is not within 0 to" in refusal(shard, event).message
+    assert "an offer to oneself" in refusal(shard, event).message
 
 
 def test_a_shard_that_leaves_lets_nobody_wait_for_it() -> None:
