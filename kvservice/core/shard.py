@@ -216,10 +216,6 @@ class ShardState:
         found.update((block.key, block.route) for block in self._store.blocks())
         return list(found.items())
 
-    def tier_speeds(self) -> tuple[PeerSpeed, ...]:
-        """How fast blocks came back from each tier, which is named with a "~"."""
-        return self._acquisitions.tier_speeds()
-
     def tier_usage(self) -> tuple[TierUsage, ...]:
         return self._tiers.usage()
 

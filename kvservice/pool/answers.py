@@ -136,7 +136,6 @@ class PoolAnswers:
             if (tier := usage.get(state.name)) is None:
                 yield TierFigures(state.name, state.phase.value, state.detail)
                 continue
-            budget = 0 if tier.is_shared else tier.budget_bytes
             yield TierFigures(
                 state.name,
                 state.phase.value,
@@ -144,7 +143,7 @@ class PoolAnswers:
                 tier.is_shared,
                 tier.blocks,
                 tier.used_bytes,
-                budget,
+                tier.budget_bytes,
                 tier.waiting,
             )
 

@@ -561,9 +561,6 @@ class Acquisitions:
     def peer_speeds(self) -> tuple[PeerSpeed, ...]:
         return self._estimates.speeds()
 
-    def tier_speeds(self) -> tuple[PeerSpeed, ...]:
-        return self._estimates.speeds(tiers=True)
-
     def pinned(self) -> Counter[SlotIndex]:
         """Slots pinned by open acquisitions, for the shard's check of pin counts."""
         return Counter(

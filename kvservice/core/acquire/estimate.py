@@ -104,12 +104,12 @@ class FetchEstimates:
         times = (estimate.seconds(block_count, block_bytes) for estimate in nodes)
         return min((seconds for seconds in times if seconds is not None), default=None)
 
-    def speeds(self, *, tiers: bool = False) -> tuple[PeerSpeed, ...]:
-        """Of other nodes, or of tiers."""
+    def speeds(self) -> tuple[PeerSpeed, ...]:
+        """Of other nodes."""
         return tuple(
             PeerSpeed(node, estimate.bytes_per_second or 0.0, estimate.overhead_seconds or 0.0, estimate.pulled_bytes)
             for node, estimate in sorted(self._by_node.items())
-            if is_tier(node) == tiers
+            if not is_tier(node)
         )
 
 

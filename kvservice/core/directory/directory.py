@@ -21,7 +21,7 @@ from kvservice.core.explain.evictions import Eviction, EvictionCause, EvictionHi
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, NodeId
 
-__all__ = ["AnnounceOutcome", "Change", "Directory", "NodeSummary", "longest_prefix"]
+__all__ = ["AnnounceOutcome", "Change", "Directory", "NodeSummary"]
 
 # Keys of one partition: below 1 GB of memory. At the limit further keys are dropped and counted (keys_dropped_full), so
 # their blocks are not found on other nodes.
@@ -53,16 +53,6 @@ class NodeSummary:
     block_count: int
     heartbeat_age_seconds: float
     visible: bool
-
-
-def longest_prefix(runs: Sequence[HolderRun]) -> int:
-    """How many keys from index 0 on have a holder. A gap ends the prefix."""
-    end = 0
-    for run in runs:
-        if run.start != end:
-            break
-        end += run.count
-    return end
 
 
 class Directory:

@@ -11,9 +11,9 @@ from kvservice.core.block.keys import pack_keys, unpack_keys
 from kvservice.core.directory import announce
 from kvservice.core.directory import directory as directory_module
 from kvservice.core.directory.announce import Announcer, Update
-from kvservice.core.directory.directory import Change, Directory, longest_prefix
+from kvservice.core.directory.directory import Change, Directory
 from kvservice.core.directory.membership import FORGET_SECONDS, AnnounceOutcome
-from kvservice.core.messages import Holder, HolderRun
+from kvservice.core.messages import Holder
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 
 
@@ -63,13 +63,6 @@ def test_runs_that_differ_only_in_dead_holders_are_one() -> None:
     directory = directory_with(a=range(10), b=range(3, 5))
     directory.apply(B, 2, leaving=True, now=0.0)
     assert asked(directory, range(10)) == [(0, 10, "a")]
-
-
-def test_gap_in_prefix_ends_the_hit() -> None:
-    run = [HolderRun(0, 3, (A,)), HolderRun(3, 2, (B,)), HolderRun(7, 5, (A,))]
-    assert longest_prefix(run) == 5
-    assert longest_prefix(run[1:]) == 0
-    assert longest_prefix([]) == 0
 
 
 def test_removal_comes_after_addition_in_one_update() -> None:
