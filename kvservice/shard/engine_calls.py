@@ -5,8 +5,8 @@ wire.codec checks every value. The calls of an engine that is not attached yet a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.handoff import HANDOFF_ID_BYTES, check_handoff_id
@@ -14,7 +14,6 @@ from kvservice.core.acquire.suspects import NAMED_MAX
 from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
 from kvservice.core.segment.refs import REF_BYTES
 from kvservice.core.writes import RESERVE_COUNT_MAX
-from kvservice.errors import KVServiceError
 from kvservice.units import AttachmentId
 from kvservice.wire import codec
 from kvservice.wire.explain import decode_reports
@@ -45,44 +44,6 @@ def answer(kind: FrameKind, value: Any) -> bytes:
     """The body of the answer; empty when there is nothing to say."""
     encode = _SAID.get(kind)
     return b"" if encode is None else encode(value)
-
-
-class Asker(Protocol):
-    """The connection of an engine, as its calls need it."""
-
-    @property
-    def calls(self) -> Container[int]:
-        """Those that are open."""
-
-    def answer(self, call: int, kind: FrameKind, body: bytes) -> None: ...
-
-    def refuse(self, call: int, kind: int, error: KVServiceError) -> None: ...
-
-    def failed(self, call: int, kind: int) -> None:
-        """There was a bug, which is being handled as an exception."""
-
-
-class Answer:
-    """Waits for the answer to one call, and writes it down: pool.open_calls.Waiter."""
-
-    __slots__ = ("_asker", "_call", "_kind")
-
-    def __init__(self, asker: Asker, call: int, kind: FrameKind) -> None:
-        self._asker, self._call, self._kind = asker, call, kind
-
-    def done(self) -> bool:
-        return self._call not in self._asker.calls
-
-    def set_result(self, value: Any, /) -> None:
-        try:
-            body = answer(self._kind, value)
-        except Exception:  # noqa: BLE001  the pool goes on, whatever cannot be said
-            self._asker.failed(self._call, self._kind)
-        else:
-            self._asker.answer(self._call, self._kind, body)
-
-    def set_exception(self, error: KVServiceError, /) -> None:
-        self._asker.refuse(self._call, self._kind, error)
 
 
 def _acquire(message: shard_pb2.AcquireRequest, attachment: AttachmentId) -> Make:

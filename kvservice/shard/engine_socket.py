@@ -373,7 +373,7 @@ class _Connection(asyncio.BufferedProtocol):
         if frame.trace:
             self._run(frame, kind, partial(self._traced, kind, make, later))
             return
-        op = self._pool.post(make, self.attachment, engine_calls.Answer(self, frame.call, kind), later)
+        op = self._pool.post(make, self.attachment, _Answer(self, frame.call, kind), later)
         if frame.call in self.calls:  # not answered at once
             self.calls[frame.call] = op
 
@@ -539,3 +539,26 @@ class _Connection(asyncio.BufferedProtocol):
             attachment, self.attachment = self.attachment, None
             self._socket.authenticator.unbind(attachment)
             self._pool.attachment_lost(attachment)
+
+
+class _Answer:
+    """Waits for the answer to one call, and writes it down: pool.open_calls.Waiter."""
+
+    __slots__ = ("_call", "_connection", "_kind")
+
+    def __init__(self, connection: _Connection, call: int, kind: FrameKind) -> None:
+        self._connection, self._call, self._kind = connection, call, kind
+
+    def done(self) -> bool:
+        return self._call not in self._connection.calls
+
+    def set_result(self, value: Any, /) -> None:
+        try:
+            body = engine_calls.answer(self._kind, value)
+        except Exception:  # noqa: BLE001  the pool goes on, whatever cannot be said
+            self._connection.failed(self._call, self._kind)
+        else:
+            self._connection.answer(self._call, self._kind, body)
+
+    def set_exception(self, error: KVServiceError, /) -> None:
+        self._connection.refuse(self._call, self._kind, error)
