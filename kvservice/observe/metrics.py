@@ -8,12 +8,12 @@ under kvservice_events_total with its name as a label. The endpoint and `read` r
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvservice.core.messages import MissReason, PoolStats, TierFigures
 from kvservice.observe.events import SHARD_EVENTS
 from kvservice.observe.timings import Timings
 
@@ -122,11 +122,8 @@ COUNTERS: Mapping[str, str] = {
     "transfer_connect_failed": "connections to other nodes that failed",
     "transfer_reads_failed": "reads that the transport reported as failed",
 }
-# Why the prefix of an acquire was cut short: the values of core.messages.MissReason.
-REASONS = (
-    *("never_stored", "tier_not_open", "tier_not_asked", "deadline", "slower_than_recompute", "lookup_failed"),
-    *("peer_failed", "stale", "corrupt", "window", "no_room", "quota", "draining", "detached"),
-)
+# Why the prefix of an acquire was cut short.
+REASONS = tuple(reason.value for reason in MissReason if reason is not MissReason.NONE)
 # First words of counters whose last words are a reason -> help text. Exported as kvservice_<words>_total{reason}.
 CUTS: Mapping[str, str] = {
     "acquires_cut": "acquires that were promised less than they asked for, by the reason at the first missing block",
@@ -156,113 +153,13 @@ _PREFIX = "kvservice"
 _TRANSPORT_BYTES = ("transfer_", "_bytes")  # transfer_<transport>_bytes
 
 
-class TenantRow(Protocol):
-    """The usage of one tenant, as core.block.tenants.TenantUsage has it. There are at most 65 rows, however many
-    tenants there are."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def used_bytes(self) -> int: ...
-    @property
-    def quota_bytes(self) -> int: ...
-    @property
-    def in_flight(self) -> int: ...
-    @property
-    def counters(self) -> Mapping[str, int]: ...
-
-
-class TierRow(Protocol):
-    """One tier, as core.messages.TierFigures has it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def used_bytes(self) -> int: ...
-    @property
-    def budget_bytes(self) -> int: ...
-    @property
-    def waiting_blocks(self) -> int: ...
-
-
-class DriftRow(Protocol):
-    """What a lossy codec lost of one model, as core.messages.CodecDrift has it. There are at most 64 rows."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def limit(self) -> float: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def checked(self) -> int: ...
-    @property
-    def keys(self) -> float: ...
-    @property
-    def values(self) -> float: ...
-    @property
-    def is_off(self) -> bool: ...
-
-
-class UsageNumbers(Protocol):
-    """Blocks of one model and tenant, as core.messages.UsageRow has them. There are at most 65 rows."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def asked_blocks(self) -> int: ...
-    @property
-    def hit_local_blocks(self) -> int: ...
-    @property
-    def hit_remote_blocks(self) -> int: ...
-    @property
-    def hit_tier_blocks(self) -> int: ...
-
-
-class ShardNumbers(Protocol):
-    """The numbers of a shard that are exported. core.messages.PoolStats has them."""
-
-    @property
-    def node_id(self) -> str: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def segment_bytes(self) -> int: ...
-    @property
-    def slab_count(self) -> int: ...
-    @property
-    def slab_free_count(self) -> int: ...
-    @property
-    def slots(self) -> Mapping[str, int]: ...
-    @property
-    def counters(self) -> Mapping[str, int]: ...
-    @property
-    def draining(self) -> bool: ...
-    @property
-    def tenants(self) -> Sequence[TenantRow]: ...
-    @property
-    def usage(self) -> Sequence[UsageNumbers]: ...
-    @property
-    def slot_bytes(self) -> Mapping[str, int]: ...
-    @property
-    def tiers(self) -> Sequence[TierRow]: ...
-    @property
-    def drifts(self) -> Sequence[DriftRow]: ...
-
-
 class ShardCollector(Collector):
     """Reads one shard. `read` returns its numbers now, and `timings` its latencies; None if it cannot answer."""
 
     def __init__(
         self,
         service: str,
-        read: Callable[[], ShardNumbers | None],
+        read: Callable[[], PoolStats | None],
         timings: Callable[[], Timings | None] = lambda: None,
     ) -> None:
         self._service = service
@@ -309,7 +206,7 @@ class ShardCollector(Collector):
             yield from timings.collect(names, labels)
 
     @staticmethod
-    def _events(numbers: ShardNumbers, labels: list[str]) -> Metric:
+    def _events(numbers: PoolStats, labels: list[str]) -> Metric:
         """Every counter without a metric of its own; those that are known by name also while they are 0."""
         own = (
             {f"{name}_{reason}" for name in CUTS for reason in REASONS}
@@ -328,7 +225,7 @@ class ShardCollector(Collector):
         return family
 
     @staticmethod
-    def _usage(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
+    def _usage(numbers: PoolStats, labels: list[str]) -> Iterator[Metric]:
         names = ["service", "node", "model", "tenant"]
         asked = CounterMetricFamily(
             f"{_PREFIX}_model_asked_blocks", "blocks asked for, by model and tenant", labels=names
@@ -347,7 +244,7 @@ class ShardCollector(Collector):
         yield from (asked, hits)
 
     @staticmethod
-    def _tenants(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
+    def _tenants(numbers: PoolStats, labels: list[str]) -> Iterator[Metric]:
         names = ["service", "node", "tenant"]
         used = GaugeMetricFamily(f"{_PREFIX}_tenant_used_bytes", "bytes charged to a tenant", labels=names)
         quota = GaugeMetricFamily(
@@ -367,9 +264,9 @@ class ShardCollector(Collector):
             yield from (used, quota, flight, events)
 
     @staticmethod
-    def _tiers(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
+    def _tiers(numbers: PoolStats, labels: list[str]) -> Iterator[Metric]:
         names = ["service", "node", "tier"]
-        values: Mapping[str, tuple[str, Callable[[TierRow], int]]] = {
+        values: Mapping[str, tuple[str, Callable[[TierFigures], int]]] = {
             "open": ("1 while the tier is used, else 0", lambda row: int(row.state == "open")),
             "blocks": ("blocks in the tier, of a shared one those that this node knows of", lambda row: row.blocks),
             "used_bytes": ("bytes of these blocks", lambda row: row.used_bytes),
@@ -388,7 +285,7 @@ class ShardCollector(Collector):
             yield family
 
     @staticmethod
-    def _drifts(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
+    def _drifts(numbers: PoolStats, labels: list[str]) -> Iterator[Metric]:
         names = ["service", "node", "model"]
         drift = GaugeMetricFamily(
             f"{_PREFIX}_codec_drift",
@@ -409,7 +306,7 @@ class ShardCollector(Collector):
             yield from (drift, limit, off, seen)
 
     @staticmethod
-    def _gauges(numbers: ShardNumbers, labels: list[str]) -> Iterator[Metric]:
+    def _gauges(numbers: PoolStats, labels: list[str]) -> Iterator[Metric]:
         names = ["service", "node"]
         values = {
             "segment_bytes": ("shared memory of the pool", numbers.segment_bytes),

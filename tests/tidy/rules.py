@@ -38,7 +38,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "config": frozenset(),
     "plugins": frozenset(),
     "core": frozenset(),
-    "observe": frozenset(),
+    "observe": frozenset({"core"}),
     "auth": frozenset({"core", "config"}),
     "discovery": frozenset({"auth"}),
     "wire": frozenset({"core", "auth", "observe"}),

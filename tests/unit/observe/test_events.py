@@ -19,7 +19,7 @@ from kvservice.observe.events import (
     meaning,
 )
 from kvservice.observe.lookup_metrics import LOOKUP_COUNTERS
-from kvservice.observe.metrics import COUNTERS, CUTS, GAUGES, REASONS, transport_of
+from kvservice.observe.metrics import COUNTERS, CUTS, GAUGES, transport_of
 
 PRODUCT = Path(__file__).resolve().parents[3] / "kvservice"
 COUNTED = re.compile(r'(?:[a-z]*counters\[|\b_?count(?:_error)?\()(f?)"([a-z_]+)(\{)?')
@@ -77,12 +77,6 @@ def test_the_tables_name_nothing_that_nobody_counts() -> None:
     for name in names:
         word = name.removeprefix("transfer_").strip("*")
         assert f'"{word}' in text or f'"transfer_{word}' in text or f'{word}"' in text, name
-
-
-def test_reasons_are_those_of_the_core() -> None:
-    from kvservice.core.messages import MissReason
-
-    assert set(REASONS) == {reason.value for reason in MissReason} - {"none"}
 
 
 def test_no_name_stands_in_two_tables() -> None:
