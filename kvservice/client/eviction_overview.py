@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvservice.observe.metrics import EVICTION_RULE, PPM, SHADOW_HITS_PPM
+from kvservice.core.store.guard import PPM, RULE_FIGURE, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class EvictionOverview:
 
 def eviction_of(counters: Mapping[str, int]) -> EvictionOverview | None:
     """None for a policy of one rule, or when the node did not answer."""
-    if EVICTION_RULE not in counters:
+    if RULE_FIGURE not in counters:
         return None
-    rates = {rule: counters.get(name, 0) / PPM for rule, name in SHADOW_HITS_PPM.items()}
-    rule = dict(enumerate(rates)).get(counters[EVICTION_RULE], "another")  # the shard may be newer than this
+    rates = {rule.value: counters.get(rule.hits_figure, 0) / PPM for rule in Rule}
+    rule = dict(enumerate(rates)).get(counters[RULE_FIGURE], "another")  # the shard may be newer than this
     return EvictionOverview(rule, counters.get("eviction_rule_changes", 0), rates)

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from kvservice.core.messages import MissReason, PoolStats, TierFigures
+from kvservice.core.store.guard import PPM, RULE_FIGURE, Rule
 from kvservice.observe.events import SHARD_EVENTS
 from kvservice.observe.timings import Timings
 
@@ -25,15 +26,6 @@ GAUGES: Mapping[str, str] = {
     "mirror_bytes": "shared memory that the mirror takes",
     "mirror_live_partitions": "lookup partitions whose part of the mirror is fresh",
 }
-# The rules of the default eviction policy, in core.store.guard's order -> the counter with what the shadow of a rule
-# finds, in parts per million. Exported as kvservice_eviction_rule{rule} and kvservice_eviction_shadow_hit_ratio{rule}.
-SHADOW_HITS_PPM = {
-    "lru": "eviction_lru_hits_ppm",
-    "s3-fifo": "eviction_s3_fifo_hits_ppm",
-    "worth": "eviction_worth_hits_ppm",
-}
-EVICTION_RULE = "eviction_rule"  # the place of the one that rules
-PPM = 1_000_000  # counters are whole numbers
 MIRROR_AGE_MS = "mirror_age_ms"  # exported as kvservice_mirror_age_seconds, in Prometheus' unit
 # Counter of a shard -> help text. Exported as kvservice_<name>_total.
 COUNTERS: Mapping[str, str] = {
@@ -213,7 +205,8 @@ class ShardCollector(Collector):
             | {f"tier_{row.name}_{name}" for name in TIER_COUNTERS for row in numbers.tiers}
             | COUNTERS.keys()
             | GAUGES.keys()
-            | {MIRROR_AGE_MS, EVICTION_RULE, *SHADOW_HITS_PPM.values()}
+            | {MIRROR_AGE_MS, RULE_FIGURE}
+            | {rule.hits_figure for rule in Rule}
         )
         rest = {name: count for name, count in numbers.counters.items() if name not in own and not transport_of(name)}
         known = dict.fromkeys((name for name in SHARD_EVENTS if "*" not in name), 0)
@@ -328,7 +321,7 @@ class ShardCollector(Collector):
         age.add_metric(labels, numbers.counters.get(MIRROR_AGE_MS, 0) / 1e3)
         yield age
         rules = GaugeMetricFamily(
-            f"{_PREFIX}_{EVICTION_RULE}",
+            f"{_PREFIX}_eviction_rule",
             "1 for the rule that chooses who is evicted, 0 for the others",
             labels=[*names, "rule"],
         )
@@ -337,10 +330,10 @@ class ShardCollector(Collector):
             "share of the blocks asked for of late that a pool of this size would have held under this rule",
             labels=[*names, "rule"],
         )
-        for place, (rule, name) in enumerate(SHADOW_HITS_PPM.items()):
-            if name in numbers.counters:
-                rules.add_metric([*labels, rule], numbers.counters.get(EVICTION_RULE) == place)
-                shadows.add_metric([*labels, rule], numbers.counters[name] / PPM)
+        for place, rule in enumerate(Rule):
+            if rule.hits_figure in numbers.counters:
+                rules.add_metric([*labels, rule.value], numbers.counters.get(RULE_FIGURE) == place)
+                shadows.add_metric([*labels, rule.value], numbers.counters[rule.hits_figure] / PPM)
         yield rules
         yield shadows
         slots = GaugeMetricFamily(f"{_PREFIX}_slots", "slots by state", labels=[*names, "state"])

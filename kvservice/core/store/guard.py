@@ -12,6 +12,8 @@ from enum import Enum
 
 MARGIN = 0.0003  # of the blocks asked for: how far a rule must be ahead to take over
 HALF_LIFE = 2.0  # of what was found: in capacities of blocks that LRU's shadow evicted
+RULE_FIGURE = "eviction_rule"  # the place in Rule of the one that rules
+PPM = 1_000_000  # figures are whole numbers
 
 
 class Rule(Enum):
@@ -20,6 +22,11 @@ class Rule(Enum):
     LRU = "lru"
     S3_FIFO = "s3-fifo"
     WORTH = "worth"
+
+    @property
+    def hits_figure(self) -> str:
+        """The name of the figure with what its shadow finds, in parts per million."""
+        return f"eviction_{self.name.lower()}_hits_ppm"
 
 
 class RuleGuard:

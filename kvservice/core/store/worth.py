@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.block.window_groups import WINDOW_BIT
-from kvservice.core.store.guard import Rule, RuleGuard
+from kvservice.core.store.guard import PPM, RULE_FIGURE, Rule, RuleGuard
 from kvservice.core.store.kinds import USES_MAX, Expected, expected_of, kind_of, pause_of
 from kvservice.core.store.orders import ByAge, ByFifo, ByWorth
 from kvservice.core.store.reasons import NOT_BY_WORTH, reason_of
@@ -37,11 +37,10 @@ class RuleState:
     hit_rates: Mapping[Rule, float]  # of late, of the shadow of each rule: a cache as large as the pool
 
     def figures(self) -> dict[str, int]:
-        """By the names of observe.metrics; rates in parts per million."""
         return {
-            "eviction_rule": list(Rule).index(self.rule),
+            RULE_FIGURE: list(Rule).index(self.rule),
             "eviction_rule_changes": self.switches,
-            **{f"eviction_{rule.name.lower()}_hits_ppm": round(1e6 * rate) for rule, rate in self.hit_rates.items()},
+            **{rule.hits_figure: round(PPM * rate) for rule, rate in self.hit_rates.items()},
         }
 
 
