@@ -1,4 +1,8 @@
-"""The table of all metrics that a shard exports, and the Prometheus collector that reads them from its counters.
+"""The table of all metrics that a shard exports, and the Prometheus collector that reads them from its figures.
+
+What a shard counts by name gets its words here, in COUNTERS or GAUGES; a figure of another kind is a line of _SHARD, or
+of the table of its rows. Nothing else is to be written for /metrics and docs/reference/metrics.md. Status, the console
+and the wire carry counters by name.
 
 Every counter of the table is exported from the start, as 0. Prometheus' `increase` misses the first event of a counter
 that appears together with it, so an alert would miss that event too. A counter that is not in the table is exported
@@ -8,14 +12,16 @@ under kvservice_events_total with its name as a label. The endpoint and `read` r
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvservice.core.messages import MissReason, PoolStats, TierFigures
+from kvservice.core.block.tenants import TenantUsage
+from kvservice.core.messages import CodecDrift, MissReason, PoolStats, TierFigures, UsageRow
 from kvservice.core.store.guard import PPM, RULE_FIGURE, Rule
 from kvservice.observe.events import SHARD_EVENTS
+from kvservice.observe.figures import Figure, counter, gauge, metrics
 from kvservice.observe.timings import Timings
 
 # A shard's number that can fall as well -> help text. Exported as kvservice_<name>.
@@ -141,7 +147,7 @@ TIER_COUNTERS: Mapping[str, str] = {
     "start_failed": "starts of the tier that failed",
 }
 TRANSPORTS = ("nixl", "shm")  # their byte counters are exported from the start, as 0
-_PREFIX = "kvservice"
+_PREFIX = "kvservice_"
 _TRANSPORT_BYTES = ("transfer_", "_bytes")  # transfer_<transport>_bytes
 
 
@@ -160,195 +166,146 @@ class ShardCollector(Collector):
         self._host = socket.gethostname()
 
     def collect(self) -> Iterator[Metric]:
-        numbers = self._read()
-        if numbers is None:
+        found = self._read()
+        if found is None:
             return
-        labels = [self._service, numbers.node_id]
-        names = ["service", "node"]
-        info = InfoMetricFamily(f"{_PREFIX}_node", "the machine of a node, to join with by its name; 1", labels=names)
-        info.add_metric(labels, {"host": self._host})
+        names = ("service", "node")
+        place: tuple[str, ...] = (self._service, found.node_id)
+        info = InfoMetricFamily(f"{_PREFIX}node", "the machine of a node, to join with by its name; 1", labels=names)
+        info.add_metric(place, {"host": self._host})
         yield info
-        yield from self._gauges(numbers, labels)
-        moved = CounterMetricFamily(
-            f"{_PREFIX}_transfer_bytes", "bytes fetched, by transport", labels=[*names, "transport"]
-        )
-        for name, text in COUNTERS.items():  # also those that are still 0: see the module's docstring
-            family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=names)
-            family.add_metric(labels, numbers.counters.get(name, 0))
-            yield family
-        for name, text in CUTS.items():
-            family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=[*names, "reason"])
-            for reason in REASONS:
-                family.add_metric([*labels, reason], numbers.counters.get(f"{name}_{reason}", 0))
-            yield family
-        bytes_by = dict.fromkeys(TRANSPORTS, 0) | {
-            transport: count
-            for name, count in numbers.counters.items()
-            if (transport := transport_of(name)) is not None
-        }
-        for transport, count in bytes_by.items():
-            moved.add_metric([*labels, transport], count)
-        yield moved
-        yield self._events(numbers, labels)
-        yield from self._usage(numbers, labels)
-        yield from self._tenants(numbers, labels)
-        yield from self._tiers(numbers, labels)
-        yield from self._drifts(numbers, labels)
+        yield from metrics(_PREFIX, _SHARD, names, {place: found})
+        usage = {(*place, row.model, row.tenant): row for row in found.usage}
+        yield from metrics(_PREFIX, _USAGE, (*names, "model", "tenant"), usage)
+        if found.tenants:
+            tenants = {(*place, row.name): row for row in found.tenants}
+            yield from metrics(_PREFIX, _TENANTS, (*names, "tenant"), tenants)
+        if found.tiers:
+            tiers = {(*place, row.name): row for row in found.tiers}
+            yield from metrics(_PREFIX, _TIERS, (*names, "tier"), tiers)
+            yield from metrics(_PREFIX, _TIERS_COUNTED, names, {place: found})
+        if found.drifts:
+            drifts = {(*place, row.model): row for row in found.drifts}
+            yield from metrics(_PREFIX, _DRIFTS, (*names, "model"), drifts)
         if (timings := self._timings()) is not None:
-            yield from timings.collect(names, labels)
-
-    @staticmethod
-    def _events(numbers: PoolStats, labels: list[str]) -> Metric:
-        """Every counter without a metric of its own; those that are known by name also while they are 0."""
-        own = (
-            {f"{name}_{reason}" for name in CUTS for reason in REASONS}
-            | {f"tier_{row.name}_{name}" for name in TIER_COUNTERS for row in numbers.tiers}
-            | COUNTERS.keys()
-            | GAUGES.keys()
-            | {MIRROR_AGE_MS, RULE_FIGURE}
-            | {rule.hits_figure for rule in Rule}
-        )
-        rest = {name: count for name, count in numbers.counters.items() if name not in own and not transport_of(name)}
-        known = dict.fromkeys((name for name in SHARD_EVENTS if "*" not in name), 0)
-        family = CounterMetricFamily(
-            f"{_PREFIX}_events", "all other counters, by name", labels=["service", "node", "event"]
-        )
-        for name, count in sorted({**known, **rest}.items()):
-            family.add_metric([*labels, name], count)
-        return family
-
-    @staticmethod
-    def _usage(numbers: PoolStats, labels: list[str]) -> Iterator[Metric]:
-        names = ["service", "node", "model", "tenant"]
-        asked = CounterMetricFamily(
-            f"{_PREFIX}_model_asked_blocks", "blocks asked for, by model and tenant", labels=names
-        )
-        hits = CounterMetricFamily(
-            f"{_PREFIX}_model_hit_blocks",
-            "of these, the promised ones, by source: local, peer, tier",
-            labels=[*names, "source"],
-        )
-        for row in numbers.usage:
-            place = [*labels, row.model, row.tenant]
-            asked.add_metric(place, row.asked_blocks)
-            hits.add_metric([*place, "local"], row.hit_local_blocks)
-            hits.add_metric([*place, "peer"], row.hit_remote_blocks)
-            hits.add_metric([*place, "tier"], row.hit_tier_blocks)
-        yield from (asked, hits)
-
-    @staticmethod
-    def _tenants(numbers: PoolStats, labels: list[str]) -> Iterator[Metric]:
-        names = ["service", "node", "tenant"]
-        used = GaugeMetricFamily(f"{_PREFIX}_tenant_used_bytes", "bytes charged to a tenant", labels=names)
-        quota = GaugeMetricFamily(
-            f"{_PREFIX}_tenant_quota_bytes", "most bytes that a tenant may hold, 0 = no limit", labels=names
-        )
-        flight = GaugeMetricFamily(f"{_PREFIX}_tenant_in_flight", "slots that a tenant is filling now", labels=names)
-        events = CounterMetricFamily(
-            f"{_PREFIX}_tenant_events", "what tenants were refused, by event", labels=[*names, "event"]
-        )
-        for row in numbers.tenants:
-            used.add_metric([*labels, row.name], row.used_bytes)
-            quota.add_metric([*labels, row.name], row.quota_bytes)
-            flight.add_metric([*labels, row.name], row.in_flight)
-            for name, count in sorted(row.counters.items()):
-                events.add_metric([*labels, row.name, name], count)
-        if numbers.tenants:
-            yield from (used, quota, flight, events)
-
-    @staticmethod
-    def _tiers(numbers: PoolStats, labels: list[str]) -> Iterator[Metric]:
-        names = ["service", "node", "tier"]
-        values: Mapping[str, tuple[str, Callable[[TierFigures], int]]] = {
-            "open": ("1 while the tier is used, else 0", lambda row: int(row.state == "open")),
-            "blocks": ("blocks in the tier, of a shared one those that this node knows of", lambda row: row.blocks),
-            "used_bytes": ("bytes of these blocks", lambda row: row.used_bytes),
-            "budget_bytes": ("bytes that its blocks may take, 0 = no bound", lambda row: row.budget_bytes),
-            "waiting_blocks": ("blocks that wait to be written", lambda row: row.waiting_blocks),
-        }
-        for name, (text, value) in values.items() if numbers.tiers else ():
-            gauge = GaugeMetricFamily(f"{_PREFIX}_tier_{name}", text, labels=names)
-            for row in numbers.tiers:
-                gauge.add_metric([*labels, row.name], value(row))
-            yield gauge
-        for name, text in TIER_COUNTERS.items() if numbers.tiers else ():
-            family = CounterMetricFamily(f"{_PREFIX}_tier_{name}", text, labels=names)
-            for row in numbers.tiers:
-                family.add_metric([*labels, row.name], numbers.counters.get(f"tier_{row.name}_{name}", 0))
-            yield family
-
-    @staticmethod
-    def _drifts(numbers: PoolStats, labels: list[str]) -> Iterator[Metric]:
-        names = ["service", "node", "model"]
-        drift = GaugeMetricFamily(
-            f"{_PREFIX}_codec_drift",
-            "the largest drift of a block that a lossy codec has stored, by what drifts: keys, values",
-            labels=[*names, "of"],
-        )
-        limit = GaugeMetricFamily(f"{_PREFIX}_codec_drift_limit", "the drift that switches it off", labels=names)
-        off = GaugeMetricFamily(f"{_PREFIX}_codec_off", "1 when it is switched off for the model", labels=names)
-        seen = CounterMetricFamily(f"{_PREFIX}_codec_lossy_blocks", "blocks that it has encoded", labels=names)
-        for row in numbers.drifts:
-            place = [*labels, row.model]
-            drift.add_metric([*place, "keys"], row.keys)
-            drift.add_metric([*place, "values"], row.values)
-            limit.add_metric(place, row.limit)
-            off.add_metric(place, int(row.is_off))
-            seen.add_metric(place, row.blocks)
-        if numbers.drifts:
-            yield from (drift, limit, off, seen)
-
-    @staticmethod
-    def _gauges(numbers: PoolStats, labels: list[str]) -> Iterator[Metric]:
-        names = ["service", "node"]
-        values = {
-            "segment_bytes": ("shared memory of the pool", numbers.segment_bytes),
-            "slabs": ("slabs of the segment", numbers.slab_count),
-            "slabs_free": ("slabs that are not assigned to a block size", numbers.slab_free_count),
-            "boot_epoch": ("grows with every start of the shard", numbers.epoch),
-            **{name: (text, numbers.counters.get(name, 0)) for name, text in GAUGES.items()},
-            "draining": ("1 while the shard takes no new work", int(numbers.draining)),
-        }
-        for name, (text, value) in values.items():
-            gauge = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=names)
-            gauge.add_metric(labels, value)
-            yield gauge
-        age = GaugeMetricFamily(
-            f"{_PREFIX}_mirror_age_seconds",
-            "seconds since the last message of the lookup partition that has been silent longest",
-            labels=names,
-        )
-        age.add_metric(labels, numbers.counters.get(MIRROR_AGE_MS, 0) / 1e3)
-        yield age
-        rules = GaugeMetricFamily(
-            f"{_PREFIX}_eviction_rule",
-            "1 for the rule that chooses who is evicted, 0 for the others",
-            labels=[*names, "rule"],
-        )
-        shadows = GaugeMetricFamily(
-            f"{_PREFIX}_eviction_shadow_hit_ratio",
-            "share of the blocks asked for of late that a pool of this size would have held under this rule",
-            labels=[*names, "rule"],
-        )
-        for place, rule in enumerate(Rule):
-            if rule.hits_figure in numbers.counters:
-                rules.add_metric([*labels, rule.value], numbers.counters.get(RULE_FIGURE) == place)
-                shadows.add_metric([*labels, rule.value], numbers.counters[rule.hits_figure] / PPM)
-        yield rules
-        yield shadows
-        slots = GaugeMetricFamily(f"{_PREFIX}_slots", "slots by state", labels=[*names, "state"])
-        for state, count in sorted(numbers.slots.items()):
-            slots.add_metric([*labels, state], count)
-        yield slots
-        held = GaugeMetricFamily(
-            f"{_PREFIX}_slot_bytes", "bytes of the blocks that fit into these slots, by state", labels=[*names, "state"]
-        )
-        for state, count in sorted(numbers.slot_bytes.items()):
-            held.add_metric([*labels, state], count)
-        yield held
+            yield from timings.collect(names, place)
 
 
 def transport_of(counter: str) -> str | None:
     """The transport of a byte counter: 'nixl' for 'transfer_nixl_bytes'. None for counters of something else."""
     head, tail = _TRANSPORT_BYTES
     return counter[len(head) : -len(tail)] if counter.startswith(head) and counter.endswith(tail) else None
+
+
+def _counted(name: str) -> Callable[[PoolStats], int]:
+    return lambda shard: shard.counters.get(name, 0)
+
+
+def _by_reason(name: str) -> Callable[[PoolStats], Mapping[str, int]]:
+    return lambda shard: {reason: shard.counters.get(f"{name}_{reason}", 0) for reason in REASONS}
+
+
+def _by_tier(name: str) -> Callable[[PoolStats], Mapping[str, int]]:
+    return lambda shard: {row.name: shard.counters.get(f"tier_{row.name}_{name}", 0) for row in shard.tiers}
+
+
+def _by_transport(shard: PoolStats) -> Mapping[str, int]:
+    moved = {transport: count for name, count in shard.counters.items() if (transport := transport_of(name))}
+    return dict.fromkeys(TRANSPORTS, 0) | moved
+
+
+def _ruling(shard: PoolStats) -> Mapping[str, int]:
+    place = shard.counters.get(RULE_FIGURE)
+    return {rule.value: at == place for at, rule in enumerate(Rule) if rule.hits_figure in shard.counters}
+
+
+def _shadow_hits(shard: PoolStats) -> Mapping[str, float]:
+    found = shard.counters
+    return {rule.value: found[rule.hits_figure] / PPM for rule in Rule if rule.hits_figure in found}
+
+
+def _events(shard: PoolStats) -> Mapping[str, int]:
+    """Every counter without a metric of its own; those that are known by name also while they are 0."""
+    own = (
+        {f"{name}_{reason}" for name in CUTS for reason in REASONS}
+        | {f"tier_{row.name}_{name}" for name in TIER_COUNTERS for row in shard.tiers}
+        | COUNTERS.keys()
+        | GAUGES.keys()
+        | {MIRROR_AGE_MS, RULE_FIGURE}
+        | {rule.hits_figure for rule in Rule}
+    )
+    rest = {name: count for name, count in shard.counters.items() if name not in own and not transport_of(name)}
+    return _by_name({**dict.fromkeys((name for name in SHARD_EVENTS if "*" not in name), 0), **rest})
+
+
+def _by_name(counts: Mapping[str, int]) -> Mapping[str, int]:
+    return dict(sorted(counts.items()))
+
+
+_SHARD: Sequence[Figure[PoolStats]] = (
+    gauge("segment_bytes", "shared memory of the pool", lambda shard: shard.segment_bytes),
+    gauge("slabs", "slabs of the segment", lambda shard: shard.slab_count),
+    gauge("slabs_free", "slabs that are not assigned to a block size", lambda shard: shard.slab_free_count),
+    gauge("boot_epoch", "grows with every start of the shard", lambda shard: shard.epoch),
+    *(gauge(name, text, _counted(name)) for name, text in GAUGES.items()),
+    gauge("draining", "1 while the shard takes no new work", lambda shard: shard.draining),
+    gauge(
+        "mirror_age_seconds",
+        "seconds since the last message of the lookup partition that has been silent longest",
+        lambda shard: shard.counters.get(MIRROR_AGE_MS, 0) / 1e3,
+    ),
+    gauge("eviction_rule", "1 for the rule that chooses who is evicted, 0 for the others", _ruling, "rule"),
+    gauge(
+        "eviction_shadow_hit_ratio",
+        "share of the blocks asked for of late that a pool of this size would have held under this rule",
+        _shadow_hits,
+        "rule",
+    ),
+    gauge("slots", "slots by state", lambda shard: _by_name(shard.slots), "state"),
+    gauge(
+        "slot_bytes",
+        "bytes of the blocks that fit into these slots, by state",
+        lambda shard: _by_name(shard.slot_bytes),
+        "state",
+    ),
+    *(counter(name, text, _counted(name)) for name, text in COUNTERS.items()),
+    *(counter(name, text, _by_reason(name), "reason") for name, text in CUTS.items()),
+    counter("transfer_bytes", "bytes fetched, by transport", _by_transport, "transport"),
+    counter("events", "all other counters, by name", _events, "event"),
+)
+_USAGE: Sequence[Figure[UsageRow]] = (
+    counter("model_asked_blocks", "blocks asked for, by model and tenant", lambda row: row.asked_blocks),
+    counter(
+        "model_hit_blocks",
+        "of these, the promised ones, by source: local, peer, tier",
+        lambda row: {"local": row.hit_local_blocks, "peer": row.hit_remote_blocks, "tier": row.hit_tier_blocks},
+        "source",
+    ),
+)
+_TENANTS: Sequence[Figure[TenantUsage]] = (
+    gauge("tenant_used_bytes", "bytes charged to a tenant", lambda row: row.used_bytes),
+    gauge("tenant_quota_bytes", "most bytes that a tenant may hold, 0 = no limit", lambda row: row.quota_bytes),
+    gauge("tenant_in_flight", "slots that a tenant is filling now", lambda row: row.in_flight),
+    counter("tenant_events", "what tenants were refused, by event", lambda row: _by_name(row.counters), "event"),
+)
+_TIERS: Sequence[Figure[TierFigures]] = (
+    gauge("tier_open", "1 while the tier is used, else 0", lambda row: row.state == "open"),
+    gauge("tier_blocks", "blocks in the tier, of a shared one those that this node knows of", lambda row: row.blocks),
+    gauge("tier_used_bytes", "bytes of these blocks", lambda row: row.used_bytes),
+    gauge("tier_budget_bytes", "bytes that its blocks may take, 0 = no bound", lambda row: row.budget_bytes),
+    gauge("tier_waiting_blocks", "blocks that wait to be written", lambda row: row.waiting_blocks),
+)
+_TIERS_COUNTED: Sequence[Figure[PoolStats]] = tuple(
+    counter(f"tier_{name}", text, _by_tier(name), "tier") for name, text in TIER_COUNTERS.items()
+)
+_DRIFTS: Sequence[Figure[CodecDrift]] = (
+    gauge(
+        "codec_drift",
+        "the largest drift of a block that a lossy codec has stored, by what drifts: keys, values",
+        lambda row: {"keys": row.keys, "values": row.values},
+        "of",
+    ),
+    gauge("codec_drift_limit", "the drift that switches it off", lambda row: row.limit),
+    gauge("codec_off", "1 when it is switched off for the model", lambda row: row.is_off),
+    counter("codec_lossy_blocks", "blocks that it has encoded", lambda row: row.blocks),
+)

@@ -6,7 +6,7 @@ about two microseconds, with an exemplar four.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import Histogram
 from prometheus_client.core import Metric
@@ -54,7 +54,7 @@ class Timings:
         child = self._children.get((name, source)) or self._histograms[name].labels(source)
         child.observe(max(seconds, 0.0), exemplar_of(request_id, tracing.trace_id()))
 
-    def collect(self, names: list[str], labels: list[str]) -> Iterator[Metric]:
+    def collect(self, names: Sequence[str], labels: Sequence[str]) -> Iterator[Metric]:
         """The histograms, with these labels added to each sample."""
         added = dict(zip(names, labels, strict=True))
         for histogram in self._histograms.values():
