@@ -185,7 +185,7 @@ class ShardCollector(Collector):
             yield from metrics(_PREFIX, _TIERS, (*names, "tier"), tiers)
             yield from metrics(_PREFIX, _TIERS_COUNTED, names, {place: found})
         if found.drifts:
-            drifts = {(*place, row.model): row for row in found.drifts}
+            drifts = {(*place, row.model): row for row in reversed(found.drifts)}  # of a model's, the worst: the first
             yield from metrics(_PREFIX, _DRIFTS, (*names, "model"), drifts)
         if (timings := self._timings()) is not None:
             yield from timings.collect(names, place)

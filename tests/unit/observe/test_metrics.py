@@ -115,6 +115,13 @@ def test_drift_of_lossy_codecs_is_exported_by_model() -> None:
     assert "kvservice_codec" not in exported(stats())
 
 
+def test_of_two_drifts_of_a_model_the_worst_is_exported() -> None:
+    """Two engines may run one model in two number types. Prometheus refuses two samples with the same labels."""
+    worst, mild = CodecDrift("m", 0.05, 40, 33, 0.2, 0.01, is_off=True), CodecDrift("m", 0.05, 9, 9, 0.01, 0.01)
+    lines = [line for line in exported(replace(stats(), drifts=(worst, mild))).splitlines() if "codec_off{" in line]
+    assert lines == ['kvservice_codec_off{model="m",node="n0",service="s"} 1.0']
+
+
 def test_acquires_cut_short_are_exported_by_reason() -> None:
     text = exported(stats(acquires_cut_never_stored=3))
     assert 'kvservice_acquires_cut_total{node="n0",reason="never_stored",service="s"} 3.0' in text
