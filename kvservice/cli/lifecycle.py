@@ -13,9 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -25,11 +24,6 @@ from kvservice.cli.output import counted
 from kvservice.cli.progress import Progress
 from kvservice.errors import ConfigError, NoService, ServiceConflict, Unavailable
 from kvservice.units import format_bytes
-
-if TYPE_CHECKING:
-    from kvservice.lookup.server import LookupServer
-    from kvservice.shard.server import ShardServer
-    from kvservice.signals import EndSignals
 
 LOOPBACK = "127.0.0.1"
 ALONE = "local"  # the node's id of a service in the foreground
@@ -220,37 +214,26 @@ async def _foreground(config: Any) -> None:
     from kvservice.signals import EndSignals
 
     asked = EndSignals()  # before what takes a second to load, or Ctrl-C would cancel the start half-way
-    from kvservice.core.directory.membership import patience
-    from kvservice.descriptors import raise_file_limit, say_when_short
-    from kvservice.discovery import lookup_address
-    from kvservice.lookup.server import LookupServer
+    from kvservice.cli.processes import address_of_lookup, lookup_server
     from kvservice.observe import tracing
-    from kvservice.shard.server import ShardServer
+    from kvservice.observe.endpoint import on_loop
+    from kvservice.observe.lookup_metrics import LookupCollector
+    from kvservice.shard.process import serve_until_asked
     from kvservice.shard.server_config import ShardServerConfig
     from kvservice.units import NodeId
 
+    lookup = lookup_server(config, address_of_lookup(config, 0, LOOPBACK, config.lookup_port))
     await asyncio.sleep(0)  # lets a signal be heard
     if asked.to_end.is_set():
         return
     tracing.start(config.traces, "kvservice", service=config.service)
-    raise_file_limit()
-    say_when_short(logging.getLogger("kvservice.shard"))
-    root = config.runtime_root
-    where = lookup_address(
-        config.service,
-        0,
-        root,
-        LOOPBACK,
-        config.lookup_port,
-        tls=bool(config.tls_dir),
-        allow_plaintext=config.allow_plaintext,
-    )
-    lookup = LookupServer(
-        where,
-        silence=patience(config.heartbeat_seconds),
-        tls_dir=config.tls_dir,
-        allow_plaintext=config.allow_plaintext,
-    )
+
+    def tell(_: object) -> None:
+        new_console(stderr=True).print(
+            f"service '{config.service}' runs on this machine, with {format_bytes(config.pool_bytes)} in /dev/shm; "
+            "engines here find it by themselves; see `kvservice status`. Its logs follow; Ctrl-C stops it"
+        )
+
     try:
         try:
             address = await lookup.start()
@@ -259,39 +242,12 @@ async def _foreground(config: Any) -> None:
                 f"service {config.service!r} runs on this machine already: `kvservice status` shows it, and `kvservice "
                 "down` says how to end it. For one more choose another --service"
             ) from error
-        shard = ShardServer(ShardServerConfig(config, NodeId(ALONE), (address,)))
-        await _serve_alone(config, lookup, shard, asked)
+        shard = ShardServerConfig(config, NodeId(ALONE), (address,), peer_host=LOOPBACK)
+        numbers = on_loop(asyncio.get_running_loop(), lookup.numbers)
+        await serve_until_asked(shard, asked, tell, [LookupCollector(config.service, numbers)])
     finally:
         await lookup.stop()
         await asyncio.to_thread(tracing.stop)
-
-
-async def _serve_alone(config: Any, lookup: LookupServer, shard: ShardServer, asked: EndSignals) -> None:
-    """Start the shard, and stop it after a signal."""
-    from kvservice.observe.endpoint import on_loop, serve_endpoint
-    from kvservice.observe.lookup_metrics import LookupCollector
-    from kvservice.observe.metrics import ShardCollector
-    from kvservice.shard.process import end_process, first_of, started
-
-    end_metrics: Callable[[], None] = lambda: None  # noqa: E731
-    try:
-        if await started(shard, asked) is None:
-            return
-        if config.metrics_port:
-            loop = asyncio.get_running_loop()
-            collectors = [
-                ShardCollector(config.service, on_loop(loop, shard.stats), shard.timings),
-                LookupCollector(config.service, on_loop(loop, lookup.numbers)),
-            ]
-            end_metrics = serve_endpoint(collectors, on_loop(loop, shard.condition), config.metrics_port, LOOPBACK)
-        new_console(stderr=True).print(
-            f"service '{config.service}' runs on this machine, with {format_bytes(config.pool_bytes)} in /dev/shm; "
-            "engines here find it by themselves; see `kvservice status`. Its logs follow; Ctrl-C stops it"
-        )
-        await first_of(asked.to_end.wait(), shard.left.wait())
-    finally:
-        await asyncio.to_thread(end_metrics)
-        await end_process(shard, asked)
 
 
 def _connect_or_start(service: str, address: str | None, console: Console) -> bool:

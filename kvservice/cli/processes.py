@@ -6,10 +6,13 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvservice.errors import ConfigError
 from kvservice.units import NodeId, bracketed
+
+if TYPE_CHECKING:
+    from kvservice.lookup.server import LookupServer
 
 # Parts of file names, certificates and JSON: no "/", no blank, and nothing that a command takes for an option.
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
@@ -54,43 +57,24 @@ def run_shard(
     )
     if not config.lookup:
         say("no lookup partition is named with --lookup: this node finds blocks of no other node")
-    asyncio.run(serve(place, keep_segment=keep_blocks, grace_seconds=grace_seconds, metrics_port=config.metrics_port))
+    asyncio.run(serve(place, keep_segment=keep_blocks, grace_seconds=grace_seconds))
 
 
 def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None:
     """Run one lookup partition of `config.lookup_partitions`. Without `port`, or `config.lookup_port`, it listens on a
     Unix socket if it needs no port. Blocks until a signal."""
-    from kvservice.core.directory.membership import patience
-    from kvservice.discovery import lookup_address
     from kvservice.lookup.process import serve
-    from kvservice.lookup.server import LookupServer
 
     count, host = config.lookup_partitions, host.strip("[]")
     if port is None and config.lookup_port:
         port = config.lookup_port + partition
-    address = lookup_address(
-        config.service,
-        partition,
-        config.runtime_root,
-        host,
-        port or 0,
-        tls=bool(config.tls_dir),
-        allow_plaintext=config.allow_plaintext,
-    )
+    address = address_of_lookup(config, partition, host, port or 0)
     if port is None and not address.startswith("unix:"):
         address = f"{bracketed(host)}:{LOOKUP_PORT}"
 
     async def run() -> None:
-        server = LookupServer(
-            address,
-            partition,
-            count,
-            silence=patience(config.heartbeat_seconds),
-            tls_dir=config.tls_dir,
-            allow_plaintext=config.allow_plaintext,
-        )
         await serve(
-            server,
+            lookup_server(config, address, partition, count),
             f"lookup partition {partition} of {count}",
             hint=HINT.format(count=count) if count > 1 else "",
             service=config.service,
@@ -100,6 +84,29 @@ def run_lookup(config: Any, partition: int, host: str, port: int | None) -> None
         )
 
     asyncio.run(run())
+
+
+def address_of_lookup(config: Any, partition: int, host: str, port: int) -> str:
+    """Where this lookup partition listens."""
+    from kvservice.discovery import lookup_address
+
+    secure = {"tls": bool(config.tls_dir), "allow_plaintext": config.allow_plaintext}
+    return lookup_address(config.service, partition, config.runtime_root, host, port, **secure)
+
+
+def lookup_server(config: Any, address: str, partition: int = 0, count: int = 1) -> LookupServer:
+    """A lookup partition with the settings of the service. Call it on its loop."""
+    from kvservice.core.directory.membership import patience
+    from kvservice.lookup.server import LookupServer
+
+    return LookupServer(
+        address,
+        partition,
+        count,
+        silence=patience(config.heartbeat_seconds),
+        tls_dir=config.tls_dir,
+        allow_plaintext=config.allow_plaintext,
+    )
 
 
 def node_named(name: str) -> NodeId:

@@ -12,8 +12,10 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
+
+from prometheus_client.registry import Collector
 
 from kvservice.aio import end_tasks
 from kvservice.core.messages import Holder
@@ -33,43 +35,57 @@ POLL_SECONDS = 0.1  # for a stop that is given up to remove its files: they are 
 HURRY_SECONDS = 3.0  # for an orderly stop after a second signal: listeners give their calls a second each
 
 
-async def serve(
-    config: ShardServerConfig,
-    *,
-    keep_segment: bool = False,
-    grace_seconds: float = 0.0,
-    metrics_port: int = 0,
-) -> None:
+async def serve(config: ShardServerConfig, *, keep_segment: bool = False, grace_seconds: float = 0.0) -> None:
     """Serve until a signal, and return after a clean stop. Raises what ShardServer.start raises.
 
     The stop leaves no file, or with `keep_segment` only the segment and what was cleared.
     """
     tracing.start(config.settings.traces, "kvservice-shard", node=config.node_id, service=config.settings.service)
+    try:
+        await serve_until_asked(
+            config,
+            EndSignals(),
+            lambda holder: say(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}"),
+            keep_segment=keep_segment,
+            grace_seconds=grace_seconds,
+        )
+    finally:
+        await asyncio.to_thread(tracing.stop)
+
+
+async def serve_until_asked(
+    config: ShardServerConfig,
+    asked: EndSignals,
+    tell: Callable[[Holder], None],
+    collectors: Iterable[Collector] = (),
+    *,
+    keep_segment: bool = False,
+    grace_seconds: float = 0.0,
+) -> None:
+    """`serve`, in a process that has more to do. `tell` is called when it serves, and `collectors` are metrics beside
+    those of the shard."""
     raise_file_limit()
     say_when_short(log)
-    server = ShardServer(config)
-    asked = EndSignals()
-
-    end_metrics: Callable[[], None] = lambda: None  # noqa: E731
+    server, settings = ShardServer(config), config.settings
     holder = await started(server, asked)
     if holder is None:
         log.info("ended_before_start", extra={"node": config.node_id})
-        await asyncio.to_thread(tracing.stop)
         return
     keep_tables()
+    end_metrics: Callable[[], None] = lambda: None  # noqa: E731
     try:
-        if metrics_port:
+        if settings.metrics_port:
             loop = asyncio.get_running_loop()
-            collector = ShardCollector(config.settings.service, on_loop(loop, server.stats), server.timings)
-            end_metrics = serve_endpoint([collector], on_loop(loop, server.condition), metrics_port, config.peer_host)
-        say(f"shard {holder.node_id} serves peers at {holder.peer_address}, epoch {holder.epoch}")
+            of_shard = ShardCollector(settings.service, on_loop(loop, server.stats), server.timings)
+            condition = on_loop(loop, server.condition)
+            end_metrics = serve_endpoint([of_shard, *collectors], condition, settings.metrics_port, config.peer_host)
+        tell(holder)
         await first_of(asked.to_end.wait(), server.left.wait())
         if not server.left.is_set() and grace_seconds > 0:  # what is kept for the next start is handed to nobody
             await first_of(server.drain(grace_seconds, handover=not keep_segment), asked.to_hurry.wait())
     finally:
         await end_process(server, asked, keep_segment=keep_segment)
         await asyncio.to_thread(end_metrics)
-        await asyncio.to_thread(tracing.stop)
         for number in end_signals():
             signal.signal(number, signal.SIG_IGN)
 

@@ -190,6 +190,32 @@ def test_ctrl_c_before_a_service_serves_leaves_nothing(runtime: Path) -> None:
     assert not list(runtime.iterdir())
 
 
+KEEPS_TABLES = """
+import os, runpy, signal, sys
+from kvservice import garbage
+
+def keep_tables():
+    print("kept", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+garbage.keep_tables = keep_tables
+sys.argv[1:] = ["up", "--no-ray", "--pool-bytes", "16MiB", "--service", "tables"]
+runpy.run_module("kvservice", run_name="__main__")
+"""
+
+
+def test_a_service_in_the_foreground_keeps_its_tables(runtime: Path) -> None:
+    """As every process of the service: a collection of all that a pool's books hold would stop its engines."""
+    shown = subprocess.run(
+        [sys.executable, "-c", KEEPS_TABLES],
+        env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (shown.returncode, shown.stdout) == (0, "kept\n"), shown.stderr
+
+
 PARTS = (
     ["shard", "--node", "n0", "--pool-bytes", "16MiB"],
     ["lookup", "--lookup-partitions", "1"],
