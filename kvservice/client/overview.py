@@ -23,7 +23,9 @@ from kvservice.client.channels import Channels
 from kvservice.client.eviction_overview import EvictionOverview, eviction_of
 from kvservice.client.lookup_overview import LookupOverview
 from kvservice.client.tier_overview import UNUSABLE, DriftOverview, TierOverview, drifts_of, sum_tiers, tiers_of
+from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.explain.evictions import EvictionCause
+from kvservice.core.messages import UsageRow
 from kvservice.core.store.blocks import EVICTED
 from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import ConfigError
@@ -87,15 +89,6 @@ class HitWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantOverview:
-    name: str
-    used_bytes: int
-    quota_bytes: int  # 0 = none
-    in_flight: int
-    counters: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
 class MirrorOverview:
     """A node's mirror of the directory."""
 
@@ -121,7 +114,7 @@ class NodeOverview:
     pool: PoolUsage
     windows: tuple[HitWindow, ...]
     evictions: dict[str, int]  # blocks by cause
-    tenants: tuple[TenantOverview, ...]
+    tenants: tuple[TenantUsage, ...]
     counters: dict[str, int]
     lookup_keys: int  # blocks that the directory has of it
     mirror: MirrorOverview | None
@@ -162,15 +155,9 @@ class ModelOverview:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelHits:
+class ModelHits(UsageRow):
     """Blocks of one model and tenant, since the start of each shard."""
 
-    model: str
-    tenant: str
-    asked_blocks: int
-    hit_local_blocks: int
-    hit_remote_blocks: int
-    hit_tier_blocks: int
     hit_rate: float | None  # None when no block was asked for
 
 
@@ -232,7 +219,7 @@ class Overview:
     refused: tuple[RefusedEngine, ...]
     flows: tuple[Flow, ...]
     evictions: dict[str, int]  # of all nodes: blocks by cause
-    tenants: tuple[TenantOverview, ...]  # of all nodes
+    tenants: tuple[TenantUsage, ...]  # of all nodes
     slowest: tuple[SlowestRequest, ...]
     lookups: tuple[LookupOverview, ...]
     problems: tuple[str, ...]
@@ -378,7 +365,7 @@ def _node(answer: _NodeAnswer, lookup_keys: int) -> NodeOverview:
         tuple(hit_window(window.name, window.seconds, window.counters) for window in reply.windows),
         {cause.value: counters.get(EVICTED[cause], 0) for cause in _EVICTIONS},
         tuple(
-            TenantOverview(row.name, row.used_bytes, row.quota_bytes, row.in_flight, dict(sorted(row.counters.items())))
+            TenantUsage(row.name, row.used_bytes, row.quota_bytes, row.in_flight, dict(sorted(row.counters.items())))
             for row in reply.tenants
         ),
         counters,
@@ -495,25 +482,15 @@ def _models(engines: Iterable[EngineOverview]) -> tuple[ModelOverview, ...]:
 
 
 def _hits(rows: Iterable[shard_pb2.ModelHits]) -> tuple[ModelHits, ...]:
-    found: dict[tuple[str, str], Counter[str]] = {}
+    found: dict[tuple[str, str], list[tuple[int, int, int, int]]] = {}
     for row in rows:
-        found.setdefault((row.model, row.tenant), Counter()).update(
-            asked=row.asked_blocks,
-            local=row.hit_local_blocks,
-            remote=row.hit_remote_blocks,
-            tier=row.hit_tier_blocks,
-        )
-    hits = [
-        ModelHits(
-            *name,
-            count["asked"],
-            count["local"],
-            count["remote"],
-            count["tier"],
-            (count["local"] + count["remote"] + count["tier"]) / count["asked"] if count["asked"] else None,
-        )
-        for name, count in found.items()
-    ]
+        counts = (row.asked_blocks, row.hit_local_blocks, row.hit_remote_blocks, row.hit_tier_blocks)
+        found.setdefault((row.model, row.tenant), []).append(counts)
+    hits = []
+    for name, of_nodes in found.items():
+        asked, local, remote, tier = (sum(counts) for counts in zip(*of_nodes, strict=True))
+        rate = (local + remote + tier) / asked if asked else None
+        hits.append(ModelHits(*name, asked, local, remote, tier, rate))
     return tuple(sorted(hits, key=lambda one: -one.asked_blocks))
 
 
@@ -550,12 +527,12 @@ def _slowest(answer: _NodeAnswer) -> list[SlowestRequest]:
     ]
 
 
-def _sum_tenants(tenants: Iterable[TenantOverview]) -> tuple[TenantOverview, ...]:
-    found: dict[str, list[TenantOverview]] = {}
+def _sum_tenants(tenants: Iterable[TenantUsage]) -> tuple[TenantUsage, ...]:
+    found: dict[str, list[TenantUsage]] = {}
     for tenant in tenants:
         found.setdefault(tenant.name, []).append(tenant)
     return tuple(
-        TenantOverview(
+        TenantUsage(
             name,
             sum(row.used_bytes for row in rows),
             sum(row.quota_bytes for row in rows),

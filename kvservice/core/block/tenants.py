@@ -33,7 +33,7 @@ class TenantUsage:
 
     name: str
     used_bytes: int
-    quota_bytes: int
+    quota_bytes: int  # 0 = none
     in_flight: int
     counters: Mapping[str, int]
 

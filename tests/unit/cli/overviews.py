@@ -18,13 +18,13 @@ from kvservice.client.overview import (
     Overview,
     RefusedEngine,
     SlowestRequest,
-    TenantOverview,
     hit_window,
     pool_usage,
     sum_pools,
     sum_windows,
 )
 from kvservice.client.tier_overview import TierOverview, sum_tiers, tiers_of
+from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.messages import TierFigures
 from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.units import GiB, MiB
@@ -134,7 +134,7 @@ def make_overview(nodes: Sequence[NodeOverview] | None = None, model: str = MODE
         refused=(RefusedEngine(second, model, "", 184.0, differences, 3, "other fingerprint"),),
         flows=(Flow(first, second, 21 * GiB, 9e9), Flow(second, first, 12 * GiB, 8e9)),
         evictions={"pressure": 240, "slab_moved": 0, "quota": 2, "cleared": 5, "aged": 3},
-        tenants=(TenantOverview(tenant, 40 * GiB, 64 * GiB, 12, {"quota_refused": 3}),),
+        tenants=(TenantUsage(tenant, 40 * GiB, 64 * GiB, 12, {"quota_refused": 3}),),
         slowest=(
             SlowestRequest(first, "cmpl-6f2a9c0e1", model, tenant, 12.0, 0.9, 120, 90, 20, "deadline"),
             SlowestRequest(second, "cmpl-1b2c3d4e5", model, tenant, 42.0, 0.3, 60, 60, 0, "none"),
