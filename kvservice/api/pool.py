@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from kvservice.api.attached import AttachedModel, PutResult, Verify
 from kvservice.api.explanation import RequestExplanation
@@ -60,8 +60,13 @@ def connect(
     ...     pool.mode
     'embedded'
     """
-    place = (mode, service, node, socket, token_file)
-    return Pool(_open(*place, memory, eviction, metrics_port, disk_path, disk_bytes, objects_url))
+    thread = PoolThread(_options(locals()))
+    try:
+        thread.loop.wait(thread.open())
+    except BaseException:
+        thread.loop.stop()
+        raise
+    return Pool(thread)
 
 
 async def connect_async(
@@ -87,8 +92,7 @@ async def connect_async(
     >>> asyncio.run(main())
     'embedded'
     """
-    place = (mode, service, node, socket, token_file)
-    thread = PoolThread(_options(*place, memory, eviction, metrics_port, disk_path, disk_bytes, objects_url))
+    thread = PoolThread(_options(locals()))
     try:
         await thread.loop.wait_async(thread.open())
     except BaseException:
@@ -97,24 +101,10 @@ async def connect_async(
     return AsyncPool(thread)
 
 
-def _open(*arguments: str | int | None) -> PoolThread:
-    thread = PoolThread(_options(*arguments))
-    try:
-        thread.loop.wait(thread.open())
-    except BaseException:
-        thread.loop.stop()
-        raise
-    return thread
-
-
-def _options(*arguments: str | int | None) -> ConnectOptions:
+def _options(arguments: dict[str, Any]) -> ConnectOptions:
+    """`arguments` of `connect`, by name."""
     logs.speak_up()
-    names = (
-        *("mode", "service", "node", "socket", "token_file", "memory", "eviction", "metrics_port"),
-        *("disk_path", "disk_bytes", "objects_url"),
-    )
-    given = {name: value for name, value in zip(names, arguments, strict=True) if value is not None}
-    return ConnectOptions(**given)  # type: ignore[arg-type]  # checked there, whatever it is
+    return ConnectOptions(**{name: value for name, value in arguments.items() if value is not None})
 
 
 class Pool:
