@@ -236,13 +236,7 @@ class SchedulerHalf:
 
     def _ask_again(self, request: EngineRequest, now: float) -> None:
         """The engine has lost blocks that it had when the pool was asked: ask once more."""
-        if request.asked_again or request.waits_for_writer:
-            return
-        if request.state is RequestState.ASKED:  # its answer is given back when it comes
-            request.move(RequestEvent.GIVE_UP)
-        elif request.state is RequestState.ANSWERED:
-            self._decline(request)
-        else:
+        if request.asked_again or request.waits_for_writer or not self._decline(request):
             return
         request.asked_again = True
         self.counters["asked_again"] += self._ask(request, now)
@@ -359,26 +353,19 @@ class SchedulerHalf:
             self.counters["store_blocks_preempted"] += self._grouping.stride * sum(part.found for part in lost)
         if self._offload is Offload.EVICTING and self._cache is not None:
             self._near.plan(plan, attachment, self._keyring.naming_of(attachment), self._cache)
-        return [it.request_id for it in looked_at if it.state is RequestState.LOADING or self._is_behind(it)]
+        return [it.request_id for it in looked_at if it.state is RequestState.LOADING or it.is_behind]
 
     def _parts_of(
         self, attachment: Attachment, request: EngineRequest, computed_tokens: int, block_ids: BlockIds
     ) -> list[StorePart]:
         """What the request stores in this step. Unless it does so at once, its blocks are named only."""
-        if not self._is_behind(request):
+        if not request.is_behind:
             return []
         if request.offload is Offload.EAGER:
             return [self._part_of(attachment, request, computed_tokens, block_ids())]
         self._extend_keys(request, request.hashes, attachment)
         self._near.note(request, request.hashes, request.computed_blocks)
         return []
-
-    def _is_behind(self, request: EngineRequest) -> bool:
-        """Whether it has full blocks that are stored as they are filled, or named for when the engine evicts them."""
-        if not request.admitted or request.offload is Offload.LAZY:
-            return False
-        done = request.stored if request.offload is Offload.EAGER else max(request.stored, request.named)
-        return request.storable(request.computed_blocks) > done
 
     def _part_of(
         self, attachment: Attachment, request: EngineRequest, computed_tokens: int, block_ids: Table
@@ -557,16 +544,20 @@ class SchedulerHalf:
         request.stored = request.kept_out  # if it goes on, it is computed again from its start
         request.named = request.computed_blocks = request.skip = 0
         self._stores.expect(request, -request.expected)
+        self._decline(request)
+
+    def _decline(self, request: EngineRequest) -> bool:
+        """What the pool was asked for is not wanted. Returns whether it waited for the answer or had the promise."""
         if request.state is RequestState.ASKED:  # its answer is given back when it comes
             request.move(RequestEvent.GIVE_UP)
-        elif request.state is RequestState.ANSWERED:
-            self._decline(request)
-
-    def _decline(self, request: EngineRequest) -> None:
+            return True
+        if request.state is not RequestState.ANSWERED:
+            return False
         assert request.result is not None and request.attachment is not None
         self._end_lease(request.attachment, request.result.lease_id)
         request.result = None
         request.move(RequestEvent.DECLINE)
+        return True
 
     # -- inside ----
 

@@ -134,6 +134,14 @@ class EngineRequest:
         """How many of its first `blocks` may be stored."""
         return min(blocks, self.prompt_blocks) if self.prompt_only else blocks
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether it has full blocks that are stored as they are filled, or named for when the engine evicts them."""
+        if not self.admitted or self.offload is Offload.LAZY:
+            return False
+        done = self.stored if self.offload is Offload.EAGER else max(self.stored, self.named)
+        return self.storable(self.computed_blocks) > done
+
     def move(self, event: RequestEvent) -> None:
         self.state = step(TRANSITIONS, self.state, event, f"request {self.request_id}")
 

@@ -230,9 +230,10 @@ class TailedScheduler(SchedulerHalf):
 
     # -- what was promised is not wanted ----
 
-    def _decline(self, request: EngineRequest) -> None:
-        self._drop_tail(request.request_id)
-        super()._decline(request)
+    def _decline(self, request: EngineRequest) -> bool:
+        if request.state is RequestState.ANSWERED:
+            self._drop_tail(request.request_id)
+        return super()._decline(request)
 
     def _forget_promise(self, request: EngineRequest) -> None:
         if request.state is RequestState.EXTENDING:
