@@ -29,10 +29,10 @@ from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
 from kvservice.connector.options import Share, slot_parts
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
-from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
+from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.connector.scheduler.loan_book import BlockPins
-from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.scheduler.ports import BlockIds, Promise, Wait
 from kvservice.connector.scheduler.request_terms import terms_of
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures

@@ -20,8 +20,8 @@ import torch
 
 from kvservice.api.arguments import whole_number
 from kvservice.connector.options import CopierChoice, Share
-from kvservice.connector.scheduler.half import BlockIds
 from kvservice.connector.scheduler.handoff import parse_public_tokens, parse_transfer_params
+from kvservice.connector.scheduler.ports import BlockIds
 from kvservice.connector.worker.shared_kv import SharedKV
 from kvservice.copying.memory import SharedMemory
 from kvservice.core.block.keys import chain_hashes

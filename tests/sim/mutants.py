@@ -272,8 +272,8 @@ MUTANTS = (
     Mutant(
         "a promise that is not taken up is given back",
         SCHEDULER,
-        "if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:",
-        "if False:",
+        "            if request.state is RequestState.ANSWERED:\n                self._end_promise",
+        "            if False:\n                self._end_promise",
         seed=1040,
     ),
     Mutant(

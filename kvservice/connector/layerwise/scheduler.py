@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from kvservice.connector.cache_groups import Table
 from kvservice.connector.layerwise.loads import LayeredLoads, LayeredState
 from kvservice.connector.plan import StepReport
-from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
-from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.ports import BlockIds, Promise, Wait
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.store_plan import StorePart
 from kvservice.core.messages import Attachment

@@ -24,7 +24,7 @@ from kvservice.connector.scheduler.known_keys import KnownKeys
 from kvservice.connector.scheduler.loads import Loads
 from kvservice.connector.scheduler.loan_book import BlockPins, LoanBook
 from kvservice.connector.scheduler.near_eviction import NearEviction
-from kvservice.connector.scheduler.ports import Promise, SessionPort, StoredBlock, Wait
+from kvservice.connector.scheduler.ports import BlockIds, Promise, SessionPort, StoredBlock, Wait
 from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
 from kvservice.connector.scheduler.recent_suspects import RecentSuspects
 from kvservice.connector.scheduler.request import WAITING, EngineRequest, RequestEvent, RequestState
@@ -39,8 +39,6 @@ from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
 IDLE_SECONDS = 0.002  # a step with nothing to compute waits this long for the pool instead of busy-polling
 # The most: an answer that does not come at once is fetched or computed elsewhere, which needs the cores of empty steps.
 IDLE_SECONDS_MAX = 0.01
-
-BlockIds = Callable[[], Table]
 
 
 class SchedulerHalf:
@@ -88,13 +86,7 @@ class SchedulerHalf:
         self._worker_count = worker_count
         self._loads = self.loads_type(session, self._grouping, self.counters, borrows=loan_seconds > 0)
         self._stores = Stores(
-            session,
-            self._grouping,
-            self._known,
-            self._handoffs,
-            worker_count,
-            self.counters,
-            remember=remember_stored,
+            session, self._grouping, self._known, self._handoffs, worker_count, self.counters, remember=remember_stored
         )
         self._near = NearEviction(self._stores, self._known, evicting_blocks)
         self._loans = LoanBook(loan_seconds, worker_count, self.counters)
@@ -219,7 +211,7 @@ class SchedulerHalf:
             if not has_all:
                 request.gave_up = True
                 self.counters["gave_up_waiting"] += 1
-        if request.state is not RequestState.ANSWERED or request.result is None or self._paused:
+        if request.state is not RequestState.ANSWERED or self._paused:
             return Promise(0)
         if not self._is_current(request.attachment):
             return Promise(0)  # the pool that made the promise is gone
@@ -249,15 +241,13 @@ class SchedulerHalf:
         request.scheduled = True
         if request.state is not RequestState.ANSWERED:
             return
-        result, attachment = request.result, request.attachment
-        assert result is not None and attachment is not None
+        attachment, result = request.promise
         if self._is_current(attachment):
             held = request.promised_end if result.skipped_held >= request.skip else result.skipped_held
             self._stores.expect(request, -max(held - request.stored, 0))
             request.stored = max(request.stored, held)
         if external_tokens == 0:
-            request.move(RequestEvent.DECLINE)
-            self._end_lease(attachment, result.lease_id)
+            self._decline(request)
             return
         end, rest = divmod(request.local_tokens + external_tokens, self._block_tokens)
         assert rest == 0, "the engine takes a part of a block"
@@ -265,8 +255,7 @@ class SchedulerHalf:
 
     def _begin_load(self, request: EngineRequest, block_ids: Table, end: int) -> None:
         """Plan the load of what was promised, up to position `end`."""
-        result, attachment = request.result, request.attachment
-        assert result is not None and attachment is not None
+        attachment, result = request.promise
         if self._grouping.window_groups:
             assert end == request.promised_end, "the engine takes less than was promised, with another window"
         taken = replace(result, blocks=result.blocks[: end - request.skip])
@@ -461,8 +450,8 @@ class SchedulerHalf:
             if store_rest:
                 self._store_rest(request, hashes, computed_tokens, block_ids)
         finally:
-            if request.state is RequestState.ANSWERED and request.result is not None and request.attachment is not None:
-                self._end_lease(request.attachment, request.result.lease_id)
+            if request.state is RequestState.ANSWERED:
+                self._end_promise(request)
             self._session.expect(-request.expected)
             self._session.abandon(request_id)
             self._session.report(request.report())
@@ -553,8 +542,7 @@ class SchedulerHalf:
             return True
         if request.state is not RequestState.ANSWERED:
             return False
-        assert request.result is not None and request.attachment is not None
-        self._end_lease(request.attachment, request.result.lease_id)
+        self._end_promise(request)
         request.result = None
         request.move(RequestEvent.DECLINE)
         return True
@@ -568,6 +556,10 @@ class SchedulerHalf:
     def _is_current(self, attachment: AttachmentId | None) -> bool:
         current = self._session.attachment
         return current is not None and current.attachment_id == attachment
+
+    def _end_promise(self, request: EngineRequest) -> None:
+        attachment, result = request.promise
+        self._end_lease(attachment, result.lease_id)
 
     def _end_lease(self, attachment: AttachmentId, lease_id: LeaseId) -> None:
         if lease_id:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvservice.connector.cache_groups import Table
 from kvservice.core.messages import AcquireRequest, Attachment, RequestReport, SealItem
 from kvservice.core.segment.refs import BlockRef
 from kvservice.session.session import AcquireAnswer
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
+
+BlockIds = Callable[[], Table]  # the ids of a request's blocks: asked for only if it has something to store
 
 
 class SessionPort(Protocol):

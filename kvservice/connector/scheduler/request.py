@@ -126,6 +126,12 @@ class EngineRequest:
         return [self.keys, *self.window_keys]
 
     @property
+    def promise(self) -> tuple[AttachmentId, AcquireResult]:
+        """What it is promised in state ANSWERED, and the attachment that holds the lease."""
+        assert self.result is not None and self.attachment is not None
+        return self.attachment, self.result
+
+    @property
     def promised_end(self) -> int:
         """The position behind the last promised block."""
         return self.skip + (0 if self.result is None else len(self.result.blocks))

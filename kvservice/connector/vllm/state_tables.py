@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvservice.connector.cache_groups import Grouping, SeveralGroups, Table, state_positions
-from kvservice.connector.scheduler.half import BlockIds
+from kvservice.connector.scheduler.ports import BlockIds
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState

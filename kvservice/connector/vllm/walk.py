@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvservice.connector.cache_groups import Grouping, Table
 from kvservice.connector.plan import StepPlan
 from kvservice.connector.scheduler.due import DueRing
-from kvservice.connector.scheduler.half import BlockIds, SchedulerHalf
+from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.ports import BlockIds
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
