@@ -107,5 +107,5 @@ class LayerwiseScheduler(SchedulerHalf):
             return []
         return super()._parts_of(attachment, request, computed_tokens, block_ids)
 
-    def _part_of_preempted(self, attachment: Attachment, request_id: str) -> None:
+    def _part_from_cache(self, attachment: Attachment, request: EngineRequest, most: int) -> None:
         """Nothing: what the engine holds under a hash may be a layered load that is not confirmed."""

@@ -41,14 +41,14 @@ def table_from_cache(
     hashes: Sequence[BlockHash],
     keys: Sequence[BlockKey],
     known: Container[BlockKey],
-    end: int,
+    wanted: range,
     stride: int,
 ) -> Table:
-    """The blocks of a request that lost its own: where the engine still has positions [0, end), up to the first block
-    that neither the engine has nor the pool is `known` to have. A block that only the pool has is NOWHERE: who copies
-    decides anew what the pool has, and may know less by then."""
-    table: list[int] = []
-    for index in range(end * stride):
+    """The blocks of a request that lost its own: where the engine still has the `wanted` positions, up to the first
+    block that neither the engine has nor the pool is `known` to have. A block that only the pool has is NOWHERE: who
+    copies decides anew what the pool has, and may know less by then. So is everything before the wanted positions."""
+    table = [NOWHERE] * (wanted.start * stride)
+    for index in range(wanted.start * stride, wanted.stop * stride):
         found = cache.find(hashes[index])
         if found is None and keys[index // stride] not in known:
             break

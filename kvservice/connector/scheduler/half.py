@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, Table, usable
 from kvservice.connector.options import Offload
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport, StorePlan
+from kvservice.connector.scheduler.ended import EndedRequests
 from kvservice.connector.scheduler.engine_cache import EngineCache, held_by_engine, table_from_cache
 from kvservice.connector.scheduler.handoff import Prefill, WriterHandoffs
 from kvservice.connector.scheduler.known_keys import KnownKeys
@@ -88,6 +90,7 @@ class SchedulerHalf:
         self._stores = Stores(
             session, self._grouping, self._known, self._handoffs, worker_count, self.counters, remember=remember_stored
         )
+        self._ended = EndedRequests(self._stores)
         self._near = NearEviction(self._stores, self._known, evicting_blocks)
         self._loans = LoanBook(loan_seconds, worker_count, self.counters)
 
@@ -298,6 +301,7 @@ class SchedulerHalf:
         engine found nothing to compute."""
         self._loads.begin_step(plan)
         self._stores.begin_step(plan, now)
+        self._ended.begin_step(now)
         self._suspects.begin_step(now)
         attachment = self._session.attachment
         if attachment is not None:  # otherwise the workers keep the old mapping, and its headers show that it is void
@@ -325,10 +329,11 @@ class SchedulerHalf:
         if attachment is None or plan.pool is None or not self._may_write or self._paused:
             return [request_id for request_id, *_ in scheduled] if self._may_write else []  # until there is a pool
         self._follow(attachment.attachment_id)
-        self._stores.follow(attachment.epoch, self._requests.values())
+        self._stores.follow(attachment.epoch, chain(self._requests.values(), self._ended))
         self._stores.gather()
         lost = [part for part in (self._part_of_preempted(attachment, it) for it in preempted) if part is not None]
-        parts, looked_at = list(lost), []
+        ended = self._ended.parts(partial(self._part_from_cache, attachment))
+        parts, looked_at = lost + ended, []
         for request_id, hashes, computed_tokens, block_ids in scheduled:
             request = self._requests.get(request_id)
             if request is not None and request.state is not RequestState.ENDED:
@@ -376,14 +381,18 @@ class SchedulerHalf:
         """What the request has full and not stored, as far as the engine still has it. It asks the pool for its blocks
         when it is scheduled again."""
         request = self._requests.get(request_id)
-        if request is None or self._cache is None or self._pins is None or request.state is not RequestState.RUNNING:
+        if request is None or request.state is not RequestState.RUNNING:
             return None
-        full = request.storable(min(request.computed_blocks, len(request.hashes) // self._grouping.stride))
-        if request.offload is Offload.EVICTING or full <= request.stored:
+        return self._part_from_cache(attachment, request, request.computed_blocks)
+
+    def _part_from_cache(self, attachment: Attachment, request: EngineRequest, most: int) -> StorePart | None:
+        """What of its first `most` blocks is full and not stored, as far as the engine still has it."""
+        if not request.has_left or self._cache is None or self._pins is None:
             return None
         self._extend_keys(request, request.hashes, attachment)
-        stride = self._grouping.stride
-        table = table_from_cache(self._cache, request.hashes, request.keys, self._known, full, stride)
+        end = request.storable(min(request.computed_blocks, len(request.keys), most))
+        blocks, stride = range(request.stored, end), self._grouping.stride
+        table = table_from_cache(self._cache, request.hashes, request.keys, self._known, blocks, stride)
         return self._part_of(attachment, request, self._grouping.length(table) * self._block_tokens, table)
 
     def _extend_keys(self, request: EngineRequest, hashes: Sequence[BlockHash], attachment: Attachment | None) -> None:
@@ -452,7 +461,8 @@ class SchedulerHalf:
         finally:
             if request.state is RequestState.ANSWERED:
                 self._end_promise(request)
-            self._session.expect(-request.expected)
+            if request not in self._ended:
+                self._session.expect(-request.expected)
             self._session.abandon(request_id)
             self._session.report(request.report())
             request.move(RequestEvent.END)
@@ -462,14 +472,17 @@ class SchedulerHalf:
     def _store_rest(
         self, request: EngineRequest, hashes: Sequence[BlockHash], computed_tokens: int, block_ids: Table
     ) -> None:
-        """Queue the copies of what a request that ended has not stored, and lend its blocks if it was handed off."""
+        """Queue the copies of what a request that ended has not stored, and lend its blocks if it was handed off. What
+        finds no slot is stored in later steps, as long as the engine has it in its cache."""
         attachment = self._rest_goes_to()
         if request.state is not RequestState.RUNNING or attachment is None or self._rest_can_wait(request):
             return
-        request.hashes = hashes
+        request.hashes, request.computed_blocks = hashes, computed_tokens // self._block_tokens
         store = self._store_of(attachment, request, computed_tokens, block_ids)
         if store is not None:
             self._stores.queue(store)
+        if request.has_left and self._cache is not None:
+            self._ended.add(request)
         if request.writes is not None:
             self._loans.lend(request.keys[: computed_tokens // self._block_tokens], block_ids)
 
@@ -485,14 +498,15 @@ class SchedulerHalf:
 
     def has_pending_work(self, now: float) -> bool:
         """Whether steps are needed even without requests, to start copies and loans and to learn how they ended."""
-        return self._loans.is_pending(now) or self._stores.is_pending(now)
+        return not self._ended.is_empty or self._loans.is_pending(now) or self._stores.is_pending(now)
 
     def idle_seconds(self) -> float:
-        """How many seconds an engine with nothing to compute may wait for an answer of the pool, or for the end of a
-        loan. 0 if none is due. Longer each time, until something is asked again."""
+        """How many seconds an engine with nothing to compute may wait for an answer of the pool, for slots, or for the
+        end of a loan. 0 if none is due. Longer each time, until something is asked again."""
         waiting = [request for request in self._requests.values() if request.state in WAITING]
         if not waiting:
-            return 0.0 if self._loans.is_empty or not self._stores.is_empty else IDLE_SECONDS
+            is_due = self._stores.is_empty and not (self._loans.is_empty and self._ended.is_empty)
+            return IDLE_SECONDS if is_due else 0.0
         if all(request.waits_for_writer for request in waiting):
             return IDLE_SECONDS_MAX
         wait, self._idle_wait = self._idle_wait, min(2 * self._idle_wait, IDLE_SECONDS_MAX)
@@ -521,6 +535,7 @@ class SchedulerHalf:
         self._loans.recall_all()
         self._known.clear()
         self._near.clear()
+        self._ended.clear()
         for request in self._requests.values():
             self._forget_promise(request)
         if term is not None:
@@ -571,8 +586,8 @@ class SchedulerHalf:
             self._suspects.clear()
 
     def check_invariants(self) -> None:
+        assert all(request.expected >= 0 for request in chain(self._requests.values(), self._ended))
         for request in self._requests.values():
-            assert request.expected >= 0
             assert (request.state is RequestState.LOADING) <= self._loads.is_open(request.request_id)
             assert request.state is not RequestState.ENDED, "an ended request is still kept"
             assert (request.result is None) or request.state not in (RequestState.NEW, RequestState.ASKED)

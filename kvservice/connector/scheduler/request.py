@@ -77,7 +77,7 @@ class Naming:
         return replace(self, tenant_key=term_key(self.tenant_key, term), public_key=public)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class EngineRequest:
     request_id: str
     keys: list[BlockKey]
@@ -147,6 +147,13 @@ class EngineRequest:
             return False
         done = self.stored if self.offload is Offload.EAGER else max(self.stored, self.named)
         return self.storable(self.computed_blocks) > done
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has full blocks that are not stored, and not left to the engine's eviction."""
+        return (
+            self.admitted and self.offload is not Offload.EVICTING and self.storable(self.computed_blocks) > self.stored
+        )
 
     def move(self, event: RequestEvent) -> None:
         self.state = step(TRANSITIONS, self.state, event, f"request {self.request_id}")

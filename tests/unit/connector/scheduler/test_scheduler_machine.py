@@ -277,9 +277,12 @@ class Engine(RuleBasedStateMachine):
         self.step(1)
         while self.loads:
             self.end_load(failed=False)
-        while self.reports:
-            store = self.reports.pop()
-            self.half.reported(StepReport(stored={store.store_id: 1}))
+        while self.reports or not self.half._ended.is_empty:
+            for store in self.reports:
+                self.half.reported(StepReport(stored={store.store_id: 1}))
+            self.reports = []
+            self.now += 1.0
+            self.step(1)
         self.now += LOAN_SECONDS
         self.step(1)
         assert {lending.loan_id for lending, _ in self.lent} <= self.recalled, "a loan is never asked back"
