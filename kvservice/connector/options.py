@@ -129,6 +129,10 @@ class EngineCacheOptions(PoolOptions):
     cache_folder: Annotated[str | None, Shown(default="$XDG_CACHE_HOME/kvservice, else ~/.cache/kvservice")] = None
     """Directory for the digests of weight files."""
 
+    def weights_name(self) -> str | None:
+        """What the weights are called in the fingerprint; None where their bytes say it."""
+        return None if self.weights_version is None else f"version {self.weights_version}"
+
     @property
     def weights_cache(self) -> Path | None:
         """`cache_folder` as a path; None = the default."""
@@ -269,7 +273,5 @@ class ConnectorOptions(SharingOptions):
         return wanted and self.copier is CopierChoice.WORKER and self.slot_tokens is None
 
     def weights_name(self) -> str | None:
-        """What the weights are called in the fingerprint; None where their bytes say it."""
-        if self.weights_version is not None:
-            return f"version {self.weights_version}"
-        return None if self.weights_version_file is None else "by weights_version_file"
+        by_file = None if self.weights_version_file is None else "by weights_version_file"
+        return super().weights_name() or by_file

@@ -133,17 +133,22 @@ def _named(files: Sequence[Path], cache: Path | None) -> str:
 
 
 def _downloaded_commit(model: str, revision: str | None) -> str | None:
-    """The commit that the hub's own cache names. Uses no network."""
+    """The commit that the hub's own cache names."""
     if revision and _COMMIT.fullmatch(revision):
         return revision
+    folder = downloaded(model, revision)
+    return folder.name if folder is not None and _COMMIT.fullmatch(folder.name) else None
+
+
+def downloaded(name: str, revision: str | None = None) -> Path | None:
+    """The folder where the hub's own cache has what is published under this name. None without one. Uses no network."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        name = Path(snapshot_download(model, revision=revision, local_files_only=True)).name
-    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (HFValidationError, OSError):
         return None
-    return name if _COMMIT.fullmatch(name) else None
 
 
 # -- the bytes of files ----

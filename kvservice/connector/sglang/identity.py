@@ -132,12 +132,9 @@ def engine_fields(options: SGLangOptions) -> dict[str, object]:
         **flat_fields("hf", config),
         **_lengths(config, model),
     }
-    if options.weights_version is not None:
-        fields["weights"] = f"version {options.weights_version}"
-    else:
-        path, revision = str(model.model_path), getattr(model, "revision", None)
-        commit = getattr(model.hf_config, "_commit_hash", None)
-        fields["weights"] = weights_identity(path, revision, commit, cache)
+    path, revision = str(model.model_path), getattr(model, "revision", None)
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    fields["weights"] = options.weights_name() or weights_identity(path, revision, commit, cache)
     for adapter in resolution_result(server, "lora_paths") or ():
         folder = str(getattr(adapter, "lora_path", ""))
         fields[f"adapter.{getattr(adapter, 'lora_name', '')}"] = weights_identity(folder, None, None, cache)

@@ -70,7 +70,7 @@ def shared_of(source: ModelSource, pool: Any, ranks: Ranks, options: SGLangOptio
         head_size=int(pool.head_dim),
         revision=source.revision,
         commit=source.commit,
-        weights=None if options.weights_version is None else f"version {options.weights_version}",
+        weights=options.weights_name(),
         weights_cache=options.weights_cache,
         accepts=options.accept_codec,
     )

@@ -9,7 +9,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from kvservice.connector.weights import weights_identity
+from kvservice.connector.weights import downloaded, weights_identity
 from kvservice.core.block.pages import SharedModel
 from kvservice.core.messages import EngineSpec
 from kvservice.errors import UnsupportedLayout
@@ -21,9 +21,9 @@ CONFIG_BYTES_MAX = 4 << 20  # a model's configuration has some kilobytes; a larg
 def read_config(model: str, revision: str | None = None) -> dict[str, object]:
     """The configuration of a model in a folder, or of a hub's model as it was downloaded. Uses no network. Raises
     UnsupportedLayout if there is none."""
-    path = Path(model) / CONFIG_FILE if Path(model).is_dir() else _downloaded(model, revision)
+    folder = Path(model) if Path(model).is_dir() else downloaded(model, revision)
     try:
-        if path is not None and path.stat().st_size <= CONFIG_BYTES_MAX:
+        if folder is not None and (path := folder / CONFIG_FILE).stat().st_size <= CONFIG_BYTES_MAX:
             found = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(found, dict):
                 return found
@@ -82,14 +82,3 @@ def shared_name(model: str) -> str:
     """What a model is called whose pages are shared. A shard refuses a second engine of one name that differs from the
     first, and exact and sharing engines may be attached side by side."""
     return f"{model} (shared)"
-
-
-def _downloaded(model: str, revision: str | None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, CONFIG_FILE, revision=revision)
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None

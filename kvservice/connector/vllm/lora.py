@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvservice.connector.weights import downloaded
 from kvservice.core.bounded_table import BoundedTable
 
 log = logging.getLogger("kvservice.connector")
@@ -177,12 +178,4 @@ def identity_of(folder: Path) -> bytes:
 def located(path: str) -> Path | None:
     """The folder itself, or the one where the engine has stored its download of this name. Uses no network."""
     folder = Path(path).expanduser()  # as vLLM does
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
+    return folder if folder.is_dir() else downloaded(path)
