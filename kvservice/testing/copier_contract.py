@@ -172,6 +172,6 @@ class CopierContract:
         """Or they are not lent, where there is no way to."""
         loan = bench.copier.lend([(0, KEYS[0])])
         if loan is not None:
-            bench.copier.recall(loan)
-            bench.copier.recall(loan)
+            loan.recall()
+            loan.recall()
             eventually(lambda: loan.is_over, "the end of the loan")

@@ -21,8 +21,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from kvservice.connector.scheduler.ports import SessionPort
 from kvservice.core.messages import Handoff
 from kvservice.errors import InvalidRequest
 from kvservice.units import NAME_CHARS_MAX, AttachmentId, HandoffId, NodeId
@@ -106,18 +106,10 @@ class _Writing:
     open_stores: int = 0  # their copies may end later than they do
 
 
-class HandoffPort(Protocol):
-    """The part of a Session that hand-offs need. Nothing blocks."""
-
-    def open_handoff(self, handoff: HandoffId) -> AttachmentId | None: ...
-
-    def close_handoff(self, attachment: AttachmentId, handoff: HandoffId) -> None: ...
-
-
 class WriterHandoffs:
     """The hand-offs that this engine writes for. Each is closed once its requests and its last store have ended."""
 
-    def __init__(self, session: HandoffPort) -> None:
+    def __init__(self, session: SessionPort) -> None:
         self._session = session
         self._open: dict[HandoffId, _Writing] = {}
 

@@ -85,6 +85,10 @@ class LentBlocks(Protocol):
         """Whether nobody reads them, now or later."""
         ...
 
+    def recall(self) -> None:
+        """Ask for the end of the loan. Does not block; may be called again."""
+        ...
+
 
 class Copier(Protocol):
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
@@ -107,10 +111,6 @@ class Copier(Protocol):
     def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> LentBlocks | None:
         """Let other engines copy these (block id, key), after everything that this engine has started so far. Returns
         None if that is not possible; nothing is lent then."""
-        ...
-
-    def recall(self, loan: LentBlocks) -> None:
-        """Ask for the end of a loan of this copier. Does not block; may be called again."""
         ...
 
     def take_counters(self) -> dict[str, int]:
@@ -167,9 +167,6 @@ class InlineCopier:
 
     def lend(self, blocks: Sequence[tuple[int, BlockKey]]) -> LentBlocks | None:
         return None
-
-    def recall(self, loan: LentBlocks) -> None:
-        return
 
     def take_counters(self) -> dict[str, int]:
         counters, self.counters = self.counters, Counter()

@@ -12,7 +12,7 @@ import torch
 from kvservice.connector.options import CopierChoice
 from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.connector.worker.block_copier import BlockCopier, BlockCopiers
-from kvservice.connector.worker.copier import Copier, Done, InlineCopier, LentBlocks, Ticket, in_process_copier
+from kvservice.connector.worker.copier import Copier, Done, InlineCopier, Ticket, in_process_copier
 from kvservice.connector.worker.peer_copy_workers import PeerCopyWorkers, SpreadLoan, lend
 from kvservice.connector.worker.shared_kv import SharedKV, region_layout
 from kvservice.copying.device import HOST
@@ -95,10 +95,6 @@ class RemoteCopier:
         others = [] if self._peers is None else self._peers.links()
         links = [link for link in (self._link, *others) if link.is_ready]
         return lend(links, rows, self._mark()) if links else None
-
-    def recall(self, loan: LentBlocks) -> None:
-        assert isinstance(loan, SpreadLoan)
-        loan.recall()
 
     def take_counters(self) -> dict[str, int]:
         counters, self._counters = self._counters, Counter()

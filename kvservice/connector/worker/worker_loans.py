@@ -34,7 +34,7 @@ class WorkerLoans:
             if loan is None:
                 self._over.add(loan_id)
             else:
-                self._copier.recall(loan)
+                loan.recall()
 
     def _lend(self, lending: LendPlan) -> None:
         loan: LentBlocks | None = None
@@ -49,7 +49,7 @@ class WorkerLoans:
 
     def recall_all(self) -> None:
         for loan in self._loans.values():
-            self._copier.recall(loan)
+            loan.recall()
 
     def report(self, report: StepReport) -> None:
         """Add the loans that ended since the last call. Recall those that a reader has taken."""
@@ -58,7 +58,7 @@ class WorkerLoans:
                 del self._loans[loan_id]
                 self._over.add(loan_id)
             elif loan.is_taken:
-                self._copier.recall(loan)
+                loan.recall()
         if self._over:
             report.returned |= {(loan_id, self._worker) for loan_id in self._over}
             self._over = set()
