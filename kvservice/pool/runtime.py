@@ -57,12 +57,13 @@ from kvservice.pool.answers import PoolAnswers
 from kvservice.pool.digests import Digests
 from kvservice.pool.mark_files import MarkFiles, unfinished
 from kvservice.pool.meeting import PeerMeetings
+from kvservice.pool.name_files import NameFiles
 from kvservice.pool.open_calls import Later, OpenCalls, Waiter
 from kvservice.pool.opening import close_new, open_segment
 from kvservice.pool.remote import DirectoryPort, PeerReads, RemoteShards
 from kvservice.pool.runtime_ports import Claim, MemoryPort, PoolConfig, PullerPort
 from kvservice.pool.tier_factory import tier_makers
-from kvservice.pool.tier_specs import rules_of
+from kvservice.pool.tier_specs import names_beside, rules_of
 from kvservice.pool.tiers import PoolTiers
 from kvservice.pool.vanished import VanishedEngines
 from kvservice.tier.base import Tier
@@ -135,6 +136,7 @@ class PoolRuntime(PoolAnswers):
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         self._vanished = VanishedEngines(claim, lambda work: self._keep(self._loop.create_task(work)), self._dispatch)
         self._mark_files, self._keeping_marks = MarkFiles(config.mark_files, config.wall_clock), asyncio.Lock()
+        self._name_files = NameFiles(names_beside(config.tiers))
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
         self._is_arming = False  # the timer is soon set anew
@@ -185,6 +187,7 @@ class PoolRuntime(PoolAnswers):
         """Adopt the blocks that an earlier boot left, and start the checks. `open` does this itself."""
         marks = await in_thread(self._mark_files.load)
         self._state.freshness.marks.add(marks)
+        self._state.freshness.learn(await in_thread(self._name_files.load))
         await self._adopt()
         wall = self._state.freshness.wall(self._clock())
         await self._clear(unfinished(marks, self._segment.used_at, wall))
@@ -207,15 +210,9 @@ class PoolRuntime(PoolAnswers):
                 end("the engine attached again")
         self._lost[reply.attachment] = on_lost
         self._config.coders.learn(spec)
-        return Attachment(
-            reply.attachment,
-            self._config.node_id,
-            reply.epoch,
-            reply.lease_seconds,
-            str(self._segment.path),
-            self._segment.geometry,
-            "",
-        )
+        self._spawn(self._name_files.keep(self._state.freshness.names()))
+        promise = (reply.attachment, self._config.node_id, reply.epoch, reply.lease_seconds)
+        return Attachment(*promise, str(self._segment.path), self._segment.geometry, "")
 
     async def detach(self, attachment: AttachmentId) -> None:
         self._lost.pop(attachment, None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from kvservice.aio import DaemonThreads, in_thread
+from kvservice.core.block.engine_names import NAMES_SUFFIX
 from kvservice.core.tier.rules import TierRules, WriteMoment
 
 log = logging.getLogger("kvservice.pool")
@@ -105,9 +106,9 @@ async def find_tiers(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]
 
 
 def _reached(settings: TierSettings, owner: str, walk: DiskWalk) -> tuple[TierSpec, ...]:
-    """`tier_specs`, once the disk has shown what was cleared: a start reads that before all else. Raises OSError."""
+    """`tier_specs`, once the disk has shown the files that a start reads before all else. Raises OSError."""
     found = tier_specs(settings, owner, lambda place: free_bytes(place, walk))
-    for path in marks_beside(found):
+    for path in (*marks_beside(found), *names_beside(found)):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.read(1)
     return found
@@ -116,6 +117,11 @@ def _reached(settings: TierSettings, owner: str, walk: DiskWalk) -> tuple[TierSp
 def marks_beside(tiers: Sequence[TierSpec]) -> tuple[Path, ...]:
     """Where the marks lie that outlive the memory: beside the folders of disks."""
     return tuple(Path(tier.place + MARKS_SUFFIX) for tier in tiers if tier.name == DISK)
+
+
+def names_beside(tiers: Sequence[TierSpec]) -> tuple[Path, ...]:
+    """Where it lies what engines call the blocks: beside the folders of disks."""
+    return tuple(Path(tier.place + NAMES_SUFFIX) for tier in tiers if tier.name == DISK)
 
 
 def tier_specs(settings: TierSettings, owner: str, free: Callable[[Path], int]) -> tuple[TierSpec, ...]:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from kvservice.codec.base import EXTRA_BYTES_MAX
 from kvservice.codec.coder import Coder
+from kvservice.core.block.engine_names import NAMES_SUFFIX
 from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.blockfile import (
     FILE_HEADER_BYTES,
@@ -230,8 +231,9 @@ def _put_in_place(fresh: int, old: int) -> None:
 
 
 def remove_blocks(path: Path) -> int:
-    """Remove all that a disk tier left in this folder, and the folder if nothing else is in it. Returns how many
-    blocks there were; 0 where there is no such folder. Blocks. Raises TierError when a process uses it."""
+    """Remove all that a disk tier left in this folder, whose blocks they were, and the folder if nothing else is in
+    it. Returns how many blocks there were; 0 where there is no such folder. Blocks. Raises TierError when a process
+    uses it."""
     if not (path / LOCK_NAME).exists():
         return 0
     folder = TierFolder(path)
@@ -248,6 +250,7 @@ def remove_blocks(path: Path) -> int:
     finally:
         folder.close()
     with contextlib.suppress(OSError):
+        path.with_name(path.name + NAMES_SUFFIX).unlink(missing_ok=True)
         path.rmdir()
     return count
 

@@ -199,6 +199,7 @@ def test_down_removes_what_nodes_of_this_machine_left(tmp_path: Path, capsys: py
         tier = StartedTier(DiskTier(tmp_path / node))
         tier.write(some(1))
         tier.close()
+    (tmp_path / "prod" / "n0.names").touch()
     removed = _remove_blocks(tmp_path / "prod", Console(file=sys.stdout, width=200))
     assert removed == [tmp_path / "prod" / "n0", tmp_path / "prod" / "n1"]
     assert f"removed 1 block on disk from {tmp_path / 'prod' / 'n0'}" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from kvservice import discovery
 from kvservice.auth.tenants import dump_tenants, parse_tenants
 from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.copying import message as link
+from kvservice.core.block.engine_names import pack_names
 from kvservice.core.block.marks import Mark, MarkKind, pack_marks
 from kvservice.core.directory.mirror import MirrorEvent, MirrorWriter, mirror_bytes
 from kvservice.core.messages import Handoff
@@ -77,6 +78,10 @@ def disk_index() -> bytes:
 
 def marks() -> bytes:
     return pack_marks([Mark(MarkKind.MODEL, 1.5e9, "model"), Mark(MarkKind.PROMPT, 1.6e9, keys=(KEY,))])
+
+
+def engine_names() -> bytes:
+    return pack_names({bytes(range(16, 32)): frozenset({("prod", "model"), ("", "model")})})
 
 
 def mirror() -> bytes:
@@ -190,6 +195,7 @@ FORMATS: dict[str, Callable[[], bytes]] = {
             block_file,
             disk_index,
             marks,
+            engine_names,
             mirror,
             epoch_file,
             shard_record,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from kvservice.core.block.engine_names import EngineNames
 from kvservice.core.block.marks import CLOCK_SKEW_SECONDS, BlockScopes, Mark, Marks
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.units import BlockKey
@@ -35,10 +36,14 @@ class Freshness:
         """Believe another wall clock from now on. Marks and blocks keep the times that they have."""
         self._wall_offset = wall_offset
 
-    def learn(self, fingerprint: bytes, namespace: str, model: str) -> None:
-        """An engine of this name has these blocks."""
-        known = self._names.get(fingerprint) or frozenset()
-        self._names.put(fingerprint, known | {(namespace, model)})
+    def learn(self, names: EngineNames) -> None:
+        """Engines of these names have these blocks, beside those that are known."""
+        for fingerprint, found in names.items():
+            self._names.put(fingerprint, found | (self._names.get(fingerprint) or frozenset()))
+
+    def names(self) -> EngineNames:
+        """All that are known."""
+        return dict(self._names.items())
 
     def scopes(self, key: BlockKey, account: str, fingerprint: bytes) -> BlockScopes:
         return BlockScopes(key, account, self._names.get(fingerprint) if fingerprint else None)

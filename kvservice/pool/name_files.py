@@ -1,0 +1,54 @@
+"""Keeps what engines call their blocks in a file beside the pool's disk, so that a clear of one model or namespace does
+not take the blocks of all others from the disk at the next start.
+
+The format is in core.block.engine_names. `load` blocks, and for ever where a network mount is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvservice.aio import DaemonThreads, in_thread
+from kvservice.core.block.engine_names import EngineNames, pack_names, unpack_names
+from kvservice.private_files import write_private
+
+log = logging.getLogger("kvservice.pool")
+
+FILE_BYTES_MAX = 4 << 20  # far more than the names of all engines take; a longer file is no file of names
+
+
+class NameFiles:
+    """What cannot be kept is not known after a restart: then a block goes with every clear."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
+        self._kept: EngineNames = {}
+        self._keeping = asyncio.Lock()  # one after the other, and the newest last
+
+    def load(self) -> EngineNames:
+        for path in self._paths:
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                self._kept = unpack_names(file.read(FILE_BYTES_MAX))
+        return self._kept
+
+    async def keep(self, names: EngineNames) -> None:
+        """Write the file anew, if that changes it. Waits as long as the disk takes."""
+        async with self._keeping:
+            if self._paths and names != self._kept:
+                self._kept = names
+                await in_thread(self._write, DaemonThreads("kvservice-keep-names"))
+
+    def _write(self) -> None:
+        for path in self._paths:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_private(path, pack_names(self._kept))
+            except OSError as error:
+                # Some of a block's names are worse than none: a clear by another name would not reach it.
+                log.warning("engine_names_not_kept", extra={"path": str(path), "error": str(error)})
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
