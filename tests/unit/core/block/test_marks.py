@@ -176,7 +176,7 @@ def test_a_whole_file_with_something_else_in_it_is_refused(body: bytes) -> None:
 def test_a_block_from_before_a_clear_is_not_accepted() -> None:
     """A few seconds more: clocks differ."""
     freshness = Freshness(wall_offset=1000.0)
-    freshness.learn(PRINT, "prod", "llama")
+    freshness.learn({PRINT: frozenset({("prod", "llama")})})
     block = freshness.scopes(A, "acme", PRINT)
     assert freshness.accepts(block, 0.0, 5.0) and not freshness.not_before(block, 5.0)
     freshness.clear([Mark(MarkKind.MODEL, 1005.0, "llama")], 5.0)
@@ -198,8 +198,8 @@ def test_what_was_under_way_at_a_clear_is_known_by_its_beginning() -> None:
 def test_two_models_with_one_fingerprint_go_together() -> None:
     """Their blocks have the same names."""
     freshness = Freshness()
-    freshness.learn(PRINT, "prod", "llama")
-    freshness.learn(PRINT, "test", "llama")
+    freshness.learn({PRINT: frozenset({("prod", "llama")})})
+    freshness.learn({PRINT: frozenset({("test", "llama")})})
     freshness.clear([Mark(MarkKind.NAMESPACE, 7.0, "test")], 50.0)
     assert freshness.marks.cleared_at(freshness.scopes(A, "", PRINT)) == 7.0
 
