@@ -146,8 +146,8 @@ class PageStorage:
         layout = Layout(pool.page_size, (form.block_bytes,), "uint8")
         # What only this rank or stage can read has a namespace of its own: else a shard would refuse all but the first.
         own = (str(fields.get("ranks", "")), "" if identity.layers == ALL_LAYERS else identity.layers)
-        parts = (options.namespace, "" if name == KV else name, *own)
-        namespace = "/".join(part for part in parts if part)
+        below = [part for part in ("" if name == KV else name, *own) if part]
+        namespace = "/".join([options.namespace, *below])  # below an empty one, too: a clear of it includes these
         if self._gate is None:
             fields = {**identity.fields, **fields}
         attaching = self._thread.attach_program(model, layout, fields, namespace)

@@ -115,8 +115,8 @@ def covers(mark: Mark, block: BlockScopes) -> bool:
 
 @functools.lru_cache(maxsize=NAMESPACES_MAX)
 def _up_from(namespace: str) -> tuple[str, ...]:
-    """The namespace and those above it, `a/b` and `a`: an engine of several ranks or kinds of pages has some of its
-    blocks in namespaces below its own."""
+    """The namespace and those above it, `a/b` and `a`, or `/b` and none: an engine of several ranks or kinds of pages
+    has some of its blocks in namespaces below its own."""
     return tuple(itertools.accumulate(namespace.split("/"), lambda above, part: f"{above}/{part}"))
 
 

@@ -551,13 +551,14 @@ def test_a_wrong_option_is_an_error_that_names_it(given: dict[str, object], said
         SGLangOptions.parse({**OPTIONS, **given})
 
 
-def test_a_clear_of_a_namespace_clears_states_of_ranks(thread: PoolThread) -> None:
+@pytest.mark.parametrize("namespace", ["prod", ""])
+def test_a_clear_of_a_namespace_clears_states_of_ranks(thread: PoolThread, namespace: str) -> None:
     pages = page_hashes(PROMPT)
-    made = storage(HostMemory(), thread=thread, ranks=Ranks(1, 2), heads=8, namespace="prod")
+    made = storage(HostMemory(), thread=thread, ranks=Ranks(1, 2), heads=8, namespace=namespace)
     made.register("mamba", LatentMemory(), places([0]))
     for pool in (KV, "mamba"):
         assert made.store([], wanted(pages, [0, 1, 2, 3, 4, 5], pool)) == [True] * 6
     runtime = thread._runtime
     assert runtime is not None and len(runtime.inventory()) == 12
-    thread.loop.wait(runtime.clear([Mark(MarkKind.NAMESPACE, time.time(), "prod")]))
+    thread.loop.wait(runtime.clear([Mark(MarkKind.NAMESPACE, time.time(), namespace)]))
     assert not runtime.inventory()
