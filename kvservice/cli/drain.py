@@ -63,7 +63,7 @@ def run(
                 time.sleep(POLL_SECONDS)
     _write(chosen, form)
     for one in chosen:
-        console(stderr=True).print(_result_line(one), soft_wrap=True)
+        console(stderr=True).print(_result_line(one, handover), soft_wrap=True)
     return not any(one.error for one in chosen)
 
 
@@ -176,25 +176,24 @@ def _progress_line(one: Drained) -> str:
     return f"{one.node}: {one.phase.replace('_', ' ')}, {done} of {one.progress['blocks_total']} blocks safe"
 
 
-def _result_line(one: Drained) -> str:
+def _result_line(one: Drained, handover: bool) -> str:
     if one.error:
         return f"[red]node {one.node} did not leave:[/] {one.error}"
     progress = one.progress
     if not progress["blocks_total"]:
         return f"node {one.node} left; it held no blocks"
+    left = f"node {one.node} left after {progress['seconds']:.1f} s."
+    note = f" ({progress['note']})" if progress["note"] else ""
+    if not handover:  # nobody was asked who else has them
+        return f"{left} Its {progress['blocks_total']} blocks were not handed over{note}"
     receivers = ", ".join(f"{node}: {count}" for node, count in progress["receivers"].items())
     parts = [
         f"{progress['blocks_handed']} handed over ({format_bytes(progress['bytes_handed'])}"
         + (f"; {receivers})" if receivers else ")")
     ]
     parts.append(f"{progress['blocks_elsewhere']} were on other nodes already")
-    parts.append(f"{progress['blocks_lost']} lost")
-    note = f" ({progress['note']})" if progress["note"] else ""
-    return (
-        f"node {one.node} left after {progress['seconds']:.1f} s. Of {progress['blocks_total']} blocks: "
-        + ", ".join(parts)
-        + note
-    )
+    parts.append(f"{progress['blocks_lost']} on no other node")
+    return f"{left} Of {progress['blocks_total']} blocks: " + ", ".join(parts) + note
 
 
 def check_timeout(seconds: float) -> float:

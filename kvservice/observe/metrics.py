@@ -77,7 +77,7 @@ COUNTERS: Mapping[str, str] = {
     "drains_begun": "drains that this shard began",
     "drains_done": "drains that it completed",
     "drain_blocks_handed": "blocks that other nodes took over in a drain",
-    "drain_blocks_lost": "blocks that no node held any more after a drain",
+    "drain_blocks_lost": "blocks that no other node had after a drain, as far as is known",
     "takeover_blocks_offered": "blocks that other nodes offered to this one, because they leave or are short of memory",
     "takeover_blocks_held": "offered blocks that were here already",
     "takeover_blocks_taken": "offered blocks that were read and kept",
