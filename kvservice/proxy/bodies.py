@@ -35,6 +35,7 @@ _DROPPED_FOR_PREFILL = (
     "min_tokens",
     "logprobs",
     "top_logprobs",
+    "logprob_token_ids",
     "prompt_logprobs",
     "echo",
     "best_of",

@@ -79,6 +79,13 @@ def test_prefill_asks_for_one_token_without_stream() -> None:
     assert "max_completion_tokens" not in json.loads(prefill_body(read_body(b'{"prompt": "x"}'), ID))
 
 
+def test_fields_that_need_a_dropped_one_are_dropped_too() -> None:
+    """vLLM refuses `logprob_token_ids` and `top_logprobs` without `logprobs`, and the refusal would be the client's."""
+    asked = {"prompt": "text", "logprobs": 2, "logprob_token_ids": [5, 6], "top_logprobs": 2}
+    sent = json.loads(prefill_body(read_body(encode(asked)), ID))
+    assert not sent.keys() & {"logprobs", "logprob_token_ids", "top_logprobs"}
+
+
 def test_decode_without_hand_off_gets_the_clients_bytes() -> None:
     raw = b' {"prompt" : "\xc3\xa4", "temperature": 1e-1}\n'
     assert decode_body(read_body(raw), None) == raw
