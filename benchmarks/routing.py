@@ -202,7 +202,7 @@ def simulate(model: Model, policy: str, requests: list[Request], seed: int) -> d
         while ends and ends[0][0] <= request.at:
             at, ended, replica = heapq.heappop(ends)
             replica.in_flight -= 1
-            cluster.books[ended % ROUTERS].completed(str(ended), at)
+            cluster.books[ended % ROUTERS].completed(str(ended), replica.name, at)
         chosen = cluster.choose(request, number)
         first, last, where = cluster.serve(request, chosen)
         chosen.in_flight += 1

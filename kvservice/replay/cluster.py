@@ -167,7 +167,7 @@ class Cluster:
         while self._ends and self._ends[0][0] <= now:
             at, number, place = heapq.heappop(self._ends)
             self.engines[place].in_flight -= 1
-            self._book.completed(str(number), at)
+            self._book.completed(str(number), self.engines[place].node.holder.node_id, at)
 
     def _choose(self, request: Request, number: int) -> int:
         if self._routing == "round-robin" or len(self.engines) == 1:

@@ -75,8 +75,11 @@ class LoadBook:
         sent = self._remove(request, now, undone=True)
         self._add(request, replica, self.request_seconds if sent is None else sent.seconds, now, confirmed=True)
 
-    def completed(self, request: str, now: float) -> None:
-        self._remove(request, now, undone=False)
+    def completed(self, request: str, replica: str, now: float) -> None:
+        """Note that this replica is done with the request. A replica that was full says so too, and maybe only after
+        the request went elsewhere."""
+        if self._where.get(request) == replica:
+            self._remove(request, now, undone=False)
 
     def keep(self, replicas: Iterable[str]) -> None:
         """Forget all other replicas."""

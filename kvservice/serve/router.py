@@ -149,7 +149,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
             self._note_failure(error)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._book.completed(internal_request_id, time.monotonic())
+        self._book.completed(internal_request_id, replica_id.to_full_id_str(), time.monotonic())
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

@@ -146,7 +146,7 @@ def test_a_router_forgets_replicas_and_requests_that_were() -> None:
             book.decided(request, replica, 0.1, now)
             book.routed(request, replica, now)
             sent.remember(replica, [BlockHash(request.encode())], now)
-        book.completed(f"{number}-a", now)
+        book.completed(f"{number}-a", replica, now)
     assert_bounded(book, sent)
 
 

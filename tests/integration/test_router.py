@@ -237,6 +237,17 @@ async def test_by_load_the_shortest_queue_is_taken() -> None:
         assert found == {"r1": 3}
 
 
+async def test_a_full_replica_that_says_no_ends_nothing_elsewhere() -> None:
+    """Serve reports a try that a full replica refused as completed, maybe after another replica took the request."""
+    async with handle(None, *pair(), policy="load") as app:
+        first = await app.send(one := request(tokens(1)), keep=True)
+        for replica_id in app.router.curr_replicas:
+            app.router.on_new_queue_len_info(replica_id, 0)  # of before the request
+            if replica_id.unique_id != first:
+                app.router.on_request_completed(replica_id, one.metadata.internal_request_id)
+        assert {await app.send(request(tokens(2))) for _ in range(6)} == {"r0", "r1"} - {first}
+
+
 async def test_a_decision_has_a_span_in_the_requests_trace(tmp_path: Path) -> None:
     r0, r1 = pair()
     r0.queue_len, r1.queue_len = 6, 2

@@ -42,9 +42,9 @@ def test_a_request_that_ends_early_takes_its_remaining_work_away() -> None:
     for name in ("q1", "q2"):
         book.decided(name, "a", 1.0, now=0.0)
         book.routed(name, "a", now=0.0)
-    book.completed("q1", now=0.25)
+    book.completed("q1", "a", now=0.25)
     assert book.wait("a", 1, 0.25).backlog_seconds == pytest.approx(1.0)
-    book.completed("q2", now=0.25)
+    book.completed("q2", "a", now=0.25)
     assert waits(book, "a", 0, 0.25) == QueueWait()
 
 
@@ -92,7 +92,18 @@ def test_a_replica_that_left_leaves_nothing() -> None:
     book.decided("q1", "a", 1.0, now=0.0)
     book.keep(["b"])
     assert book.wait("a", None, 0.0) == QueueWait()
-    book.completed("q1", now=0.0)  # its end is told later
+    book.completed("q1", "a", now=0.0)  # its end is told later
+
+
+def test_only_the_replica_that_has_a_request_ends_it() -> None:
+    book = LoadBook()
+    book.decided("q1", "full", 1.0, now=0.0)
+    book.decided("q1", "b", 1.0, now=0.0)
+    book.routed("q1", "b", now=0.0)
+    book.completed("q1", "full", now=0.1)
+    assert book.in_flight("b", 0.1) == 1
+    book.completed("q1", "b", now=0.2)
+    assert book.in_flight("b", 0.2) == 0
 
 
 def test_the_average_follows_what_is_sent() -> None:
@@ -139,7 +150,7 @@ def test_a_replica_that_was_busy_is_expected_busy() -> None:
     for index in range(30):
         book.decided(f"q{index}", "a", 0.5, now=float(index))
         book.routed(f"q{index}", "a", now=float(index))
-        book.completed(f"q{index}", now=index + 0.5)
+        book.completed(f"q{index}", "a", now=index + 0.5)
     half_busy = book.wait("a", 0, 30.0)
     assert (half_busy.backlog_seconds, half_busy.waiting) == (0.0, 0.0)
     assert 0.3 < half_busy.expected < 1.0
