@@ -86,7 +86,7 @@ def wire_pd(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]
             key="offload",
         )
     for key in (PREFILL, DECODE):
-        if key not in rest:
+        if rest.get(key) is None:
             raise ConfigError(f"a prefill/decode app needs {key}", key=key)
     prefill = _wired(_llm_config(rest[PREFILL]), section, "kv_producer")
     decode = _wired(_llm_config(rest[DECODE]), section, "kv_consumer", policy="load")
@@ -118,9 +118,7 @@ def _check_router(section: KVServiceSection) -> None:
 
 
 def _llm_config(value: Any) -> LLMConfig:
-    if isinstance(value, str):
-        return LLMConfig.from_file(value)
-    return LLMConfig.model_validate(value) if isinstance(value, Mapping) else value
+    return LLMConfig.from_file(value) if isinstance(value, str) else LLMConfig.model_validate(value)
 
 
 def _wired(given: LLMConfig, section: KVServiceSection, role: str, policy: str | None = None) -> LLMConfig:

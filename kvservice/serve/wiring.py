@@ -18,6 +18,7 @@ CONNECTOR_MODULE = "kvservice.connector.vllm"
 MULTI_CONNECTOR = "MultiConnector"
 ROUTER_CLASS = "kvservice.serve.router.KvAwareRouter"
 TRANSFER, ROUTER = "kv_transfer_config", "request_router_config"
+EXTRA = "kv_connector_extra_config"
 
 
 def connector_config(
@@ -25,13 +26,10 @@ def connector_config(
 ) -> dict[str, Any]:
     """The kv_transfer_config of one model: the user's, completed with ours. Raises ConfigError if the two contradict
     each other, or if the user's names another connector."""
-    if given is None:
-        given = {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"model {model!r}: {TRANSFER} must be a mapping, not a {type(given).__name__}", model=model)
-    kind = given.get("kv_connector", CONNECTOR)
+    copied = _mapping(given, TRANSFER, model)
+    kind = copied.get("kv_connector", CONNECTOR)
     if kind == MULTI_CONNECTOR:
-        return _in_multi(given, section, model, role)
+        return _in_multi(copied, section, model, role)
     if kind != CONNECTOR:
         raise ConfigError(
             f"model {model!r} has {TRANSFER} with {kind}, but an engine has only one connector; remove it, or leave "
@@ -39,7 +37,7 @@ def connector_config(
             f'kv_connector_module_path "{CONNECTOR_MODULE}"',
             model=model,
         )
-    found = _filled(given, section, model)
+    found = _filled(copied, section, model)
     if found.setdefault("kv_role", role) not in (role, "kv_both"):
         raise ConfigError(
             f"model {model!r}: kv_role is {found['kv_role']!r}; use {role!r} or 'kv_both' here", model=model
@@ -47,26 +45,38 @@ def connector_config(
     return found
 
 
-def _filled(given: Mapping[str, Any], section: KVServiceSection, model: str) -> dict[str, Any]:
-    found = copy.deepcopy(dict(given))
+def _mapping(given: object, name: str, model: str) -> dict[str, Any]:
+    """A copy of what the user wrote there; {} if it is left empty. Raises ConfigError if it is no mapping."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"model {model!r}: {name} must be a mapping, not a {type(given).__name__}", model=model)
+    return copy.deepcopy(dict(given))
+
+
+def _filled(found: dict[str, Any], section: KVServiceSection, model: str) -> dict[str, Any]:
     found.setdefault("kv_connector", CONNECTOR)
     found.setdefault("kv_connector_module_path", CONNECTOR_MODULE)
     found.setdefault("kv_load_failure_policy", "recompute")
-    options = found.setdefault("kv_connector_extra_config", {})
+    options = found[EXTRA] = _mapping(found.get(EXTRA), EXTRA, model)
     for key, value in section.connector_options().items():
         said_here = key in section.connector or key == "service"
         if options.setdefault(key, value) != value and said_here:
             raise ConfigError(
-                f"model {model!r}: kv_connector_extra_config has {key} = {options[key]!r}, but the kvservice section "
+                f"model {model!r}: {EXTRA} has {key} = {options[key]!r}, but the kvservice section "
                 f"has {value!r}; remove one of them",
                 model=model,
             )
     return found
 
 
-def _in_multi(given: Mapping[str, Any], section: KVServiceSection, model: str, role: str) -> dict[str, Any]:
-    found = copy.deepcopy(dict(given))
-    children = found.get("kv_connector_extra_config", {}).get("connectors", [])
+def _in_multi(found: dict[str, Any], section: KVServiceSection, model: str, role: str) -> dict[str, Any]:
+    extra = found[EXTRA] = _mapping(found.get(EXTRA), EXTRA, model)
+    children = extra.get("connectors")
+    if not isinstance(children, list) or not all(isinstance(child, Mapping) for child in children):
+        raise ConfigError(
+            f"model {model!r}: {EXTRA} of its {MULTI_CONNECTOR} must have connectors, a list of mappings", model=model
+        )
     ours = [index for index, child in enumerate(children) if child.get("kv_connector") == CONNECTOR]
     if len(ours) != 1:
         raise ConfigError(

@@ -73,8 +73,9 @@ def test_a_prefill_decode_app_has_a_writer_and_a_reader() -> None:
     assert connector_of(arguments["decode_config"])["kv_role"] == "kv_consumer"
     with pytest.raises(ConfigError, match="use the same model"):
         app.wire_pd({**given, "decode_config": model("b")})
-    with pytest.raises(ConfigError, match="needs decode_config"):
-        app.wire_pd({"prefill_config": model("a"), "kvservice": {"router": "default"}})
+    for left_out in ({}, {"decode_config": None}):
+        with pytest.raises(ConfigError, match="needs decode_config"):
+            app.wire_pd({"prefill_config": model("a"), "kvservice": {"router": "default"}, **left_out})
     several = {
         "kv_connector": "MultiConnector",
         "kv_connector_extra_config": {"connectors": [{"kv_connector": CONNECTOR}]},

@@ -90,6 +90,26 @@ def test_another_connector_is_refused_and_never_replaced() -> None:
         connector_config(multi(NIXL), parse_section(None), "m", "kv_both")
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("KVServiceConnector", "kv_transfer_config must be a mapping, not a str"),
+        ({"kv_connector_extra_config": "offload"}, "kv_connector_extra_config must be a mapping, not a str"),
+        ({"kv_connector": "MultiConnector"}, "must have connectors, a list of mappings"),
+        ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": ["a"]}}, "list of mappings"),
+    ],
+)
+def test_a_config_of_the_wrong_shape_is_refused_by_name(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        connector_config(given, parse_section(None), "m", "kv_both")
+
+
+def test_keys_left_empty_count_as_left_out() -> None:
+    """As YAML reads `kv_connector_extra_config:` with nothing behind it."""
+    found = connector_config({"kv_connector_extra_config": None}, parse_section(None), "m", "kv_both")
+    assert found == connector_config(None, parse_section(None), "m", "kv_both")
+
+
 def test_our_connector_among_several_is_filled_in() -> None:
     """The others stay."""
     found = connector_config(multi({"kv_connector": CONNECTOR}, NIXL), parse_section(None), "m", "kv_both")
