@@ -5,8 +5,6 @@ Runs where the app is built: in the user's process, or in a task of Serve. Block
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,16 +103,7 @@ def wire_pd(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]
 def _split(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, Any]]:
     if not isinstance(config, Mapping):
         raise ConfigError(f"the app's arguments must be a mapping, not a {type(config).__name__}")
-    section = parse_section(config.get(SECTION))
-    if section.router == "kv_aware":
-        _check_router(section)
-    return section, {key: value for key, value in config.items() if key != SECTION}
-
-
-def _check_router(section: KVServiceSection) -> None:
-    if importlib.util.find_spec("kvservice.serve.router") is None:
-        raise ConfigError("this kvservice has no KV-aware router; write `router: default`", key="router")
-    importlib.import_module("kvservice.serve.options").RouterOptions.parse(section.router_options)
+    return parse_section(config.get(SECTION)), {key: value for key, value in config.items() if key != SECTION}
 
 
 def _llm_config(value: Any) -> LLMConfig:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from kvservice.config import ServiceConfig, load_config
 from kvservice.connector.options import ConnectorOptions
 from kvservice.errors import ConfigError, KVServiceError
+from kvservice.serve.options import RouterOptions
 
 RouterKind = Literal["kv_aware", "default"]
 
@@ -58,6 +59,7 @@ class KVServiceSection(BaseModel):
         try:
             self.service_config()
             self.connector_options()
+            RouterOptions.parse(self.router_options)
         except KVServiceError as error:
             raise ValueError(error.message) from error
         if self.router == "default" and self.router_options:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvservice.errors import ConfigError
+from kvservice.serve.options import RouterOptions
 from kvservice.serve.section import KVServiceSection
 
 CONNECTOR = "KVServiceConnector"
@@ -94,7 +95,8 @@ def router_config(
     given: Mapping[str, Any] | None, section: KVServiceSection, model: str, defaults: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The request_router_config of one model; None if nothing is to be set. `defaults` are router options that follow
-    from the model. Raises ConfigError if both the user and the section chose a router."""
+    from the model. Raises ConfigError if both the user and the section chose a router, or for options that cannot
+    work."""
     if section.router == "default":
         return None if given is None else dict(given)
     found = dict(given or {})
@@ -117,6 +119,7 @@ def router_config(
             )
     found["request_router_class"] = ROUTER_CLASS
     found["request_router_kwargs"] = {**defaults, **options}
+    RouterOptions.parse(found["request_router_kwargs"])
     return found
 
 

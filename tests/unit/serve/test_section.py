@@ -35,6 +35,7 @@ def test_without_a_section_the_default_service_is_used() -> None:
         ({"connector": {"mode": "embedded"}}, "uses no service"),
         ({"connector": {"node": "n1"}}, "remove it"),
         ({"router": "default", "router_options": {"budget_ms": 5}}, "write `router: kv_aware`"),
+        ({"router_options": {"budget": 5}}, "did you mean 'budget_ms'"),
         ({"service": "a b"}, "letters, digits"),
         ({"wait_seconds": 0}, "greater than 0"),
         ("default", "dictionary"),
@@ -131,6 +132,12 @@ def test_the_router_is_set_with_what_follows_from_the_model() -> None:
         "request_router_class": ROUTER_CLASS,
         "request_router_kwargs": {"tokenizer": "t", "budget_ms": 5},
     }
+
+
+def test_a_wrong_router_option_of_a_model_is_refused_by_name() -> None:
+    """While the app is built, and not in its ingress, where the router is made."""
+    with pytest.raises(ConfigError, match="did you mean 'budget_ms'"):
+        router_config({"request_router_kwargs": {"budget": 5}}, parse_section(None), "m", {})
 
 
 def test_a_users_router_is_kept_unless_another_is_asked_for() -> None:
