@@ -18,7 +18,7 @@ FORMATS = ("auto", "string", "openai")
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
     tokenizer: str = ""  # folder or hub name; "" means that only prompts sent as token ids can be looked up
-    chat_template: str = ""  # text of the template, if the engine was started with another than the tokenizer's
+    chat_template: str = ""  # the template or its file, if the engine was started with another than the tokenizer's
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # the engine's default_chat_template_kwargs
     content_format: str = "auto"  # like vLLM's --chat-template-content-format
     trust_remote_code: bool = False

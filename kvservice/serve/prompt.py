@@ -13,6 +13,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 # Of a long text this many characters are tokenised for each token that may matter. Text has about four, so this is
@@ -214,7 +215,7 @@ class PromptTokenizer:
 
         Args:
             name: folder or model of the hub.
-            chat_template: text of the template, if the engine was started with one.
+            chat_template: the template or its file, if the engine was started with one.
             template_arguments: those that the engine was started with.
             content_format: auto, string or openai, like vLLM's option.
         """
@@ -235,6 +236,7 @@ class PromptTokenizer:
         """Load the tokenizer; takes seconds. Raises OSError or ValueError if it is missing or needs code of its own."""
         from transformers import AutoTokenizer
 
+        self._template = _template_text(self._template)
         tokenizer = AutoTokenizer.from_pretrained(self._name, trust_remote_code=self._trust)
         template = self._template or tokenizer.chat_template
         if isinstance(template, str):
@@ -322,6 +324,11 @@ class PromptTokenizer:
         if self._wants_parts and message["role"] != "tool":
             return {**message, "content": [{"type": "text", "text": text} for text in texts]}
         return {**message, "content": "\n".join(text for text in texts if text)}
+
+
+def _template_text(given: str) -> str:
+    """The template that this option of vLLM means. Without a brace or a line break it names a file. Raises OSError."""
+    return given if not given or any(char in given for char in "{}\n") else Path(given).read_text()
 
 
 def _marks_of(tokenizer: Any) -> dict[str, int]:

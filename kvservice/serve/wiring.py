@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 from kvservice.errors import ConfigError
@@ -20,6 +21,13 @@ MULTI_CONNECTOR = "MultiConnector"
 ROUTER_CLASS = "kvservice.serve.router.KvAwareRouter"
 TRANSFER, ROUTER = "kv_transfer_config", "request_router_config"
 EXTRA = "kv_connector_extra_config"
+# Arguments of the engine that decide which tokens a prompt has, and the router options that say the same.
+ROUTER_OPTION_OF = {
+    "chat_template": "chat_template",
+    "chat_template_content_format": "content_format",
+    "default_chat_template_kwargs": "chat_template_kwargs",
+    "trust_remote_code": "trust_remote_code",
+}
 
 
 def connector_config(
@@ -132,10 +140,9 @@ def router_defaults(
         options["tokenizer"] = tokenizer
     if section.connector.get("namespace"):
         options["namespace"] = section.connector["namespace"]
-    if isinstance(engine_kwargs.get("chat_template"), str):
-        options["chat_template"] = engine_kwargs["chat_template"]
-    if engine_kwargs.get("trust_remote_code"):
-        options["trust_remote_code"] = True
+    for argument, option in ROUTER_OPTION_OF.items():
+        if value := engine_kwargs.get(argument):
+            options[option] = str(value) if isinstance(value, PurePath) else value
     if policy is not None:
         options["policy"] = policy
     return options

@@ -105,6 +105,21 @@ def test_a_completion_has_the_tokens_that_vllm_gives_it(renderer: Any, tokenizer
     assert list(mine.ids) == list(extract_prompt_components(renderer.model_config, rendered[0]).token_ids)
 
 
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_template_is_text_or_a_file_as_for_vllm(model_path: Path, tmp_path: Path, as_file: bool) -> None:
+    from vllm.renderers.chat_utils import load_chat_template
+
+    template = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    given = str(tmp_path / "chat.jinja") if as_file else template
+    assert load_chat_template(given) == template
+    tokenizer = PromptTokenizer(str(model_path), tokens_max=256, chat_template=given)
+    tokenizer.load()
+    asked = question_of([{"messages": [{"role": "user", "content": "Hello there"}]}], {})
+    plain = tokenizer.tokens(question_of([{"prompt": "<user> Hello there\n", "add_special_tokens": False}], {}))
+    assert tokenizer.tokens(asked) == plain
+
+
 def test_a_cut_text_begins_with_the_tokens_of_the_whole_one(model_path: Path, tokenizer: PromptTokenizer) -> None:
     short = PromptTokenizer(str(model_path), tokens_max=256)
     short.load()

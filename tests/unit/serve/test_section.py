@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvservice.errors import ConfigError
 from kvservice.serve.section import parse_section
-from kvservice.serve.wiring import CONNECTOR, CONNECTOR_MODULE, ROUTER_CLASS, connector_config, router_config
+from kvservice.serve.wiring import CONNECTOR, CONNECTOR_MODULE, ROUTER_CLASS, connector_config, router_config, router_defaults
 from kvservice.units import GiB
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -131,6 +132,24 @@ def test_the_router_is_set_with_what_follows_from_the_model() -> None:
         "request_routing_stats_period_s": 2,
         "request_router_class": ROUTER_CLASS,
         "request_router_kwargs": {"tokenizer": "t", "budget_ms": 5},
+    }
+
+
+def test_the_router_makes_tokens_as_the_engine_was_told_to() -> None:
+    engine = {
+        "chat_template": Path("/templates/chat.jinja"),
+        "chat_template_content_format": "openai",
+        "default_chat_template_kwargs": {"enable_thinking": False},
+        "trust_remote_code": True,
+        "max_model_len": 512,
+    }
+    assert router_defaults(engine, "t", parse_section(None)) == {
+        "service": "default",
+        "tokenizer": "t",
+        "chat_template": "/templates/chat.jinja",
+        "content_format": "openai",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "trust_remote_code": True,
     }
 
 
