@@ -36,8 +36,6 @@ _DROPPED_FOR_PREFILL = (
     "logprobs",
     "top_logprobs",
     "logprob_token_ids",
-    "prompt_logprobs",
-    "echo",
     "best_of",
 )
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -50,7 +48,7 @@ class ClientBody:
     raw: bytes  # the bytes as they came: a JSON object in UTF-8
     parsed: Mapping[str, Any]
     prompt_chars: int  # approximate length of the prompt, in characters
-    single: bool  # one prompt and plain sampling; only such requests can be handed off
+    single: bool  # one prompt, plain sampling, and nothing about the prompt's tokens; only that can be handed off
 
 
 def read_body(raw: bytes) -> ClientBody:
@@ -110,7 +108,9 @@ def _text_chars(content: object) -> int:
 def _is_single(body: Mapping[str, Any]) -> bool:
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    return not several and body.get("use_beam_search") is not True
+    # vLLM reads no cache then, because it needs the model's output for each token of the prompt
+    about_prompt = body.get("prompt_logprobs") is not None or body.get("echo") is True
+    return not several and not about_prompt and body.get("use_beam_search") is not True
 
 
 def prefill_body(body: ClientBody, handoff_id: str, traceparent: str = "") -> bytes:

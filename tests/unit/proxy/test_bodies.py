@@ -147,6 +147,9 @@ def test_prompts_of_all_kinds_are_measured() -> None:
         ({"prompt": [[1], [2]]}, False),
         ({"messages": []}, True),
         ({"prompt": "a", "use_beam_search": True}, False),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, False),
+        ({"prompt": "a", "prompt_logprobs": 0}, False),
+        ({"prompt": "a", "echo": False, "logprobs": 1, "prompt_logprobs": None}, True),
     ],
 )
 def test_only_one_prompt_can_be_handed_off(body: dict[str, Any], single: bool) -> None:
