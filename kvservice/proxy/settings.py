@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +38,8 @@ class ProxySettings:
         if not self.decode:
             raise ConfigError("give at least one decode server: --decode http://HOST:PORT")
         for name in ("connect_seconds", "prefill_seconds", "request_seconds", "check_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number greater than 0, not {getattr(self, name)}")
         for name in ("in_flight_max", "body_bytes_max"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -49,8 +50,8 @@ class ProxySettings:
                 f"tries must be at least 1, or at least 2 if there are prefill servers, because then two servers work "
                 f"on a request at the same time; it is {self.tries}"
             )
-        if self.min_prefill_chars < 0 or self.grace_seconds < 0:
-            raise ConfigError("min_prefill_chars and grace_seconds must not be negative")
+        if self.min_prefill_chars < 0 or not 0 <= self.grace_seconds < math.inf:
+            raise ConfigError("min_prefill_chars and grace_seconds must be numbers of at least 0")
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
             if len(set(urls)) != len(urls):
                 raise ConfigError(f"the same {role} server is given twice: {', '.join(urls)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -252,6 +253,10 @@ def test_an_address_that_cannot_work_is_refused(text: str) -> None:
         {"request_seconds": 0},
         {"in_flight_max": 0},
         {"grace_seconds": -1},
+        {"grace_seconds": math.nan},
+        {"connect_seconds": math.inf},
+        {"prefill_seconds": math.inf},
+        {"check_seconds": math.nan},
         {"min_prefill_chars": -1},
         {"body_bytes_max": 0},
     ],
