@@ -19,7 +19,7 @@ import grpc
 
 from kvservice.aio import end_tasks, within
 from kvservice.auth.tls import TlsFiles
-from kvservice.client.channels import Channels
+from kvservice.client.channels import RETIRED_SECONDS, Channels
 from kvservice.core.block.keys import KEY_BYTES, check_packed
 from kvservice.core.directory.mirror import (
     AHEAD_ROWS,
@@ -52,10 +52,14 @@ EVENT_KEYS_MAX = 1 << 17
 PIECE_BYTES = 2048 * KEY_BYTES  # of keys applied without a turn of the loop: 2 to 4 ms
 RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.1, 5.0  # pauses before a broken stream is made again; they double
 FULL_SECONDS = 60.0  # before a partition that did not fit is tried again; doubles each time, up to half an hour
+ROOM_SECONDS_MAX = (
+    5.0  # an event waits so long for room that a sweep may make. Ten million keys are swept in that time.
+)
 IDLE_SWEEP_SECONDS = 0.01  # pause between two sweeps while something is left, so that the loop serves others
 assert HEARTBEAT_SECONDS >= HEARTBEAT_SECONDS_MIN, "the server would refuse the stream"
 assert EVENT_KEYS_MAX >= ANNOUNCED_KEYS_MAX, "an event has what one announcement changed"
 assert PIECE_BYTES // KEY_BYTES <= AHEAD_ROWS // 2, "a piece must not need more rows than are usable"
+assert ROOM_SECONDS_MAX + SILENT_SECONDS < RETIRED_SECONDS, "a channel that was replaced must be left before it closes"
 END_OF_STREAM = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 
 
@@ -247,16 +251,21 @@ class DirectoryMirror:
         for piece in pieces_of(event):
             if piece.node is not None:
                 self._heard(piece.node, not piece.hidden)
-            self._make_room()
+            await self._make_room(partition, piece)
             self._writer.apply(partition, piece, time.monotonic())
             if self._writer.sweep() or len(piece.added) + len(piece.removed) >= PIECE_BYTES // 2:
                 await asyncio.sleep(0)
 
-    def _make_room(self) -> None:
+    async def _make_room(self, partition: int, event: MirrorEvent) -> None:
         if self._writer.rows_allowed < self._writer.rows_needed:
             rows = self._writer.rows_ahead
             if self._segment.reserve(mirror_bytes(rows)):
                 self._writer.allow_rows(rows)
+        until = time.monotonic() + ROOM_SECONDS_MAX
+        while not self._writer.has_room(partition, event) and time.monotonic() < until:
+            if not self._writer.sweep():
+                return
+            await asyncio.sleep(0)
 
     async def _sweep(self) -> None:
         while True:
@@ -282,8 +291,10 @@ def pieces_of(event: lookup_pb2.WatchEvent) -> list[MirrorEvent]:
         return [MirrorEvent(snapshot_end=event.snapshot_end)]
     node = decode_holder(event.node)
     added, removed = (check_packed(packed, EVENT_KEYS_MAX) for packed in (event.added, event.removed))
-    pieces = [MirrorEvent(node, added[:PIECE_BYTES], reset=event.reset, hidden=event.hidden)]
-    for start in range(PIECE_BYTES, len(added), PIECE_BYTES):
+    pieces = []
+    if event.reset or not (added or removed):  # alone, so that what follows can wait for the room that it leaves
+        pieces.append(MirrorEvent(node, reset=event.reset, hidden=event.hidden))
+    for start in range(0, len(added), PIECE_BYTES):
         pieces.append(MirrorEvent(node, added[start : start + PIECE_BYTES], hidden=event.hidden))
     for start in range(0, len(removed), PIECE_BYTES):
         pieces.append(MirrorEvent(node, removed=removed[start : start + PIECE_BYTES], hidden=event.hidden))

@@ -10,6 +10,7 @@ import pytest
 
 from kvservice.client.shard import ShardClient
 from kvservice.core.actions import Announce
+from kvservice.core.directory import mirror as core_mirror
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.directory.key_table import ROWS_MIN
 from kvservice.core.directory.mirror import STALE_SECONDS, mirror_bytes
@@ -219,3 +220,55 @@ async def test_a_partition_that_did_not_fit_and_goes_is_found_again(
     assert counted == mirror.counters["mirror_filled_up"]
     await mirror.stop()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_part_that_does_not_fit_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had is removed later, and what comes meanwhile waits for the room."""
+    monkeypatch.setattr(core_mirror, "SWEEP_KEYS", 64)
+    servers = [LookupServer("127.0.0.1:0", index, 2, allow_plaintext=True) for index in range(2)]
+    addresses = [await server.start() for server in servers]
+    held = {key: SpanRoute(part) for part in range(2) for key in chain(seed=part, count=3000)}
+    announcer = Announcer(2, lambda: held.items())
+    pump = AnnouncePump(announcer, addresses, lambda: Holder(NodeId("x"), "x:1", BootEpoch(1)), 1.0, lambda: None)
+    running = asyncio.create_task(pump.run())
+    await eventually_async(lambda: announcer.is_synced(0) and announcer.is_synced(1), "an announced node")
+    size = mirror_bytes(1024)  # for 5,160 keys
+    mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, size, epoch=1)
+    assert mirror is not None
+    mirror.start()
+    await eventually_async(lambda: mirror.counters.get("mirror_filled_up", 0) >= 1, "a part that does not fit")
+    await eventually_async(lambda: mirror.counters["mirror_live_partitions"] == 1, "the part that fits")
+    taken = mirror.counters["mirror_keys_taken"]
+    announcer.change([Announce(key, SpanRoute(part)) for part in range(2) for key in chain(seed=8 + part, count=300)])
+    pump.kick()
+    await eventually_async(lambda: mirror.counters["mirror_keys_taken"] == taken + 300, "what was stored since", 20)
+    assert mirror.counters["mirror_filled_up"] == mirror.counters["mirror_live_partitions"] == 1
+    await mirror.stop()
+    await pump.stop(leaving=False)
+    await asyncio.gather(running, return_exceptions=True)
+    for server in servers:
+        await server.stop()
+
+
+async def test_a_node_that_announces_anew_needs_no_second_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its part waits until the number that it had is free again."""
+    monkeypatch.setattr(core_mirror, "NODES_MAX", 1)
+    server = LookupServer("127.0.0.1:0", allow_plaintext=True)
+    addresses = [await server.start()]
+    announcer = Announcer(1, lambda: [(key, SpanRoute(0)) for key in chain(seed=1, count=100)])
+    pump = AnnouncePump(announcer, addresses, lambda: Holder(NodeId("x"), "x:1", BootEpoch(1)), 1.0, lambda: None)
+    running = asyncio.create_task(pump.run())
+    mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, 64 << 20, epoch=1)
+    assert mirror is not None
+    mirror.start()
+    await eventually_async(lambda: mirror.counters.get("mirror_keys_taken") == 100, "the keys in the mirror", 20)
+    announcer.begin_again(0)
+    pump.kick()
+    await eventually_async(lambda: mirror.counters["mirror_keys_taken"] == 200, "the keys in the mirror again", 20)
+    assert mirror.counters["mirror_live_partitions"] == 1 and "mirror_filled_up" not in mirror.counters
+    await mirror.stop()
+    await pump.stop(leaving=False)
+    await asyncio.gather(running, return_exceptions=True)
+    await server.stop()

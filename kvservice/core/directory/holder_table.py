@@ -57,6 +57,11 @@ class HolderTable:
 
     # -- bits ----
 
+    @property
+    def next_bit(self) -> int:
+        """What `take_bit` returns next."""
+        return self._free_bits[0] if self._free_bits else self.bit_count
+
     def take_bit(self) -> int:
         """The index of a bit that no key has."""
         if self._free_bits:

@@ -165,7 +165,7 @@ class MirrorWriter:
         self._forget_all(partition)
 
     def apply(self, partition: int, event: MirrorEvent, now: float) -> None:
-        """Apply one event. With many keys that takes milliseconds, so pass it in pieces, the first with the `reset`.
+        """Apply one event. With many keys that takes milliseconds, so pass it in pieces, first the `reset` alone.
 
         A partition that does not fit becomes FULL, and stays FULL until its next `begin`.
         """
@@ -177,6 +177,16 @@ class MirrorWriter:
         if event.snapshot_end and self.feed(partition) is not Feed.FULL:
             self._set_feed(partition, Feed.LIVE)
         self.counters["mirror_events"] += 1
+
+    def has_room(self, partition: int, event: MirrorEvent) -> bool:
+        """Whether the event fits. If not, it may fit after a sweep: what was forgotten takes room until then."""
+        if event.node is None or self.feed(partition) is Feed.FULL:
+            return True
+        needs_number = event.added and event.node.node_id not in self._bits[partition]
+        if needs_number and self._holders.next_bit >= NODES_MAX:
+            return False
+        key_count = len(self._holders) + len(event.added) // KEY_BYTES
+        return key_count <= keys_that_fit(self._table.row_limit)
 
     def sweep(self) -> bool:
         """Remove forgotten numbers from some keys. False when nothing is left to do."""
