@@ -188,6 +188,8 @@ class DirectoryMirror:
                         if self._stopped:
                             return
                         if not begun:  # the previous contents stay valid until then, as long as they are fresh
+                            if not event.ByteSize():  # the stream waits for its turn to get a snapshot
+                                continue
                             self._writer.begin(partition)
                             begun = True
                         await self._take(partition, event)
