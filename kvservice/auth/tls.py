@@ -11,6 +11,7 @@ by another CA never replaces one that works. `TlsFiles` may be used from any thr
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ipaddress
 import logging
@@ -40,6 +41,12 @@ LOOK_SECONDS = 1.0  # a change of the files is seen within this time. One look i
 RETRY_SECONDS = 10.0  # refused files are tried again even if unchanged: a certificate may not be valid yet
 FILE_BYTES_MAX = 1 << 20  # some 500 certificates. More bytes are not read, and the rest does not parse or not verify.
 HANDSHAKE_TURNS_MAX = 16  # TLS 1.2 takes 3 turns and TLS 1.3 takes 2; files that need more are refused
+# The kinds of keys that gRPC's TLS library takes, as each certificate has them: RSA, and the curves P-256 and P-384.
+KEY_KINDS = (
+    bytes.fromhex("06092a864886f70d010101"),
+    bytes.fromhex("06072a8648ce3d020106082a8648ce3d030107"),
+    bytes.fromhex("06072a8648ce3d020106052b81040022"),
+)
 OTHER_PORT = "choose another --port, or --lookup-port of lookup partitions"
 WHAT_TO_DO = "make one with `kvservice certs DIR`, or see docs/howto/certificates.md"
 
@@ -318,7 +325,7 @@ def _unusable(directory: Path, reason: str, error: Exception) -> NoReturn:
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(FILE_BYTES_MAX)
+            return file.read(FILE_BYTES_MAX).removeprefix(codecs.BOM_UTF8)  # with it gRPC finds nothing in the file
     except OSError as error:
         raise ConfigError(f"cannot read {path.name} in {path.parent}: {error.strerror}", key="tls_dir") from error
 
@@ -343,7 +350,7 @@ def _shake_hands(directory: Path, *, serves: bool) -> set[str]:
     """Make a handshake of the files with themselves, in memory, by the rules of gRPC.
 
     Returns the DNS names in the certificate that the server sees. The client checks the server's certificate only when
-    `serves` is set. Raises ssl.SSLError.
+    `serves` is set. Raises ssl.SSLError, and ConfigError for a key that Python's TLS library takes and gRPC's does not.
     """
     inward, outward = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = _context(ssl.PROTOCOL_TLS_SERVER, directory).wrap_bio(inward, outward, server_side=True)
@@ -359,6 +366,12 @@ def _shake_hands(directory: Path, *, serves: bool) -> set[str]:
                 waiting.remove(end)
         if not waiting:
             seen: Mapping[str, Any] = server.getpeercert() or {}
+            if not any(kind in (server.getpeercert(binary_form=True) or b"") for kind in KEY_KINDS):
+                raise ConfigError(
+                    f"gRPC cannot use the key of the certificate in {directory}: make one with an RSA key, or of the "
+                    "curve P-256 or P-384",
+                    key="tls_dir",
+                )
             return {str(value) for kind, value in seen.get("subjectAltName", ()) if kind == "DNS"}
     raise ssl.SSLError("the handshake does not end")
 

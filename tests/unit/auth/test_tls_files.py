@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvservice.auth import tls as wire_tls
 from kvservice.auth.identity import Caller, caller_of
-from kvservice.auth.tls import TlsFiles, is_loopback, listen, open_tls
+from kvservice.auth.tls import TlsFiles, is_loopback, listen, open_channel, open_tls
 from kvservice.cli import certs, doctor
 from kvservice.client.channels import Channels
 from kvservice.config import load_config, tls_of_environment
@@ -89,6 +93,50 @@ def test_nonsense_is_refused(files: Path) -> None:
         (files / name).write_text("nonsense")
         with pytest.raises(ConfigError, match="cannot be used"):
             TlsFiles(files)
+
+
+KEYS: dict[str, Callable[[], Any]] = {
+    "P-256": lambda: ec.generate_private_key(ec.SECP256R1()),
+    "P-384": lambda: ec.generate_private_key(ec.SECP384R1()),
+    "P-521": lambda: ec.generate_private_key(ec.SECP521R1()),
+    "RSA": lambda: rsa.generate_private_key(65537, 2048),
+    "Ed25519": ed25519.Ed25519PrivateKey.generate,
+    "Ed448": ed448.Ed448PrivateKey.generate,
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+async def test_no_key_is_taken_that_grpc_cannot_use(files: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in use works, also after the files were replaced."""
+    clock, key = Clock(), KEYS[kind]()
+    found = TlsFiles(files, clock)
+    monkeypatch.setattr(ec, "generate_private_key", lambda curve: key)
+    write(files)
+    clock.now += 1.1
+    assert (found.current()[0] == 2) == (kind in ("P-256", "P-384", "RSA"))
+    assert await is_reached(found)
+
+
+async def test_a_mark_of_byte_order_before_a_file_is_left_out(files: Path) -> None:
+    for name in ("ca.crt", "tls.crt", "tls.key"):
+        (files / name).write_bytes(codecs.BOM_UTF8 + (files / name).read_bytes())
+    assert await is_reached(TlsFiles(files))
+
+
+async def is_reached(tls: TlsFiles) -> bool:
+    """Whether a server with these files answers a client with them."""
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)  # type: ignore[attr-defined]
+    port = server.add_secure_port("127.0.0.1:0", tls.server_credentials())
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{port}", tls) as channel:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10.0)
+        return True
+    except grpc.aio.AioRpcError:
+        return False
+    finally:
+        await server.stop(None)
 
 
 # -- change ----
