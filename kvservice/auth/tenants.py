@@ -133,7 +133,7 @@ class TenantsFile:
         self.path = path
         self._stamp = _stamp(path)
         self._tenants = read_tenants(path)
-        self._refused: tuple[object, str] = (None, "")  # stamp, and what was logged
+        self._refused: tuple[object, str] = (None, "")  # stamp of what was read, and what was logged
 
     @property
     def current(self) -> Tenants:
@@ -142,7 +142,8 @@ class TenantsFile:
     def look(self) -> bool:
         """Take the file when it has changed. Returns whether it was taken.
 
-        Blocks while it reads the file. A file that is wrong is logged once and not taken.
+        Blocks while it reads the file. A file that is wrong is logged once and not taken; one that could not be read is
+        tried again.
         """
         stamp: object = None
         try:
@@ -151,9 +152,10 @@ class TenantsFile:
                 return False
             self._tenants = read_tenants(self.path)
         except ConfigError as error:
-            if (stamp, error.message) != self._refused:
+            refused = (None if isinstance(error.__cause__, OSError) else stamp, error.message)
+            if refused != self._refused:
                 log.warning("tenants_file_not_taken", extra={"reason": error.message, "path": str(self.path)})
-            self._refused = (stamp, error.message)
+            self._refused = refused
             return False
         self._stamp, self._refused = stamp, (None, "")
         log.info("tenants_file_taken", extra={"path": str(self.path), "tenants": len(self._tenants.by_name)})

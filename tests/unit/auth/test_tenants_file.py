@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -172,6 +173,23 @@ def test_a_file_that_may_be_read_at_last_is_taken(tmp_path: Path, caplog: pytest
     assert not files.look() and not files.look()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert told == ["tenants_file_not_taken"] * 2, "once for each reason"
+
+
+def test_a_file_that_could_not_be_opened_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The process had no descriptor left as a token was revoked."""
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(whole(row())))
+    files = TenantsFile(path)
+    path.write_text(json.dumps(whole(row(tokens=[]))))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        assert not files.look() and not files.look()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert files.look() and not files.current.by_name["a"].tokens
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["tenants_file_not_taken"], "once"
 
 
 def test_callers_are_named_by_their_token_only() -> None:
