@@ -165,7 +165,7 @@ class ShardState:
             ev.Offered: lambda e, now: self._offering(is_spill_offer(e.offer)).offered(e.offer, e.result, now),
             ev.Adopt: self._adopt,
             ev.Drain: self._drain,
-            ev.SetTenants: lambda e, now: self._set_tenants(e.limits),
+            ev.SetTenants: self._tenants_changed,
             ev.WrittenDown: self._tiers.written,
             ev.Probed: self._acquisitions.probed,
             ev.TierFound: self._tiers.found,
@@ -473,6 +473,10 @@ class ShardState:
     def _set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         self._store.accounts.set_limits(limits)
         self._tiers.set_limits(limits)
+
+    def _tenants_changed(self, event: ev.SetTenants, now: float) -> None:
+        self._set_tenants(event.limits)
+        self._holds.let_go_of_others(event.limits)
 
     def check_invariants(self) -> None:
         """Check everything that must always hold. O(slots). Raises AssertionError that names what does not hold."""

@@ -6,9 +6,10 @@ Both are leases, so what they cover is never evicted. Both have a budget, so tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Sequence, Set
 from dataclasses import dataclass
 
+from kvservice.core.block.tenants import NOBODY
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import Pin
 from kvservice.core.store.leases import Lease, LeaseOwner
@@ -102,6 +103,12 @@ class Holds:
             for (account, name), pinned in sorted(self._pins.items())
             for lease in self._leases_of(account, name)
         )
+
+    def let_go_of_others(self, tenants: Container[str]) -> None:
+        """End the pins of tenants that are gone: nobody could unpin them."""
+        for account, name in list(self._pins):
+            if account != NOBODY and account not in tenants:
+                self._take(account, name)
 
     def let_go(self) -> None:
         """This node leaves: nothing is held any more."""

@@ -299,6 +299,17 @@ def test_a_name_that_is_pinned_again_names_the_new_prompt() -> None:
     assert (pin.blocks, harness.slots("leased")) == (1, 1)
 
 
+def test_the_pins_of_a_tenant_end_with_it() -> None:
+    """Only the tenant itself could unpin them."""
+    harness = CoreHarness(slab_count=4, tenants={"a": TenantLimits(), "b": TenantLimits()})
+    for tenant, prompt in (("a", CHAIN[:1]), ("b", OTHER[:1])):
+        harness.store(harness.attach(make_spec(tenant), tenant=tenant), prompt)
+        harness.reply(harness.warm(prompt, pin="system", tenant=tenant, spec=make_spec(tenant)))
+    harness.send(ev.SetTenants({"b": TenantLimits(in_flight=9)}))
+    assert [pin.account for pin in harness.state.pins(harness.now)] == ["b"]
+    assert harness.slots("leased") == 1
+
+
 def test_pins_that_do_not_fit_their_part_are_refused() -> None:
     """A quarter of 16 slots."""
     harness = CoreHarness(slab_count=4)
