@@ -28,6 +28,7 @@ from kvservice.units import NodeId
 
 WARM_STEP_BLOCKS = 64  # fetched at a time: a fifth of a second at 500 MB/s with blocks of 1.5 MiB
 WARMS_MAX = 64  # that wait or are under way; more are refused with Exhausted, because they would come too late
+WARMS_OF_TENANT_MAX = 32  # so that no tenant uses up all of them; more are refused with Exhausted
 WARM_SECONDS_MAX = 600.0  # that a Warm may take; a longer timeout is a mistake and refused
 
 
@@ -77,9 +78,13 @@ class Warming:
         engine = next((e for e in self._engines() if _is_for(e, event)), None)
         if engine is None:
             raise NotAttached(f"no engine with this fingerprint is attached to shard {self._shard.node_id}")
-        if len(self._open) >= WARMS_MAX:
+        of_tenant = sum(warm.event.account == event.account for warm in self._open)
+        if len(self._open) >= WARMS_MAX or (event.account and of_tenant >= WARMS_OF_TENANT_MAX):
             self._shard.counters["warms_refused"] += 1
-            raise Exhausted(f"{WARMS_MAX} prompts wait to be warmed on shard {self._shard.node_id} already")
+            raise Exhausted(
+                f"{len(self._open)} prompts wait to be warmed on shard {self._shard.node_id} already, {of_tenant} of "
+                "this tenant"
+            )
         self._shard.counters["warms"] += 1
         self._open.append(_Warm(event.op, event, engine, now + request.timeout_seconds))
         self._go_on(now)

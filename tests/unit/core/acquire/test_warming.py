@@ -8,7 +8,7 @@ import pytest
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.holds import HOLD_SECONDS_MAX, PIN_NAME_CHARS_MAX
-from kvservice.core.acquire.warming import WARM_STEP_BLOCKS, WARMS_MAX
+from kvservice.core.acquire.warming import WARM_STEP_BLOCKS, WARMS_MAX, WARMS_OF_TENANT_MAX
 from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.block.window_groups import Window, WindowGroup, group_key
 from kvservice.core.messages import MissReason, WarmResult
@@ -147,6 +147,16 @@ def test_many_that_wait_end_together_when_all_is_here() -> None:
     harness.resolved(harness.resolves[-1].op)
     assert {result(harness, op).held for op in ops} == {3}
     assert result(harness, blocking).held == 0
+
+
+def test_one_tenants_flood_leaves_room_for_others() -> None:
+    harness = CoreHarness(tenants={"a": TenantLimits(), "b": TenantLimits()})
+    for tenant in ("a", "b"):
+        harness.attach(make_spec(tenant), tenant=tenant)
+    ops = [harness.warm(make_chain(2, str(i)), tenant="a", spec=make_spec("a")) for i in range(WARMS_MAX)]
+    assert harness.count("warms_refused") == WARMS_MAX - WARMS_OF_TENANT_MAX
+    assert harness.open(ops[WARMS_OF_TENANT_MAX - 1]) and not harness.open(ops[WARMS_OF_TENANT_MAX])
+    assert harness.open(harness.warm(CHAIN, tenant="b", spec=make_spec("b")))
 
 
 def test_a_warm_that_waits_too_long_says_so() -> None:
