@@ -85,11 +85,15 @@ class HostDevice:
     name = HOST
 
     def import_kv(self, memory: dict[str, Any], descriptors: Sequence[int], layout: RegionLayout) -> HostKV:
-        if memory.get("kind") != MemoryKind.MEMFD.value or len(descriptors) != 1:
+        try:
+            if memory.get("kind") != MemoryKind.MEMFD.value or len(descriptors) != 1:
+                raise InvalidRequest("a copy worker for CPU engines needs one memfd")
+            size = max(number(memory, "bytes"), layout.region_bytes)
+        except InvalidRequest:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise InvalidRequest("a copy worker for CPU engines needs one memfd")
-        return HostKV(SharedMemory(descriptors[0], max(number(memory, "bytes"), layout.region_bytes)))
+            raise
+        return HostKV(SharedMemory(descriptors[0], size))
 
     def adopt(self, segment: Segment) -> Callable[[], None]:
         return lambda: None
