@@ -46,7 +46,7 @@ class KVServiceError(Exception):
     grpc_code = "INTERNAL"
     retryable = False
 
-    def __init__(self, message: str, **attributes: object) -> None:
+    def __init__(self, message: str, /, **attributes: object) -> None:
         super().__init__(message)
         self.message = message
         self.attributes: Mapping[str, object] = attributes

@@ -19,7 +19,7 @@ from kvservice.core.messages import EngineKind, Pin, WarmRequest, WarmResult
 from kvservice.wire.clearing import decode_cleared, decode_marks, encode_marks
 from kvservice.wire.codec import decode_engine_stats
 from kvservice.wire.holding import decode_pins, decode_warmed, encode_pin, encode_warm
-from kvservice.wire.status import error_from_rpc
+from kvservice.wire.status import error_from_rpc, readable
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
 CALL_SECONDS = 5.0  # of a call that a shard answers from memory; then it counts as silent
@@ -81,6 +81,6 @@ class OperatorClient:
     async def _ask(self, address: str, rpc: _Rpc[T], request: object, seconds: float) -> T:
         metadata = self._channels.metadata_for(address)
         try:
-            return await rpc(request, timeout=seconds, metadata=metadata)
+            return readable(await rpc(request, timeout=seconds, metadata=metadata), f"the shard at {address}")
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"the shard at {address}") from error

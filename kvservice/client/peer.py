@@ -28,7 +28,7 @@ from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located, encode_refs
 from kvservice.wire.leaving import decode_taken, encode_take_over
 from kvservice.wire.serving import CHANNEL_OPTIONS
-from kvservice.wire.status import error_from_rpc
+from kvservice.wire.status import error_from_rpc, readable
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 from kvservice.wire.versions import PROTOCOL_VERSION
 
@@ -200,6 +200,7 @@ class PeerClient:
             stats = await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"stats of node {holder.node_id}") from error
+        stats = readable(stats, f"stats of node {holder.node_id}")
         free = stats.slab_free_count * stats.slab_bytes + stats.slot_bytes.get("free", 0)
         return Peer(holder, free, stats.segment_bytes, stats.uptime_seconds, stats.draining, stats.accepts_spill)
 
@@ -223,7 +224,7 @@ class PeerClient:
                 breaker.succeeded()
             raise error_from_rpc(error, f"{what} at node {holder.node_id}") from error
         breaker.succeeded()
-        return reply
+        return readable(reply, f"{what} at node {holder.node_id}")
 
     def _follow_boot(self, holder: Holder) -> None:
         """Call a node that has restarted at once: failures of its previous boot do not count."""

@@ -30,7 +30,7 @@ from kvservice.observe import tracing
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.codec import decode_holder, decode_live_nodes, newest_holders
 from kvservice.wire.serving import CHANNEL_OPTIONS
-from kvservice.wire.status import error_from_rpc
+from kvservice.wire.status import error_from_rpc, readable
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
 STATS_SECONDS = 5.0  # statistics are for people and metrics, who can wait longer than a lookup
@@ -165,15 +165,17 @@ class LookupClient:
 
     async def members(self, timeout: float) -> list[Holder]:
         """Every live node that at least one lookup partition knows. Never raises."""
-        request = lookup_pb2.LookupStatsRequest()
-        calls = [self._stub(partition).LookupStats(request, timeout=timeout) for partition in self._partitions]
-        found: list[Holder] = []
-        for reply in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(reply, BaseException):
+
+        async def ask(partition: _Partition) -> list[Holder]:
+            try:
+                reply = await self._stub(partition).LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout)
+                return decode_live_nodes(readable(reply, "stats"))
+            except (grpc.aio.AioRpcError, InvalidRequest):
                 self._counters["members_failed"] += 1
-            else:
-                found += decode_live_nodes(reply)
-        return newest_holders(found)
+                return []
+
+        found = await asyncio.gather(*map(ask, self._partitions))
+        return newest_holders(holder for nodes in found for holder in nodes)
 
     async def holders_of(
         self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
@@ -226,12 +228,12 @@ class LookupClient:
     ) -> list[HolderRun]:
         request = lookup_pb2.ResolveRequest(keys=_pack(chain, segments))
         reply = await self._stub(partition).Resolve(request, timeout=timeout, metadata=tracing.metadata())
-        return decode_runs(reply, segments)
+        return decode_runs(readable(reply, "resolve"), segments)
 
     async def _find(self, partition: _Partition, node_id: NodeId, timeout: float) -> Holder | None:
         request = lookup_pb2.FindNodeRequest(node_id=node_id)
         reply = await self._stub(partition).FindNode(request, timeout=timeout)
-        return decode_holder(reply.node) if reply.HasField("node") else None
+        return decode_holder(reply.node) if readable(reply, "find node").HasField("node") else None
 
     async def _judged(self, partition: _Partition, asking: Awaitable[T]) -> T | None:
         """The answer of a partition, or None when it fails. Its breaker hears of both."""

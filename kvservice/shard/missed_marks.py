@@ -16,7 +16,7 @@ from kvservice.core.block.marks import Mark
 from kvservice.errors import InvalidRequest, KVServiceError
 from kvservice.units import NodeId
 from kvservice.wire.codec import decode_live_nodes
-from kvservice.wire.status import error_from_rpc
+from kvservice.wire.status import error_from_rpc, readable
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
 log = logging.getLogger("kvservice.shard")
@@ -50,7 +50,7 @@ async def _nodes(channels: Channels, lookup: str) -> dict[str, str]:
     stub = lookup_pb2_grpc.LookupServiceStub(channels.get(lookup))
     try:
         reply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=ASK_SECONDS)
-        rows = decode_live_nodes(reply)
+        rows = decode_live_nodes(readable(reply, "the lookup partition"))
     except (grpc.aio.AioRpcError, InvalidRequest) as error:
         told = error if isinstance(error, InvalidRequest) else error_from_rpc(error, "the lookup partition")
         log.warning("marks_not_asked", extra={"lookup": lookup, "reason": told.message})

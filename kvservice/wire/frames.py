@@ -153,8 +153,7 @@ def decode_failure(body: bytes) -> KVServiceError:
     except DecodeError:
         return KVServiceError("the shard refused, with a reason that cannot be read")
     kind = error_types().get(found.reason, KVServiceError)
-    attributes = {name: value for name, value in found.attributes.items() if name != "message"}
-    return kind(found.text, **attributes)
+    return kind(found.text, **found.attributes)
 
 
 def _clean(text: str) -> str:

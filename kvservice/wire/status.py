@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from kvservice.errors import DeadlineExceeded, InvalidRequest, KVServiceError, Unauthenticated, Unavailable, error_types
 
+R = TypeVar("R")
 REASON_KEY = "kvservice-reason"
 ATTRIBUTES_KEY = "kvservice-attributes"
 # Without percent-encoding. A client that gets more than 8 KiB of headers in all gets no status, so the text is cut and
@@ -82,9 +83,17 @@ def error_from_rpc(error: grpc.RpcError, what: str) -> KVServiceError:
     kind = error_types().get(metadata.get(REASON_KEY, "")) or _BY_CODE.get(code, KVServiceError)
     try:
         attributes = json.loads(metadata.get(ATTRIBUTES_KEY, "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: it is nested a thousand levels deep
         attributes = {}
+    attributes = attributes if isinstance(attributes, dict) else {}
     return kind(f"{what}: {hint or details}" if REASON_KEY not in metadata else details, **attributes)
+
+
+def readable(reply: R | None, what: str) -> R:
+    """The answer of a call of grpc.aio, which gives None for bytes that are no such message. Raises InvalidRequest."""
+    if reply is None:
+        raise InvalidRequest(f"{what}: the answer cannot be read")
+    return reply
 
 
 def connect_hint(details: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,26 @@ import pytest
 
 from kvservice.breaker import FAILURES_TO_OPEN, OPEN_SECONDS_FIRST
 from kvservice.client import engine_link
+from kvservice.client.operator import OperatorClient
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import Attachment, Holder
-from kvservice.errors import DeadlineExceeded, KVServiceError, NotAttached, Unauthenticated, Unavailable
+from kvservice.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    KVServiceError,
+    NotAttached,
+    Unauthenticated,
+    Unavailable,
+)
 from kvservice.lookup.client import LookupClient
+from kvservice.shard.missed_marks import marks_of_others
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
-from kvservice.units import BootEpoch, NodeId
+from kvservice.units import BootEpoch, HandoffId, NodeId
 from kvservice.wire.frames import REFUSED, REQUEST_BYTES_MAX, Frame, FrameKind, FrameReader, encode_failure, pack_frame
+from kvservice.wire.status import ATTRIBUTES_KEY, REASON_KEY
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
 CHAIN = make_chain(4)
@@ -62,6 +73,66 @@ async def served() -> AsyncIterator[tuple[Scripted, str]]:
     await server.start()
     yield scripted, f"127.0.0.1:{port}"
     await server.stop(0)
+
+
+class Nonsense(grpc.GenericRpcHandler):
+    """Every call is answered with bytes that are no message, or refused with attributes that are none."""
+
+    def __init__(self, attributes: str = "") -> None:
+        self._attributes = attributes
+
+    def service(self, handler_call_details: object) -> Any:
+        async def answer(request: bytes, context: Any) -> bytes:
+            if self._attributes:
+                metadata = ((REASON_KEY, "EXHAUSTED"), (ATTRIBUTES_KEY, self._attributes))
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no", metadata)
+            return b"\xff\xff"
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@contextlib.asynccontextmanager
+async def answering(handler: grpc.GenericRpcHandler) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def test_answers_that_cannot_be_read_are_failures() -> None:
+    """gRPC gives None for them."""
+    async with answering(Nonsense()) as address:
+        peers, lookup, operator = PeerClient("shm", NodeId("me")), LookupClient([address]), OperatorClient()
+        holder = Holder(NodeId("peer"), address, BootEpoch(1))
+        calls: list[Awaitable[object]] = [
+            peers.handshake(holder, 20.0),
+            peers.locate(holder, CHAIN, 20.0),
+            peers.follow(holder, HandoffId(b"h" * 16), CHAIN, 0.0, 20.0),
+            peers.room(holder, 20.0),
+            operator.pins(address),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidRequest, match="cannot be read"):
+                await call
+        assert not (await lookup.resolve(CHAIN, 0, 20.0)).complete
+        assert await lookup.find_node(NodeId("n0"), 20.0) is None
+        assert await lookup.members(20.0) == []
+        assert await marks_of_others(NodeId("me"), [address], None) == ()
+        for client in (peers, lookup, operator):
+            await client.close()
+
+
+@pytest.mark.parametrize("attributes", ['{"message": "x", "self": "y"}', "[1]", "null", "[" * 4000])
+async def test_no_attribute_of_a_refusal_hides_its_reason(attributes: str) -> None:
+    async with answering(Nonsense(attributes)) as address:
+        peers = PeerClient("shm", NodeId("me"))
+        with pytest.raises(Exhausted, match="no"):
+            await peers.locate(Holder(NodeId("peer"), address, BootEpoch(1)), CHAIN, 20.0)
+        await peers.close()
 
 
 @pytest.mark.parametrize(
