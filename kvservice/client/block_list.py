@@ -15,8 +15,8 @@ from kvservice.aio import ask_each
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
-from kvservice.errors import ConfigError
-from kvservice.wire.status import error_from_rpc
+from kvservice.errors import ConfigError, InvalidRequest
+from kvservice.wire.status import error_from_rpc, readable
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
 CALL_SECONDS = 3.0  # for one page, which takes a shard a few milliseconds
@@ -96,6 +96,7 @@ class BlockReader:
             while len(rows) <= limit:
                 metadata = self._channels.metadata_for(address)
                 reply = await stub.ListBlocks(request, timeout=CALL_SECONDS, metadata=metadata)
+                reply = readable(reply, f"blocks of node {node}")
                 rows += [_row(node, one) for one in reply.blocks]
                 if not reply.more:
                     return rows, True, ""
@@ -107,7 +108,7 @@ class BlockReader:
             if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED):
                 raise problem from error
             return rows, False, problem.message
-        except ConfigError as error:
+        except (ConfigError, InvalidRequest) as error:
             return rows, False, error.message
         return rows, False, ""
 

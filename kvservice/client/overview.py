@@ -28,8 +28,8 @@ from kvservice.core.explain.evictions import EvictionCause
 from kvservice.core.messages import UsageRow
 from kvservice.core.store.blocks import EVICTED
 from kvservice.core.store.slots import SHOWN_STATES
-from kvservice.errors import ConfigError
-from kvservice.wire.status import connect_hint
+from kvservice.errors import ConfigError, InvalidRequest
+from kvservice.wire.status import connect_hint, readable
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
 CALL_SECONDS = 3.0  # for one RPC; a part that takes longer is shown as a problem
@@ -272,9 +272,11 @@ class OverviewReader:
     ) -> tuple[LookupOverview, lookup_pb2.LookupStatsReply | None]:
         stub = lookup_pb2_grpc.LookupServiceStub(self._channels.get(address))
         try:
-            reply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout)
+            reply = readable(await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout), address)
         except grpc.aio.AioRpcError as error:
             return LookupOverview(address, 0, 0, 0, 0, _short(error)), None
+        except InvalidRequest as error:
+            return LookupOverview(address, 0, 0, 0, 0, error.message), None
         alive = sum(row.alive for row in reply.nodes)
         return LookupOverview(address, reply.partition, reply.partition_count, reply.key_count, alive, ""), reply
 
@@ -282,10 +284,10 @@ class OverviewReader:
         stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(address))
         try:
             metadata = self._channels.metadata_for(address)
-            reply = await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout, metadata=metadata)
+            reply = readable(await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout, metadata=metadata), address)
         except grpc.aio.AioRpcError as error:
             return _NodeAnswer(node_id, address, error=_short(error))
-        except ConfigError as error:
+        except (ConfigError, InvalidRequest) as error:
             return _NodeAnswer(node_id, address, error=error.message)
         return _NodeAnswer(node_id, address, reply)
 

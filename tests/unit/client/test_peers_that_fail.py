@@ -13,7 +13,10 @@ import pytest
 
 from kvservice.breaker import FAILURES_TO_OPEN, OPEN_SECONDS_FIRST
 from kvservice.client import engine_link
+from kvservice.client.block_list import BlockFilter, BlockReader
+from kvservice.client.engine_stats import EngineStatsReader
 from kvservice.client.operator import OperatorClient
+from kvservice.client.overview import OverviewReader
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import Attachment, Holder
@@ -124,6 +127,18 @@ async def test_answers_that_cannot_be_read_are_failures() -> None:
         assert await marks_of_others(NodeId("me"), [address], None) == ()
         for client in (peers, lookup, operator):
             await client.close()
+
+
+async def test_who_only_looks_is_told_of_answers_that_cannot_be_read() -> None:
+    async with answering(Nonsense()) as address:
+        router, overviews, blocks = EngineStatsReader(), OverviewReader(), BlockReader()
+        assert await router.read([address], 20.0) is None
+        assert router.counters["engine_stats_lookup_malformed"] == 1
+        overview = await overviews.read("s", [address], {"n0": address}, 20.0)
+        assert [problem.endswith("cannot be read") for problem in overview.problems[:2]] == [True, True]
+        assert "cannot be read" in str(await blocks.read({"n0": address}, BlockFilter(), 10))
+        for reader in (router, overviews, blocks):
+            await reader.close()
 
 
 @pytest.mark.parametrize("attributes", ['{"message": "x", "self": "y"}', "[1]", "null", "[" * 4000])
