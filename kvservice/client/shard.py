@@ -35,6 +35,7 @@ from kvservice.wire.codec import (
     decode_attachment,
     decode_refs,
     decode_removed,
+    decode_sealed,
     encode_acquire,
     encode_refs,
     encode_seal_item,
@@ -109,7 +110,7 @@ class ShardClient:
     async def seal(self, attachment: AttachmentId, items: Sequence[SealItem]) -> list[SealStatus]:
         question = shard_pb2.SealRequest(items=[encode_seal_item(item) for item in items])
         body = await self._ask(attachment, FrameKind.SEAL, question, SEAL_SECONDS)
-        return [SealStatus(status) for status in parse(shard_pb2.SealReply, body).statuses]
+        return decode_sealed(parse(shard_pb2.SealReply, body), len(items))
 
     async def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
         await self._ask(attachment, FrameKind.ABORT, shard_pb2.AbortRequest(blocks=encode_refs(refs)), CALL_SECONDS)

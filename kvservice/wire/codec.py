@@ -34,6 +34,7 @@ from kvservice.core.messages import (
     PeerSpeed,
     Removed,
     SealItem,
+    SealStatus,
     Statement,
 )
 from kvservice.core.reconcile import OPEN_CALLS_MAX, STATED_HANDOFFS_MAX, STATED_SLOTS_MAX
@@ -60,6 +61,7 @@ BLOCKS_PER_MESSAGE_MAX = 8192  # as many as keys in a request; a Seal of more is
 WINDOW_BLOCKS_MAX = WINDOW_GROUPS_MAX * BLOCKS_PER_MESSAGE_MAX  # a window can be as long as the hit, in every group
 LEASES_PER_MESSAGE_MAX = 65_536  # of one heartbeat; an engine has one for each running request. More are refused.
 TENANT_KEY_BYTES_MAX = 64  # the longest key that BLAKE2b takes
+_SEAL_STATUSES = {status.value: status for status in SealStatus}
 assert BLOCKS_PER_MESSAGE_MAX >= KEYS_PER_REQUEST_MAX, "an answer has a block for each key"
 
 
@@ -412,6 +414,14 @@ def decode_seal_items(messages: Collection[shard_pb2.SealItem]) -> tuple[SealIte
         ref, route = BlockRef(SlotIndex(message.slot), Generation(message.generation)), SpanRoute(message.route)
         items.append(SealItem(ref, BlockKey(message.key), parent, message.position, route, hints))
     return tuple(items)
+
+
+def decode_sealed(message: shard_pb2.SealReply, count: int) -> list[SealStatus]:
+    """Raises InvalidRequest unless each of the `count` items has a status."""
+    if len(message.statuses) != count:
+        raise InvalidRequest(f"a shard answered {len(message.statuses)} times for {count} sealed blocks")
+    # One that only newer shards know: the block is not stored, as far as this engine knows.
+    return [_SEAL_STATUSES.get(status, SealStatus.FAILED) for status in message.statuses]
 
 
 def encode_located(result: LocateResult) -> shard_pb2.LocateReply:

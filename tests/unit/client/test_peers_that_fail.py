@@ -19,7 +19,8 @@ from kvservice.client.operator import OperatorClient
 from kvservice.client.overview import OverviewReader
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
-from kvservice.core.messages import Attachment, Holder
+from kvservice.core.messages import Attachment, Holder, SealItem, SealStatus
+from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import (
     DeadlineExceeded,
     Exhausted,
@@ -33,7 +34,7 @@ from kvservice.lookup.client import LookupClient
 from kvservice.shard.missed_marks import marks_of_others
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
-from kvservice.units import BootEpoch, HandoffId, NodeId
+from kvservice.units import BootEpoch, Generation, HandoffId, NodeId, SlotIndex, SpanRoute
 from kvservice.wire.frames import REFUSED, REQUEST_BYTES_MAX, Frame, FrameKind, FrameReader, encode_failure, pack_frame
 from kvservice.wire.status import ATTRIBUTES_KEY, REASON_KEY
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
@@ -318,6 +319,19 @@ async def test_a_call_ends_by_its_deadline_and_is_given_up(tmp_path: Path, monke
         assert lost.empty()
         with pytest.raises(DeadlineExceeded):
             await client.detach(attachment.attachment_id)
+
+
+async def test_a_status_that_only_newer_shards_know_is_not_stored(tmp_path: Path) -> None:
+    items = [SealItem(BlockRef(SlotIndex(slot), Generation(2)), CHAIN[slot], None, 0, SpanRoute(0)) for slot in (0, 1)]
+    for statuses, found in ((["sealed", "tomorrow"], [SealStatus.SEALED, SealStatus.FAILED]), (["sealed"], None)):
+        reply = shard_pb2.SealReply(statuses=statuses).SerializeToString()
+        third = SilentShard(pack_frame(FrameKind.SEAL, 3, reply), after=0.5)
+        async with at_shard(third, tmp_path / f"s{len(statuses)}") as (client, attachment, _):
+            if found is None:
+                with pytest.raises(InvalidRequest, match="1 times for 2"):
+                    await client.seal(attachment.attachment_id, items)
+            else:
+                assert await client.seal(attachment.attachment_id, items) == found
 
 
 async def test_calls_go_out_together_and_one_alone_at_once(tmp_path: Path) -> None:
