@@ -38,7 +38,8 @@ async def open_segment(path: Path | None, directory: Path, geometry: Geometry, n
         segment.close()
         return Segment.create(path, geometry, node_id, epoch_floor=segment.epoch + 1, is_given_up=given_up.is_set)
 
-    making = asyncio.ensure_future(asyncio.to_thread(make))
+    # A future and no task: a loop that ends cancels its tasks, and nobody would see what the thread has made.
+    making = asyncio.get_running_loop().run_in_executor(None, make)
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:
