@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import ParamSpec
@@ -74,6 +75,8 @@ def reports_errors(command: Callable[P, object]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def reporting(*arguments: P.args, **options: P.kwargs) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `kvservice.__main__` leaves it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             command(*arguments, **options)
         except KVServiceError as error:

@@ -166,9 +166,11 @@ def test_a_service_in_the_foreground_ends_cleanly(foreground: Foreground, number
 INTERRUPTED_IMPORT = """
 import os, runpy, signal, sys
 
+INTERRUPTED = sys.argv[1]
+
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "kvservice.lookup.server":
+        if name == INTERRUPTED:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Finder())
@@ -177,16 +179,17 @@ runpy.run_module("kvservice", run_name="__main__")
 """
 
 
-def test_ctrl_c_before_a_service_serves_leaves_nothing(runtime: Path) -> None:
-    """It comes while the foreground loads what it runs, which takes most of the first second."""
+@pytest.mark.parametrize(("module", "code"), [("typer", -signal.SIGINT), ("kvservice.lookup.server", 0)])
+def test_ctrl_c_before_a_service_serves_leaves_nothing(runtime: Path, module: str, code: int) -> None:
+    """It comes while the command loads, or while the foreground loads what it runs: most of the first second."""
     shown = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_IMPORT],
+        interruptible([sys.executable, "-c", INTERRUPTED_IMPORT, module]),
         env={**os.environ, "KVSERVICE_RUNTIME_DIR": str(runtime)},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert (shown.returncode, shown.stderr) == (0, "")
+    assert (shown.returncode, shown.stderr) == (code, "")
     assert not list(runtime.iterdir())
 
 
