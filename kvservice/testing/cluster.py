@@ -5,7 +5,8 @@
 
 Every process is a `kvservice shard` or `kvservice lookup`, with its files and sockets under a temporary directory;
 only with TLS are there ports.
-Leaving the block ends all processes and removes what killed ones left behind.
+Leaving the block ends all processes and removes what killed ones left behind. A program that is killed in the block
+leaves only the directory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,6 +42,13 @@ from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_
 
 # For a process to start. A loaded machine of two cores takes tens of seconds. Then the test fails and shows the log.
 START_SECONDS = 120.0
+# Runs a program that is asked to end when the thread that starts it is gone: a parent that is killed ends nothing.
+_ENDS_WITH_PARENT = """import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 def free_port() -> int:
@@ -283,9 +292,12 @@ class LocalCluster:
         return [record for record in find_shards(self.service, self.root) if record.node_id == node]
 
     def _start(self, name: str, module: list[str]) -> None:
+        command = [sys.executable, "-m", *module]
+        if threading.current_thread() is threading.main_thread():  # others may end before the cluster
+            command = [sys.executable, "-SEc", _ENDS_WITH_PARENT, str(os.getpid()), *command]
         with self.log(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", *module], stdout=log, stderr=subprocess.STDOUT, env=self._environment
+                command, stdout=log, stderr=subprocess.STDOUT, env=self._environment
             )
 
     def _await_start(self, is_there: Callable[[], bool], what: str, name: str) -> None:

@@ -272,6 +272,24 @@ def test_the_demo_stopped_half_way_leaves_nothing_behind(runtime: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def test_the_parts_of_a_killed_demo_end_by_themselves(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvservice", "demo"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("started:")
+        parts = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        services = [path.name for path in tmp_path.glob("kvs-*/t*")]
+        process.kill()
+    assert (len(parts), len(services)) == (3, 1)
+    eventually(lambda: not any(Path("/proc", pid).exists() for pid in parts), "the end of the demo's parts")
+    assert not list(Path("/dev/shm").glob(f"kvservice-{services[0]}-*"))
+
+
 def test_the_demo_goes_on_when_its_reader_has_seen_enough() -> None:
     """As with `kvservice demo | head -1`."""
     with subprocess.Popen(
