@@ -228,7 +228,7 @@ def shared_memory() -> Iterator[Check]:
     from kvservice.config import ServiceConfig, gather_given, load_config
     from kvservice.errors import ConfigError
     from kvservice.lookup.mirror_file import MIRROR_SUFFIX
-    from kvservice.memory.room import how_to_make_room
+    from kvservice.memory.room import LOWER, free_memory, how_to_make_room
     from kvservice.memory.segment import segment_path
 
     try:
@@ -240,13 +240,17 @@ def shared_memory() -> Iterator[Check]:
     detail = f"{format_bytes(usage.total)} in {SHARED_MEMORY}, {format_bytes(usage.free)} free"
     detail += f", {len(segments)} segments of this project" if segments else ""
     own = SHARED_MEMORY.glob(segment_path(config.service, "", SHARED_MEMORY).name + "*")
-    room = usage.free + sum(path.stat().st_size for path in own if not path.name.endswith(MIRROR_SUFFIX))
-    if room >= config.pool_bytes:
+    held = sum(path.stat().st_size for path in own if not path.name.endswith(MIRROR_SUFFIX))
+    room, left = usage.free + held, free_memory()
+    pool = f"{'the' if chosen else 'the default'} pool of {format_bytes(config.pool_bytes)} does not fit"
+    if room >= config.pool_bytes and left + held >= config.pool_bytes:
         yield Check("shared_memory", OK, detail)
+    elif room >= config.pool_bytes:
+        detail += f"; {pool}: the machine has only {format_bytes(left)} of memory left"
+        yield Check("shared_memory", PROBLEM if chosen else WARNING, detail, f"end what takes its memory, or {LOWER}")
     elif room < SHM_BYTES_MIN:
         yield Check("shared_memory", PROBLEM, detail, SHM_ADVICE)
     else:
-        pool = f"{'the' if chosen else 'the default'} pool of {format_bytes(config.pool_bytes)} does not fit"
         advice = how_to_make_room(SHARED_MEMORY, config.pool_bytes, usage.total, room)
         yield Check("shared_memory", PROBLEM if chosen else WARNING, f"{detail}; {pool}", advice)
 

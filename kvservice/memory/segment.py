@@ -40,8 +40,8 @@ import numpy.typing as npt
 from kvservice.core.segment.geometry import CONTROL_BYTES, HEADER_BYTES, Geometry, slot_index
 from kvservice.core.segment.header import SLOT_VERSION, SlotHeader, has_length, is_whole, pack_header, unpack_header
 from kvservice.errors import KVServiceError, SegmentError, ServiceConflict, another_version
+from kvservice.memory import room
 from kvservice.memory.map_ahead import MapAhead
-from kvservice.memory.room import how_to_make_room
 from kvservice.private_files import user_name
 from kvservice.units import BootEpoch, GiB, SlotIndex, format_bytes
 
@@ -489,7 +489,15 @@ def _reserve(descriptor: int, directory: Path, size: int, is_given_up: Callable[
             for start in range(0, size, PIECE_BYTES):
                 if is_given_up():
                     raise SegmentError(f"given up with {format_bytes(start)} of {format_bytes(size)} reserved")
-                os.posix_fallocate(descriptor, start, min(PIECE_BYTES, size - start))
+                piece, left = min(PIECE_BYTES, size - start), room.free_memory()
+                if left < piece:  # the kernel would end processes for it, and this one first
+                    raise SegmentError(
+                        f"memory is short: {format_bytes(size)} needed, and after {format_bytes(start)} the machine "
+                        f"has only {format_bytes(left)} left; end what takes its memory, or {room.LOWER}",
+                        needed_bytes=size,
+                        free_bytes=left,
+                    )
+                os.posix_fallocate(descriptor, start, piece)
                 if time.monotonic() - told >= TELL_SECONDS:
                     told = time.monotonic()
                     done = format_bytes(min(start + PIECE_BYTES, size))
@@ -501,7 +509,7 @@ def _reserve(descriptor: int, directory: Path, size: int, is_given_up: Callable[
             problem = error
     raise SegmentError(
         f"{directory} is too small: {format_bytes(size)} needed, {format_bytes(free)} free; "
-        + how_to_make_room(directory, size, status.f_blocks * status.f_frsize, free),
+        + room.how_to_make_room(directory, size, status.f_blocks * status.f_frsize, free),
         needed_bytes=size,
         free_bytes=free,
     ) from problem

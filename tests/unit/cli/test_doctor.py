@@ -100,6 +100,7 @@ def test_shared_memory_that_is_too_small_says_how_to_get_more(
     monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage)
     monkeypatch.setattr("kvservice.memory.room.machine_memory", lambda: 512 * GiB)
+    monkeypatch.setattr("kvservice.memory.room.free_memory", lambda: 256 * GiB)
     if pool:
         monkeypatch.setenv("KVSERVICE_POOL_BYTES", pool)
     for name, size in segments.items():
@@ -108,6 +109,24 @@ def test_shared_memory_that_is_too_small_says_how_to_get_more(
     check = one(doctor.shared_memory)
     assert check.status == status
     assert ("--shm-size" in check.advice) is (status in (WARNING, PROBLEM))
+
+
+@pytest.mark.parametrize(
+    ("left", "pool", "status"),
+    [(2 * GiB, "", WARNING), (2 * GiB, "4GiB", PROBLEM), (2 * GiB, "1GiB", OK), (8 * GiB, "", OK)],
+)
+def test_memory_that_others_have_taken_is_told(
+    left: int, pool: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/dev/shm may have room that the machine has not: nothing is set aside for it."""
+    usage = SimpleNamespace(total=128 * GiB, free=64 * GiB)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr("kvservice.memory.room.free_memory", lambda: left)
+    if pool:
+        monkeypatch.setenv("KVSERVICE_POOL_BYTES", pool)
+    check = one(doctor.shared_memory)
+    assert check.status == status
+    assert ("has only 2.0 GiB of memory left" in check.detail) is (status != OK)
 
 
 @pytest.mark.parametrize(

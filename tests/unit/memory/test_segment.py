@@ -56,6 +56,14 @@ def test_too_small_shared_memory_is_a_clear_error(path: Path) -> None:
     assert not path.exists()
 
 
+def test_memory_that_others_have_taken_is_a_clear_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel ended the shard, or another process, when a pool took more than what was left."""
+    monkeypatch.setattr(room, "free_memory", lambda: 4 * MiB)
+    with pytest.raises(SegmentError, match=r"memory is short: .* needed, .* only 4.0 MiB left; .* lower the pool size"):
+        Segment.create(path, GEOMETRY, "node")
+    assert not path.exists()
+
+
 def test_the_advised_size_has_room_for_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """And for the mirror, which grows to half a GiB beside the pool."""
     monkeypatch.setattr(room, "machine_memory", lambda: 256 * GiB)
