@@ -91,13 +91,15 @@ def up(config: Any, address: str | None) -> None:
     console.print(
         f"service '{config.service}' runs: {counted(len(state['shards']), 'cache shard')} of "
         f"{format_bytes(config.pool_bytes)} in /dev/shm, {counted(len(state['lookup_partitions']), 'lookup partition')}"
-        ". Engines on these nodes find it by themselves; see `kvservice status`."
+        ". Engines on these nodes find it by themselves; see `kvservice status`.",
+        soft_wrap=True,
     )
     _tell_where(config, console)
     if not config.tls_dir and not config.allow_plaintext:
         console.print(
             "There are no certificates, so it listens on Unix sockets. Machines that join later get no shard until it "
-            "is started with KVSERVICE_TLS_DIR (`kvservice certs DIR`)."
+            "is started with KVSERVICE_TLS_DIR (`kvservice certs DIR`).",
+            soft_wrap=True,
         )
 
 
@@ -129,7 +131,7 @@ def down(service: str, address: str | None, *, keep_blocks: bool = False, disk_p
     found, stopped, no_ray = _stop_on_ray(service, address, keep_blocks=keep_blocks) if on_ray else (False, False, "")
     alone = [] if stopped else [record for record in find_shards(service, live_only=False) if is_running(record)]
     if no_ray and not alone:
-        console.print(no_ray)
+        console.print(no_ray, soft_wrap=True)
     removed, owned = remove_dead(service, [record.node_id for record in alone], keep_memory=keep_blocks)
     removed += [] if alone else remove_leftovers(service, [])
     for path in removed:
@@ -231,7 +233,8 @@ async def _foreground(config: Any) -> None:
     def tell(_: object) -> None:
         new_console(stderr=True).print(
             f"service '{config.service}' runs on this machine, with {format_bytes(config.pool_bytes)} in /dev/shm; "
-            "engines here find it by themselves; see `kvservice status`. Its logs follow; Ctrl-C stops it"
+            "engines here find it by themselves; see `kvservice status`. Its logs follow; Ctrl-C stops it",
+            soft_wrap=True,
         )
 
     try:

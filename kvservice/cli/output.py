@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -96,7 +97,7 @@ def write(
 ) -> None:
     """Print once. With `again` it is one of many in a stream: JSON takes one line, YAML is a document of its own."""
     if form.is_for_people:
-        console(width_min=width_min).print(draw(found, form is Format.WIDE))
+        _print(draw(found, form is Format.WIDE), console(width_min=width_min))
         return
     values = (data or plain_data)(found)
     if form is Format.JSON:
@@ -106,6 +107,14 @@ def write(
 
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=PLAIN_WIDTH)
     print(f"---\n{text}" if again else text, end="", flush=again)
+
+
+def _print(picture: RenderableType, on: Console) -> None:
+    """Without the blanks that Rich fills each line with: a terminal that is too narrow makes empty lines of them."""
+    with on.capture() as caught:
+        on.print(picture)
+    on.file.write(re.sub(" +\n", "\n", caught.get()))
+    on.file.flush()
 
 
 def plain_data(found: Any) -> Any:
@@ -135,7 +144,7 @@ def _watch_on_screen(found: T, gather: Callable[[], T], draw: Callable[[T], Rend
                     wrong = error.message
                 live.update(picture(), refresh=True)
     except KeyboardInterrupt:
-        screen.print(draw(found))
+        _print(draw(found), screen)
     return found
 
 

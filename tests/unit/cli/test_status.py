@@ -82,6 +82,7 @@ def test_a_narrow_terminal_cuts_no_number(monkeypatch: pytest.MonkeyPatch) -> No
     status.run(None, None, Format.TABLE)
     assert "gpu-a.rack1  16.0 GiB   2.0 GiB  1.0 GiB  40.0 GiB   5.0 GiB" in screen.getvalue()
     assert "quarantined" in screen.getvalue()
+    assert " \n" not in screen.getvalue(), "blanks that fill a line make an empty one"
 
 
 def test_names_of_others_are_shown_and_do_nothing() -> None:
