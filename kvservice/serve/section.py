@@ -66,10 +66,6 @@ class KVServiceSection(BaseModel):
             raise ValueError("router_options are for router kv_aware; remove them, or write `router: kv_aware`")
         return self
 
-    @property
-    def has_settings(self) -> bool:
-        return bool(self.settings)
-
     def service_config(self) -> ServiceConfig:
         """The settings of a service that is started for this section, including KVSERVICE_* of the environment.
         Raises ConfigError."""

@@ -41,7 +41,7 @@ def ensure_service(section: KVServiceSection) -> RunningService:
         time.sleep(POLL_SECONDS)
         found = deploy.find(section.service)
     if found is not None:
-        if section.has_settings:
+        if section.settings:
             deploy.up(section.service_config())  # raises if it runs with other settings
         return RunningService(section.service, found.config()["runtime_dir"], started=False)
     if not section.start:

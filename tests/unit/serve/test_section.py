@@ -20,7 +20,7 @@ NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 def test_without_a_section_the_default_service_is_used() -> None:
     """It is found, or else started."""
     section = parse_section(None)
-    assert (section.service, section.start, section.has_settings) == ("default", True, False)
+    assert (section.service, section.start, section.settings) == ("default", True, {})
     assert section.connector_options() == {"mode": "service", "service": "default"}
 
 
