@@ -10,7 +10,14 @@ import pytest
 
 from kvservice.errors import ConfigError
 from kvservice.serve.section import parse_section
-from kvservice.serve.wiring import CONNECTOR, CONNECTOR_MODULE, ROUTER_CLASS, connector_config, router_config, router_defaults
+from kvservice.serve.wiring import (
+    CONNECTOR,
+    CONNECTOR_MODULE,
+    ROUTER_CLASS,
+    connector_config,
+    router_config,
+    router_defaults,
+)
 from kvservice.units import GiB
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
