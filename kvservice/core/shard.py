@@ -31,7 +31,7 @@ from kvservice.core.block.tenants import NOBODY, TenantLimits, TenantUsage
 from kvservice.core.context import ShardContext
 from kvservice.core.drain.receiver import TakeOvers
 from kvservice.core.drain.sender import DrainPhase, DrainProgress, Leaving
-from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecords, find_history, name_engine
+from kvservice.core.explain.records import Explanation, HistoryEntry, RequestRecords
 from kvservice.core.messages import (
     AcquireRequest,
     AttachedEngine,
@@ -48,8 +48,7 @@ from kvservice.core.store.blocks import NO_KEY, BlockStore
 from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.leases import LeaseTable
-from kvservice.core.store.listing import SlotFilter, SlotPage, list_slots
-from kvservice.core.store.reasons import describe_reason
+from kvservice.core.store.listing import SlotFilter, SlotPage, find_history, list_slots
 from kvservice.core.store.slots import RESERVED, SHOWN_STATES, Block, SlotState
 from kvservice.core.store.worth import GuardedWorth, RuleState
 from kvservice.core.tier.rules import TierRules, TierUsage
@@ -286,10 +285,7 @@ class ShardState:
         self, keys: tuple[BlockKey, ...], now: float, as_of: float | None = None
     ) -> tuple[HistoryEntry, ...]:
         """What became of these blocks here, for the moment `as_of` (None: now). Slow: only for questions of people."""
-        blocks = [block for key in keys if (block := self._store.get(key)) is not None]
-        held = {block.key: (block.sealed_at, name_engine(block.origin.stored_by)) for block in blocks}
-        sealing = {key: name_engine(engine_id) for key, engine_id in self._writes.sealing().items()}
-        return find_history(keys, held, sealing, self._store.evictions.find(keys, now, as_of), now, describe_reason)
+        return find_history(self._store, self._writes.sealing(), keys, now, as_of)
 
     def engine_stats(self, account: str | None = None) -> EngineStats:
         """What a router needs to know, sorted; with an account, only of its engines."""

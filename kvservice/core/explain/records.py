@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvservice.core.block.fingerprint import DIFFERENCES_TOLD, FieldDifference
 from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.explain.evictions import KEEP_SECONDS as EVICTIONS_KEEP_SECONDS
-from kvservice.core.explain.evictions import Eviction
 from kvservice.core.messages import EngineSpec, MissReason, RequestReport
-from kvservice.units import BlockKey, NodeId, printable
+from kvservice.units import NodeId, printable
 
 KEEP_SECONDS = 900.0  # people ask about what just happened; older records are dropped
 RECORDS_MAX = 4096  # with a few hundred bytes each; the oldest is dropped
@@ -261,40 +260,3 @@ def name_engine(engine_id: bytes) -> str:
 def check_request_id(text: str) -> str:
     """The id, cut and made printable. It comes from a client, and a request must not fail because of its id."""
     return printable(text[:REQUEST_ID_CHARS_MAX])[:REQUEST_ID_CHARS_MAX]
-
-
-def find_history(
-    keys: tuple[BlockKey, ...],
-    held: Mapping[BlockKey, tuple[float, str]],
-    sealing: Mapping[BlockKey, str],
-    evictions: Mapping[BlockKey, Eviction],
-    now: float,
-    describe_reason: Callable[[int], str],
-) -> tuple[HistoryEntry, ...]:
-    """Everything that a shard knows of these keys. Keys of which nothing is known are left out.
-
-    `held` says when each was sealed and which engine stored it; `sealing` names the engine that is storing it. A key
-    that was evicted and stored again has two entries.
-    """
-    found: list[HistoryEntry] = []
-    for index, key in enumerate(keys):
-        if key in held:
-            at, engine = held[key]
-            found.append(HistoryEntry(index, "held", at, engine=engine))
-        elif key in sealing:
-            found.append(HistoryEntry(index, "sealing", now, engine=sealing[key]))
-        eviction = evictions.get(key)
-        if eviction is not None:
-            found.append(
-                HistoryEntry(
-                    index,
-                    "gone",
-                    eviction.at,
-                    eviction.cause.value,
-                    eviction.caused_by,
-                    held_seconds=eviction.held_seconds,
-                    idle_seconds=eviction.idle_seconds,
-                    reason=describe_reason(eviction.reason),
-                )
-            )
-    return tuple(found)

@@ -1,4 +1,5 @@
-"""Lists slots for people, a page at a time: what is in them, whose it is, and how it is used. Pure.
+"""Lists slots for people, a page at a time: what is in them, whose it is, and how it is used. And says what became of
+blocks. Pure.
 
 A page looks at a bounded number of slots, in their order in the segment, so that no question keeps the shard from its
 work. The next page starts where this one ended. Blocks that come or go between two pages may be missed or seen twice.
@@ -6,14 +7,16 @@ work. The next page starts where this one ended. Blocks that come or go between 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvservice.core.block.window_groups import WINDOW_BIT
+from kvservice.core.explain.records import HistoryEntry, name_engine
 from kvservice.core.messages import ListedSlot
 from kvservice.core.store.blocks import NO_KEY, BlockStore
+from kvservice.core.store.reasons import describe_reason
 from kvservice.core.store.slots import RESERVED, Slot, SlotState
-from kvservice.units import SlotIndex
+from kvservice.units import BlockKey, SlotIndex
 
 PAGE_SLOTS_MAX = 512  # listed in one page: half a millisecond, and 60 KiB on the wire
 SCANNED_MAX = 4096  # slots looked at for one page, however few match: about 2 ms
@@ -81,3 +84,32 @@ def _listed(
         store.idle_seconds(block, now),
         store.policy.uses(block.key),
     )
+
+
+def find_history(
+    store: BlockStore, sealing: Mapping[BlockKey, bytes], keys: Sequence[BlockKey], now: float, as_of: float | None
+) -> tuple[HistoryEntry, ...]:
+    """Everything that is known of these keys, for the moment `as_of` (None: now). Others are left out, and one that was
+    evicted and stored again has two entries. `sealing` names the engines that store blocks just now. Slow."""
+    evictions = store.evictions.find(keys, now, as_of)
+    found: list[HistoryEntry] = []
+    for index, key in enumerate(keys):
+        block, eviction = store.get(key), evictions.get(key)
+        if block is not None:
+            found.append(HistoryEntry(index, "held", block.sealed_at, engine=name_engine(block.origin.stored_by)))
+        elif key in sealing:
+            found.append(HistoryEntry(index, "sealing", now, engine=name_engine(sealing[key])))
+        if eviction is not None:
+            found.append(
+                HistoryEntry(
+                    index,
+                    "gone",
+                    eviction.at,
+                    eviction.cause.value,
+                    eviction.caused_by,
+                    held_seconds=eviction.held_seconds,
+                    idle_seconds=eviction.idle_seconds,
+                    reason=describe_reason(eviction.reason),
+                )
+            )
+    return tuple(found)
