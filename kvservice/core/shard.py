@@ -106,7 +106,7 @@ class ShardState:
             emit=self._actions.append,
             is_draining=lambda: self.draining,
             model_of=lambda attachment: found.spec.model if (found := self._attachments.get(attachment)) else "",
-            fingerprint_of=lambda attachment: found.digest if (found := self._attachments.get(attachment)) else b"",
+            fingerprint_of=lambda attachment: found.block_mark if (found := self._attachments.get(attachment)) else b"",
             freshness=self.freshness,
             slices=Slices(slices, self._actions.append),
         )

@@ -62,7 +62,7 @@ class _Sealing:
     position: int  # in the batch
 
     def scopes(self, freshness: Freshness) -> BlockScopes:
-        return freshness.scopes(self.item.key, self.slot.account, self.batch.engine.digest)
+        return freshness.scopes(self.item.key, self.slot.account, self.batch.engine.block_mark)
 
 
 class Writes:
@@ -192,7 +192,7 @@ class Writes:
                 now,
                 is_secondary=False,
                 model=sealing.batch.engine.spec.model,
-                fingerprint=sealing.batch.engine.digest,
+                fingerprint=sealing.batch.engine.block_mark,
                 stored_at=wall,
             )
             self._counters["stored_bytes"] += sealing.slot.payload_bytes

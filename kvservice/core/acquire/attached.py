@@ -27,11 +27,10 @@ class EngineAttachment:
     attached_at: float
     seconds_per_block: float = 0.0  # of prefill, as the engine reported it last
     grants: Grants = field(default_factory=Grants)
-    fingerprint: str = field(init=False)  # the beginning of its digest, in hex
-    digest: bytes = field(init=False)  # its first 16 bytes
+    block_mark: bytes = field(init=False)  # of its fingerprint
 
     def __post_init__(self) -> None:
-        self.fingerprint, self.digest = self.spec.fingerprint.short, self.spec.fingerprint.block_mark
+        self.block_mark = self.spec.fingerprint.block_mark
 
     @property
     def name(self) -> _Name:
@@ -60,7 +59,7 @@ def list_engines(engines: Iterable[EngineAttachment], now: float) -> list[Attach
             name_engine(attached.spec.engine_id),
             attached.spec.model,
             attached.spec.namespace,
-            attached.fingerprint,
+            attached.spec.fingerprint.short,
             attached.account,
             attached.spec.layout.block_tokens,
             now - attached.attached_at,
