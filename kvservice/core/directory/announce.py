@@ -41,7 +41,7 @@ class Update:
 
 @dataclass(slots=True)
 class _PartitionStream:
-    """The state of one partition. A full announcement is first wanted, and in `snapshot` while it is being sent."""
+    """The state of one partition. A full announcement is first wanted, and in `snapshot` until all of it is sent."""
 
     next_sequence: int = 1
     wants_full: bool = True
@@ -86,7 +86,7 @@ class Announcer:
         if self.fenced or stream.in_flight:
             return None
         if stream.outstanding is None:
-            stream.outstanding = self._build(partition, stream)
+            stream.outstanding = self._build(stream)
         stream.in_flight = stream.outstanding is not None
         return stream.outstanding
 
@@ -147,7 +147,7 @@ class Announcer:
         if not self._streams:
             return
         stream = self._streams[partition_of(route, len(self._streams))]
-        if stream.wants_full:
+        if stream.wants_full and stream.snapshot is None:
             return  # the inventory will contain the change
         # The latest change is always sent, also when it seems to undo one that was not sent yet. A repetition is
         # harmless; a wrong guess about what the directory knows would stay wrong for ever.
@@ -163,12 +163,11 @@ class Announcer:
         if not stream.in_flight:
             stream.outstanding = None
 
-    def _build(self, partition: int, stream: _PartitionStream) -> Update | None:
+    def _build(self, stream: _PartitionStream) -> Update | None:
         begin = stream.wants_full
         if begin:
-            count = len(self._streams)
-            stream.snapshot = [key for key, route in self._inventory() if partition_of(route, count) == partition]
-            stream.pending.clear()
+            if stream.snapshot is None:
+                self._take_snapshots()
             stream.wants_full = False
             self.counters["full_announcements"] += 1
         if stream.snapshot is not None:
@@ -189,6 +188,16 @@ class Announcer:
             tuple(key for key, added in words if not added),
         )
 
+    def _take_snapshots(self) -> None:
+        """For every partition that wants one: to look at a million blocks takes long, and often all of them want it."""
+        wanted = [stream.wants_full and stream.snapshot is None for stream in self._streams]
+        found: list[list[BlockKey]] = [[] for _ in self._streams]
+        for key, route in self._inventory():
+            found[partition_of(route, len(found))].append(key)
+        for stream, is_wanted, keys in zip(self._streams, wanted, found, strict=True):
+            if is_wanted:
+                stream.snapshot = keys
+
     @staticmethod
     def _take_sequence(stream: _PartitionStream) -> int:
         sequence = stream.next_sequence
@@ -200,9 +209,10 @@ class Announcer:
             assert stream.next_sequence >= 1
             assert len(stream.pending) <= PENDING_MAX
             assert not stream.in_flight or stream.outstanding is not None, "nothing is on its way"
-            assert not (stream.wants_full and stream.snapshot is not None), "a full announcement is wanted and sent"
-            assert not (stream.wants_full and stream.pending), "changes wait although the inventory will have them"
-            assert stream.snapshot is None or stream.snapshot, "an empty rest is no snapshot"
+            if stream.wants_full:
+                assert stream.snapshot is not None or not stream.pending, "changes that the inventory will have wait"
+            else:
+                assert stream.snapshot is None or stream.snapshot, "an empty rest is no snapshot"
             update = stream.outstanding
             if update is not None:
                 assert update.sequence < stream.next_sequence

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvservice.core.actions import Announce, Retract
 from kvservice.core.directory import announce
 from kvservice.core.directory.announce import Announcer, Update
+from kvservice.core.directory.directory import Directory
 from kvservice.core.directory.membership import AnnounceOutcome
+from kvservice.testing.builders import make_holder
 from kvservice.units import BlockKey, SpanRoute
 
 EPOCH = 77
@@ -179,6 +183,26 @@ def test_partitions_get_their_own_keys_and_resync_alone() -> None:
     assert shard.announcer.next_update(2) is None
 
 
+def test_one_look_at_the_inventory_serves_all_who_want_it() -> None:
+    """With half a million blocks a look takes half a second, in which the shard answers nobody."""
+    held, looks = {key(number): SpanRoute(number) for number in range(9)}, 0
+
+    def inventory() -> list[tuple[BlockKey, SpanRoute]]:
+        nonlocal looks
+        looks += 1
+        return list(held.items())
+
+    announcer = Announcer(3, inventory)
+    first = announcer.next_update(0)
+    announcer.change([Announce(key(9), SpanRoute(9)), Announce(key(10), SpanRoute(10)), Retract(key(1), SpanRoute(1))])
+    announcer.check_invariants()
+    updates = [first, announcer.next_update(1), announcer.next_update(2)]
+    assert [set(update.added) for update in updates if update] == [{key(n) for n in range(p, 9, 3)} for p in range(3)]
+    assert all(update.full_begin and update.full_end for update in updates if update) and looks == 1
+    announcer.on_reply(1, AnnounceOutcome.APPLIED, EPOCH)
+    assert announcer.next_update(1) == Update(2, (key(10),), (key(1),)), "what has changed since the look"
+
+
 def test_farewell_is_final_until_everything_is_said_again() -> None:
     shard = Shard(1).synced()
     shard.add(2)
@@ -223,3 +247,44 @@ def test_changes_beyond_the_limit_wait_for_the_answer_under_way(monkeypatch: pyt
     shard.announcer.on_reply(0, AnnounceOutcome.APPLIED, EPOCH)
     update = shard.exchange()
     assert update.full_begin and set(update.added) == {key(number) for number in range(1, 9)}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_partitions_that_restart_know_all_in_the_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes, lost answers and restarts come between the pieces of full announcements."""
+    monkeypatch.setattr(announce, "UPDATE_KEYS_MAX", 3)
+    monkeypatch.setattr(announce, "PENDING_MAX", 6)
+    chance = random.Random(seed)
+    shard = Shard(*range(20), partitions=3)
+    announcer, node = shard.announcer, make_holder()
+    directories = [Directory() for _ in range(3)]
+    epochs = [1, 1, 1]
+
+    def talk(partition: int, *, may_be_lost: bool) -> None:
+        update = announcer.heartbeat(partition)
+        announcer.check_invariants()
+        flags = {"full_begin": update.full_begin, "full_end": update.full_end}
+        outcome = directories[partition].apply(node, update.sequence, update.added, update.removed, now=0.0, **flags)
+        if may_be_lost and chance.random() < 0.2:
+            announcer.on_failure(partition)
+        else:
+            announcer.on_reply(partition, outcome, epochs[partition])
+
+    for _ in range(200):
+        partition, number = chance.randrange(3), chance.randrange(40)
+        if chance.random() < 0.05:
+            directories[partition] = Directory()
+            epochs[partition] += 1
+        elif chance.random() < 0.5:
+            talk(partition, may_be_lost=True)
+        elif key(number) in shard.held:
+            shard.remove(number)
+        else:
+            shard.add(number)
+        announcer.check_invariants()
+    for partition, directory in enumerate(directories):
+        for _ in range(40):
+            talk(partition, may_be_lost=False)
+        assert announcer.is_synced(partition)
+        mine = {block for block, route in shard.held.items() if route % 3 == partition}
+        assert set(directory.held_by([key(number) for number in range(40)]).get(node.node_id, [])) == mine
