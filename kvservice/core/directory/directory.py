@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from kvservice.core.block.keys import KEY_BYTES, pack_keys
 from kvservice.core.directory.holder_table import HolderTable, bits_of
 from kvservice.core.directory.key_table import private_table
-from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS, AnnounceOutcome, Membership, MemberState
+from kvservice.core.directory.membership import (
+    FORGET_SECONDS,
+    HIDE_SECONDS,
+    VISIBLE,
+    AnnounceOutcome,
+    Membership,
+    MemberState,
+)
 from kvservice.core.explain.evictions import Eviction, EvictionCause, EvictionHistory
 from kvservice.core.messages import Holder, HolderRun
 from kvservice.units import BlockKey, NodeId
@@ -68,6 +75,7 @@ class Directory:
         self._key_count_max = key_count_max
         self._holders = HolderTable(private_table(key_count_max), key_count_max)
         self._bit_of: dict[NodeId, int] = {}  # index of the bit of every node that is not forgotten
+        self._node_of: dict[int, NodeId] = {}  # the same, by bit
         self._block_counts: dict[NodeId, int] = {}
         self._lost_bits: dict[int, tuple[NodeId, EvictionCause, float]] = {}  # retired bits that are not swept yet
         self._lost = EvictionHistory(LOST_MAX)  # keys whose last holder is gone
@@ -180,11 +188,10 @@ class Directory:
         """
         step = self._holders.table.rows_of(row, limit)
         found: dict[NodeId, list[bytes]] = {}
-        node_of = {bit: node_id for node_id, bit in self._bit_of.items()}
         for mask, packed in self._holders.rows(row, step):
             for bit in bits_of(mask):
-                if bit in node_of:
-                    found.setdefault(node_of[bit], []).append(packed)
+                if bit in self._node_of:
+                    found.setdefault(self._node_of[bit], []).append(packed)
         end = row + step >= self._holders.table.walk_end
         return {node_id: b"".join(parts) for node_id, parts in found.items()}, None if end else row + step
 
@@ -234,6 +241,7 @@ class Directory:
         bit = self._bit_of.get(node_id)
         if bit is None:
             bit = self._bit_of[node_id] = self._holders.take_bit()
+            self._node_of[bit] = node_id
             self._answers_version = -1
         return bit
 
@@ -242,6 +250,7 @@ class Directory:
         bit = self._bit_of.pop(node_id, None)
         if bit is None:
             return
+        del self._node_of[bit]
         has_keys = self._block_counts.pop(node_id, 0) > 0
         self._holders.retire(bit, has_keys=has_keys)
         if has_keys:
@@ -283,10 +292,10 @@ class Directory:
             return known
         live = 0
         holders: list[Holder] = []
-        for node_id, index in self._bit_of.items():
-            if mask >> index & 1 and self._membership.is_visible(node_id):
-                member = self._membership.get(node_id)
-                assert member is not None
+        for index in bits_of(mask & ~self._holders.retired):
+            member = self._membership.get(self._node_of[index])
+            assert member is not None
+            if member.state in VISIBLE:
                 live |= 1 << index
                 holders.append(member.holder)
         if live not in self._answers:
