@@ -205,11 +205,17 @@ class HolderTable:
         return at, numbers, {number: (self._mask_of[number], count) for number, count in pairs}
 
     def _change(self, at: Positions, numbers: Numbers, masks: dict[int, int]) -> None:
-        """Give entries other sets: `masks` maps an old number to the new mask. Entries with mask 0 are removed."""
-        for old, mask in masks.items():
+        """Give entries other sets: `masks` maps an old number to the new mask. Entries with mask 0 are removed.
+
+        The old numbers are in ascending order.
+        """
+        order = np.argsort(numbers, kind="stable")  # so that the entries of each set lie together
+        ends = np.searchsorted(numbers[order], np.array([*masks], np.uint32), side="right").tolist()
+        start = 0
+        for (old, mask), end in zip(masks.items(), ends, strict=True):
+            start, chosen = end, at[order[start:end]]
             if mask == self._mask_of[old]:
                 continue
-            chosen = at[numbers == old]
             number = self._number(mask)
             if number:
                 self.table.set_at(chosen, np.full(len(chosen), number, np.uint32))

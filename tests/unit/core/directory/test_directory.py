@@ -77,6 +77,12 @@ def test_removing_what_one_does_not_hold_leaves_others_alone() -> None:
     assert asked(directory, range(3)) == [(0, 3, "a")]
 
 
+def test_removing_many_keys_that_nobody_holds_changes_nothing() -> None:
+    directory = directory_with(a=range(3))
+    directory.apply(A, 2, [], keys(*range(10, 100)), now=0.0)
+    assert asked(directory, range(100)) == [(0, 3, "a")]
+
+
 def test_repeated_update_does_not_resurrect_a_removed_key() -> None:
     directory = directory_with(a=range(1))
     directory.apply(A, 2, keys(5), now=0.0)
