@@ -44,6 +44,7 @@ STALE_SECONDS = 3.0  # a silent partition's part is not used: the directory itse
 NODES_AT = 2 * PAGE  # offset in bytes
 SETS_AT = NODES_AT + NODES_MAX * NODE_BYTES
 TABLE_AT = SETS_AT + SETS_MAX * SET_BYTES
+READS_MAX = 3  # of one lookup, while the writer changes what numbers stand for; the last one counts in any case
 AHEAD_ROWS = 8192  # rows made usable before they are needed, so that no event waits for memory
 SWEEP_KEYS = 4096  # keys visited by one call of sweep: some milliseconds
 assert STALE_SECONDS >= HIDE_SECONDS, "a mirror must not be stale before its nodes are hidden"
@@ -325,7 +326,15 @@ class MirrorReader:
 
     def resolve(self, packed: bytes) -> list[HolderRun] | None:
         """The holders of these keys, as Directory.resolve. None when that is not known for one of the keys."""
-        self._refresh()
+        runs = None
+        for _ in range(READS_MAX):
+            self._refresh()
+            runs = self._resolve(packed)
+            if self._versions == self._written:  # else a number that was read may stand for another set by now
+                break
+        return runs
+
+    def _resolve(self, packed: bytes) -> list[HolderRun] | None:
         runs: list[HolderRun] = []
         start = 0
         current: tuple[Holder, ...] = ()
@@ -341,8 +350,13 @@ class MirrorReader:
             runs.append(HolderRun(start, len(packed) // KEY_BYTES - start, current))
         return runs
 
+    @property
+    def _written(self) -> tuple[int, int]:
+        """How often the records of nodes and those of sets were written."""
+        return self._words[_NODES_VERSION], self._words[_SETS_VERSION]
+
     def _refresh(self) -> None:
-        versions = (self._words[_NODES_VERSION], self._words[_SETS_VERSION])
+        versions = self._written
         if versions != self._versions:
             if versions[0] != self._versions[0]:
                 self._nodes = {}

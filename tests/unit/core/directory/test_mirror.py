@@ -6,8 +6,9 @@ import pytest
 
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory import mirror
+from kvservice.core.directory.key_table import BlockTable
 from kvservice.core.directory.mirror import Feed, MirrorEvent, MirrorReader, MirrorWriter, mirror_bytes
-from kvservice.core.messages import Holder
+from kvservice.core.messages import Holder, HolderRun
 from kvservice.testing.builders import make_chain, make_holder
 from kvservice.units import BootEpoch, NodeId
 
@@ -77,3 +78,20 @@ def test_more_sets_of_holders_than_it_has_room_for_are_unknown(
     writer.apply(0, MirrorEvent(make_holder("c"), pack_keys(CHAIN[1:]), reset=True), 1.0)
     assert writer.counters["mirror_sets_not_named"]
     assert MirrorReader(memory.toreadonly()).resolve(pack_keys(CHAIN)) is None
+
+
+def test_a_number_that_gets_another_meaning_is_read_again(memory: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader in another process takes no lock: the writer may use a number anew before its set is read."""
+    writer, reader = live_writer(memory), MirrorReader(memory.toreadonly())
+    writer.apply(0, MirrorEvent(make_holder("a"), CHAIN[0]), 1.0)
+    read = mirror.number_runs
+
+    def slow_read(table: BlockTable, packed: bytes) -> list[tuple[int, int]]:
+        monkeypatch.setattr(mirror, "number_runs", read)
+        found = read(table, packed)
+        writer.apply(0, MirrorEvent(make_holder("b"), CHAIN[0]), 1.0)
+        writer.apply(0, MirrorEvent(make_holder("c"), CHAIN[1]), 1.0)
+        return found
+
+    monkeypatch.setattr(mirror, "number_runs", slow_read)
+    assert reader.resolve(CHAIN[0]) == [HolderRun(0, 1, (make_holder("a"), make_holder("b")))]
