@@ -210,7 +210,7 @@ class HolderTable:
         The old numbers are in ascending order.
         """
         order = np.argsort(numbers, kind="stable")  # so that the entries of each set lie together
-        ends = np.searchsorted(numbers[order], np.array([*masks], np.uint32), side="right").tolist()
+        ends = np.searchsorted(numbers[order], np.array([*masks], np.uint32), "right").tolist()
         start = 0
         for (old, mask), end in zip(masks.items(), ends, strict=True):
             start, chosen = end, at[order[start:end]]
