@@ -33,23 +33,23 @@ MESSAGE_BYTES_MAX = 4 << 20  # of a request: gRPC's own default. A longer one is
 # once parsed. The largest request that is meant offers 512 blocks, with a message of 60 bytes for each.
 LISTS_BYTES_MAX = 1 << 20
 REPLY_BYTES_MAX = 16 << 20  # ten times the largest reply that is meant: the state of 8,192 blocks. A larger one fails
+# Notices in 13 s that a host is gone or a process was stopped. By itself gRPC waits for the answer to a ping a minute.
+_KEEPALIVE: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
 _SERVER_OPTIONS: list[tuple[str, int]] = [
+    *_KEEPALIVE,
     ("grpc.max_send_message_length", REPLY_BYTES_MAX),
     ("grpc.so_reuseport", 0),  # two servers on one port must be an error, not a coin toss
-    ("grpc.keepalive_time_ms", 10_000),  # notices a peer that was stopped, not closed (half-open TCP), in 13 s
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    (
-        "grpc.http2.min_ping_interval_without_data_ms",
-        5_000,
-    ),  # must be below the clients' keepalive_time_ms
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # must be below the clients' keepalive_time_ms
 ]
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", REPLY_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.keepalive_time_ms", 10_000),  # as the server's
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *_KEEPALIVE,
     ("grpc.http2.max_pings_without_data", 0),  # 0 = no limit, so that idle channels are watched as well
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
