@@ -42,6 +42,9 @@ _KEEPALIVE: list[tuple[str, int]] = [
 ]
 _SERVER_OPTIONS: list[tuple[str, int]] = [
     *_KEEPALIVE,
+    # Whoever connects and shows no certificate keeps a descriptor and 20 KiB for so long; gRPC's own is 120 s. Its
+    # clients give up as soon.
+    ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.max_send_message_length", REPLY_BYTES_MAX),
     ("grpc.so_reuseport", 0),  # two servers on one port must be an error, not a coin toss
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # must be below the clients' keepalive_time_ms
