@@ -298,6 +298,7 @@ class TierFound:
 
     tier: str
     blocks: tuple[TierBlock, ...]
+    more: bool = False  # others follow: until then the tier may have any block
 
 
 @dataclass(frozen=True, slots=True)

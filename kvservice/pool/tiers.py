@@ -118,7 +118,8 @@ class PoolTiers:
         seconds = self._clock() - began
         log.info("tier_open", extra={"tier": name, "blocks": len(found), "seconds": round(seconds, 3)})
         for first in range(0, max(len(found), 1), FOUND_BLOCKS):
-            self._report(ev.TierFound(name, tuple(found[first : first + FOUND_BLOCKS])), None)
+            end = first + FOUND_BLOCKS
+            self._report(ev.TierFound(name, tuple(found[first:end]), more=end < len(found)), None)
             await asyncio.sleep(0)
         return False
 

@@ -70,6 +70,7 @@ class _Tier:
     cleared: set[BlockKey] = field(default_factory=set)  # being written, and not wanted any more
     full_until: float = 0.0  # it has no more room than its books use
     is_open: bool = False  # nothing is asked of it before: it says what it found, maybe nothing, when it is open
+    is_listed: bool = False  # it has said all that it found: what it may have itself is not written into it before
 
     def has(self, key: BlockKey) -> bool:
         """Whether the block is in the tier, or on its way there, as far as this node knows."""
@@ -77,7 +78,7 @@ class _Tier:
         return held or key in self.queue
 
     def takes(self, now: float) -> bool:
-        return self.is_open and not self.queue.is_resting(now)
+        return self.is_listed and not self.queue.is_resting(now)
 
 
 class Tiers:
@@ -135,25 +136,28 @@ class Tiers:
         tier = self._tiers.get(event.tier)
         if tier is None:
             return
-        if not tier.is_open:
-            tier.is_open = True
+        tier.is_open = True
+        if tier.books is not None:
+            for block in event.blocks:
+                self._adopt(tier, tier.books, block, now)
+        if not event.more and not tier.is_listed:
+            tier.is_listed = True
             self._catch_up(tier, now)
-        if tier.books is None:
+
+    def _adopt(self, tier: _Tier, books: TierBooks, block: TierBlock, now: float) -> None:
+        if not self._is_fresh(block, now):
+            self._count(tier, "found_too_old")
+            self._shard.emit(Erase(tier.rules.name, (block.key,)))
             return
-        for block in event.blocks:
-            if not self._is_fresh(block, now):
-                self._count(tier, "found_too_old")
-                self._shard.emit(Erase(tier.rules.name, (block.key,)))
-                continue
-            is_new = block.key not in self._store and not self.holds(block.key)
-            account = self._store.accounts.account_of(block.account_tag)
-            if tier.books.adopt(block, account, now):
-                self._count(tier, "found")
-                if is_new:
-                    self._shard.emit(Announce(block.key, block.route))
-            elif not tier.books.knows(block.key):
-                self._count(tier, "found_no_room")
-                self._shard.emit(Erase(tier.rules.name, (block.key,)))
+        is_new = block.key not in self._store and not self.holds(block.key)
+        account = self._store.accounts.account_of(block.account_tag)
+        if books.adopt(block, account, now):
+            self._count(tier, "found")
+            if is_new:
+                self._shard.emit(Announce(block.key, block.route))
+        elif not books.knows(block.key):
+            self._count(tier, "found_no_room")
+            self._shard.emit(Erase(tier.rules.name, (block.key,)))
 
     def _is_fresh(self, block: TierBlock, now: float) -> bool:
         freshness = self._shard.freshness

@@ -396,6 +396,20 @@ def test_nothing_is_asked_of_a_tier_before_it_is_open() -> None:
     assert harness.write_all() == list(chain), "those of before too"
 
 
+def test_what_a_tier_has_yet_to_name_is_not_written_over_it() -> None:
+    """A disk names its blocks some at a time. Kept memory does not know whose they are, and how old."""
+    harness, chain = harness_with(disk()), make_chain(4)
+    engine = harness.attach()
+    harness.store(engine, chain[:3])
+    harness.write_all()
+    harness.restart()
+    harness.send(ev.TierFound("disk", (found_block(chain[0]),), more=True))
+    harness.store(harness.attach(), chain, 3)
+    assert not harness.writes()
+    harness.send(ev.TierFound("disk", tuple(found_block(chain[place], place) for place in (1, 2))))
+    assert harness.write_all() == [chain[3]]
+
+
 def test_copies_of_before_are_not_written_when_a_tier_opens() -> None:
     harness, chain = harness_with(disk()), make_chain(3)
     harness.restart()
