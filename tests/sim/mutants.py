@@ -403,8 +403,8 @@ MUTANTS = (
     Mutant(
         "tier: found blocks are announced",
         TIERS,
-        "                if is_new:\n",
-        "                if False:\n",
+        "            if is_new:\n",
+        "            if False:\n",
         seed=89,
     ),
     Mutant(
