@@ -62,7 +62,10 @@ def open_store(url: str) -> ObjectStore:
         raise TierError(
             "an object store needs the package obstore, which comes with the extra 'objects' (pip install obstore)"
         ) from error
-    scheme = urlsplit(url).scheme.lower()
+    parts = urlsplit(url)
+    scheme = parts.scheme.lower()
+    if parts.query or parts.fragment:  # obstore would leave them out, and use the folder of the shorter name
+        raise TierError(f"objects_url {url!r} says something behind # or ?: write %23 and %3F in a prefix", url=url)
     if scheme not in SCHEMES:
         raise TierError(
             f"objects_url {url!r} is no URL of an object store: write s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "

@@ -280,6 +280,8 @@ def test_a_store_that_fails_is_left_alone_and_tried_again(
         ("s3://", "cannot be opened"),
         ("az://container/prefix", "Account must be specified"),
         ("file://relative/folder", "cannot be opened"),
+        ("file:///nowhere/a#b", "behind # or [?]"),
+        ("s3://bucket/prefix?version=1", "behind # or [?]"),
     ],
 )
 def test_a_wrong_url_says_what_to_write(monkeypatch: pytest.MonkeyPatch, url: str, said: str) -> None:
