@@ -12,7 +12,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,7 @@ from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, SealItem, WarmRequest
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.segment.layout import SlotLayout
+from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import Exhausted
 from kvservice.memory.liveness import LivenessLock, hold
 from kvservice.memory.segment import Segment
@@ -40,7 +41,10 @@ from kvservice.tier.file_io import VectoredIO
 from kvservice.units import BlockKey, MiB, NodeId
 
 MODELS = {"small": 20_000, "mid": 65_536, "big": 300_001}  # bytes of a block: of whole pages, and not
+NAMESPACES = {"small": "a", "mid": "a/b", "big": ""}  # of the engines of each model
+CLEARED = {"a": ("small", "mid"), "a/b": ("mid",), "": ("big",)}  # the models that a clear of a namespace reaches
 TENANTS = ("acme", "bolt")
+GEOMETRIES = (Geometry(MiB, 6), Geometry(MiB, 4), Geometry(2 * MiB, 3))
 PROMPTS, LENGTH, TOKENS = 2, 6, 16  # prompts of each model and tenant, their blocks, tokens of a block
 CALL_SECONDS = 30.0  # for any call on a busy machine; what takes longer hangs
 QUOTA = 2 * MiB
@@ -53,7 +57,7 @@ Prompt = tuple[str, str, int]  # model, tenant, number
 
 def spec_of(model: str) -> EngineSpec:
     fingerprint = Fingerprint.of({"model": model, "dtype": "uint8"})
-    return EngineSpec(os.urandom(16), model, fingerprint, SlotLayout(1, 1, MODELS[model], TOKENS))
+    return EngineSpec(os.urandom(16), model, fingerprint, SlotLayout(1, 1, MODELS[model], TOKENS), NAMESPACES[model])
 
 
 def keys_of(model: str, tenant: str, number: int) -> tuple[BlockKey, ...]:
@@ -91,20 +95,29 @@ class StorageNode:
         self._lives = 0
         self.folder = world.root / f"{name}.0"
         self.folder.mkdir()
+        self.draw_settings()
         self.pool: PoolRuntime
         self.engines: dict[tuple[str, str], Engine] = {}
         self.pins: dict[tuple[str, str], tuple[Prompt, int]] = {}  # by tenant and name: how many blocks of what
 
+    def draw_settings(self) -> None:
+        """Those that an operator may change between two starts."""
+        drawn = self._world.random
+        self.codec = drawn.choice(["none", "none", "aesgcm"])
+        self.disk_bytes = drawn.choice([400_000, 64 * MiB])
+        self.moments: list[Moment] = drawn.choices(["stored", "evicted", "reused"], [3, 2, 1], k=2)
+        self.geometry = drawn.choice(GEOMETRIES)
+
     async def open(self) -> None:
-        world, moments = self._world, self._world.moments
+        world, moments = self._world, self.moments
         coders = Coders()
         coders.keys.set_tenants({tenant: tenant.encode() * 8 for tenant in TENANTS})
-        disk = TierSpec(DISK, str(self.folder / "disk"), world.disk_bytes, moments[0], world.codec, io="buffered")
-        objects = TierSpec(OBJECTS, f"file://{world.store}", 0, moments[1], world.codec, "shared")
+        disk = TierSpec(DISK, str(self.folder / "disk"), self.disk_bytes, moments[0], self.codec, io="buffered")
+        objects = TierSpec(OBJECTS, f"file://{world.store}", 0, moments[1], self.codec, "shared")
         config = PoolConfig(
             NodeId(self.name),
             self.folder / "segment",
-            Geometry(MiB, 6),
+            self.geometry,
             directory=self.folder,
             tenants={tenant: TenantLimits(QUOTA) for tenant in TENANTS},
             tiers=(disk, objects),
@@ -143,11 +156,26 @@ class StorageNode:
                 shutil.copytree(old, copied)
             await self.close()
             self.folder = copied
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)  # its threads may still write
         else:
             await self.close()
         if not keeps_memory:
             (self.folder / "segment").unlink()
+
+    def found(self) -> int:
+        """How many blocks this start took from the disk; others may have replaced them since."""
+        return self.pool.stats().counters.get("tier_disk_found", 0)
+
+    def fresh_on_disk(self) -> list[TierBlock]:
+        """What the next start may take from the disk."""
+        state, now = self.pool.state, self.pool.now()
+        fresh = state.freshness
+
+        def is_fresh(block: TierBlock) -> bool:
+            account = state._store.accounts.account_of(block.account_tag)
+            return fresh.accepts(fresh.scopes(block.key, account, block.fingerprint), block.stored_at, now)
+
+        return [block for block in state._tiers.blocks() if is_fresh(block)]
 
     def files(self) -> list[Path]:
         return sorted((self.folder / "disk").rglob("*.safetensors"))
@@ -170,7 +198,7 @@ class StorageNode:
         assert stats.counters["pinned_bytes"] == sum(count * MODELS[what[0]] for what, count in self.pins.values())
         assert all(tenant.used_bytes <= QUOTA for tenant in stats.tenants)
         (disk,) = [tier for tier in stats.tiers if tier.name == DISK]
-        assert disk.used_bytes <= disk.budget_bytes == self._world.disk_bytes
+        assert disk.used_bytes <= disk.budget_bytes == self.disk_bytes
 
         def is_told() -> bool:  # what was evicted or cleared is erased soon after
             known = {block.key.hex() for block in pool.state._tiers.blocks()}
@@ -188,9 +216,6 @@ class StorageWorld:
         self.root, self.random = root, random.Random(seed)
         self.store = root / "store"
         self.store.mkdir()
-        self.codec = self.random.choice(["none", "none", "aesgcm"])
-        self.disk_bytes = self.random.choice([400_000, 64 * MiB])
-        self.moments: list[Moment] = self.random.choices(["stored", "evicted", "reused"], [3, 2, 1], k=2)
         self.nodes = [StorageNode(self, f"n{number}") for number in range(2)]
         self.least: Counter[BlockKey] = Counter()  # the version that is computed now; no other may be given
         self.seen: dict[str, bytes] = {}  # what lay in files, by their names
@@ -273,12 +298,17 @@ class StorageWorld:
 
     async def clear(self, node: StorageNode) -> None:
         what, count = self.any_prompt()
-        wall = self.wall()
+        wall, space = self.wall(), self.random.choice([*CLEARED])
+
+        def of(is_gone: Callable[[Prompt], bool]) -> set[BlockKey]:
+            return {key for prompt in KEYS if is_gone(prompt) for key in KEYS[prompt]}
+
         mark, goes = self.random.choice(
             [
-                (Mark(MarkKind.EVERYTHING, wall), {key for keys in KEYS.values() for key in keys}),
-                (Mark(MarkKind.TENANT, wall, what[1]), {key for of in KEYS if of[1] == what[1] for key in KEYS[of]}),
-                (Mark(MarkKind.MODEL, wall, what[0]), {key for of in KEYS if of[0] == what[0] for key in KEYS[of]}),
+                (Mark(MarkKind.EVERYTHING, wall), of(lambda prompt: True)),
+                (Mark(MarkKind.TENANT, wall, what[1]), of(lambda prompt: prompt[1] == what[1])),
+                (Mark(MarkKind.MODEL, wall, what[0]), of(lambda prompt: prompt[0] == what[0])),
+                (Mark(MarkKind.NAMESPACE, wall, space), of(lambda prompt: prompt[0] in CLEARED[space])),
                 (Mark(MarkKind.PROMPT, wall, "", KEYS[what][:count]), set(KEYS[what][:count])),
             ]
         )
@@ -290,11 +320,22 @@ class StorageWorld:
         self._later += SKEW_SECONDS if self.random.random() < 0.8 else 0.0
 
     async def restart(self, node: StorageNode) -> None:
-        await node.end(is_killed=self.random.random() < 0.5, keeps_memory=self.random.random() < 0.5)
+        is_killed, is_changed = self.random.random() < 0.5, self.random.random() < 0.3
+        if not is_killed and not is_changed and not self.harms:
+            await node.quiet()
+            kept = node.fresh_on_disk()
+        else:
+            kept = []
+        await node.end(is_killed=is_killed, keeps_memory=self.random.random() < 0.5)
         self.is_full = False
         if self.harms and self.random.random() < 0.3:
             (node.folder / "disk" / "index").unlink(missing_ok=True)
+        if is_changed:
+            node.draw_settings()
         await node.open()
+        if kept:
+            self.counts["kept"] += len(kept)
+            await eventually_async(lambda: node.found() == len(kept), "what lay on the disk is found", CALL_SECONDS)
 
     async def fill_up(self, node: StorageNode) -> None:
         self.is_full = not self.is_full
