@@ -9,7 +9,7 @@ import pytest
 from benchmarks.pictures import FOLDER as PICTURES
 from benchmarks.pictures import drawings
 from scripts import architecture_picture
-from scripts.reference import cli
+from scripts.reference import cli, metrics
 from scripts.reference.pages import FOLDER, PAGES
 
 
@@ -20,6 +20,11 @@ def test_page_is_current(name: str) -> None:
 
 def test_no_page_is_left_of_a_group_of_commands_that_went() -> None:
     assert {f"cli/{path.name}" for path in (FOLDER / "cli").glob("*.md")} <= set(cli.PAGES)
+
+
+def test_each_metric_of_a_shard_is_shown_with_its_labels() -> None:
+    """A metric of which the page's made-up shard has no sample would be shown without any."""
+    assert [row.name for row in metrics.shard() if not {"service", "node"} <= set(row.labels)] == []
 
 
 @pytest.mark.parametrize("draw", [drawings, architecture_picture.drawings], ids=["results", "architecture"])
