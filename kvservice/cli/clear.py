@@ -69,11 +69,26 @@ def run(
         raise ConfigError("say what to clear: one of --everything, --namespace, --tenant, --model and --prompt")
     if wanted.prompt is not None and not wanted.model:
         raise ConfigError("name the --model that the prompts are for", key="model")
+    if wanted.tenant:
+        _check_tenants(wanted.tenant, service, lookup)
     report, found_blocks = asyncio.run(_clear(service, lookup, wanted, wait))
     if report.complete and not found_blocks and wanted.prompt is None and not wanted.everything:
         report = replace(report, note=doubt(wanted, collect(service, lookup)))
     write(report, lambda found, _: draw(found), form)
     return report.complete
+
+
+def _check_tenants(name: str, service: str | None, lookup: Sequence[str] | None) -> None:
+    """Raises ConfigError in a service without tenants, where each block would count as one of unknown tenant and go."""
+    from kvservice.cli import tenant_usage
+
+    usage = tenant_usage.collect(service, lookup)
+    if not usage.held and not usage.problems:
+        raise ConfigError(
+            f"this service has no tenants, so there is none of the name {name!r}; nothing was cleared. To clear all "
+            "blocks give --everything",
+            key="tenant",
+        )
 
 
 def doubt(wanted: Scope, seen: Overview) -> str:

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvservice.cli import clear
+from kvservice.cli import clear, tenant_usage
 from kvservice.cli.clear import ClearedNode, ClearReport, Scope
+from kvservice.cli.tenant_usage import Held, Usage
+from kvservice.errors import ConfigError
 from tests.unit.cli.overviews import MODEL, make_node, make_overview
 
 SEEN = make_overview([make_node(0), make_node(1)])
+
+USAGE = [Held("search", "a", 1, 0, 0)]
 
 
 def said(monkeypatch: pytest.MonkeyPatch, wanted: Scope, *, found: bool = False, complete: bool = True) -> str:
@@ -26,6 +30,7 @@ def said(monkeypatch: pytest.MonkeyPatch, wanted: Scope, *, found: bool = False,
     console = Console(width=200, no_color=True, file=io.StringIO())
     monkeypatch.setattr(clear, "_clear", cleared)
     monkeypatch.setattr(clear, "collect", lambda *_: SEEN)
+    monkeypatch.setattr(tenant_usage, "collect", lambda *_: Usage(USAGE))
     monkeypatch.setattr(clear, "write", lambda made, draw, _: console.print(draw(made, False)))
     assert clear.run(None, None, wanted, 0.0) is complete
     file: Any = console.file
@@ -58,3 +63,10 @@ def test_a_clear_that_found_blocks_doubts_no_name(monkeypatch: pytest.MonkeyPatc
 def test_without_engines_no_names_are_listed() -> None:
     nobody = replace(SEEN, engines=(), hits=())
     assert clear.doubt(Scope(model="nope"), nobody).endswith("known: none")
+
+
+def test_no_tenant_is_cleared_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is of no known tenant there, so each of them would go."""
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"no tenants.*--everything"):
+        patch.setattr("tests.unit.cli.test_clear.USAGE", [])
+        said(patch, Scope(tenant="nope"))
