@@ -405,6 +405,8 @@ def open_private(path: Path, flags: int) -> int:
         flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if of_process else os.O_NOFOLLOW)
         descriptor = os.open(path, flags, 0o600)
     except OSError as error:
+        if isinstance(error, PermissionError) and os.path.lexists(path):
+            _check_owner(path, path.lstat())
         advice = (
             "; the workers of an engine with a pool of its own need its user and PID namespace" if of_process else ""
         )
@@ -412,14 +414,24 @@ def open_private(path: Path, flags: int) -> int:
     except ValueError as error:  # a zero byte, or characters that a file name cannot have
         raise SegmentError(f"{str(path)!a} is not a valid path of a segment", path=ascii(str(path))) from error
     status = os.fstat(descriptor)
-    if status.st_uid != os.geteuid():
+    try:
+        _check_owner(path, status)
+    except SegmentError:
         os.close(descriptor)
-        owner = user_name(status.st_uid)
-        raise SegmentError(f"the segment {path} belongs to {owner}: remove it, or ask them to", path=path)
+        raise
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise SegmentError(f"{path} is no file, as a segment is: remove it", path=path)
     return descriptor
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise SegmentError(
+            f"the segment {path} belongs to {user_name(status.st_uid)}: choose another service name, or ask them to "
+            "end their service and remove it",
+            path=path,
+        )
 
 
 def open_locked(path: Path) -> int:

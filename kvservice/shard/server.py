@@ -113,7 +113,7 @@ class ShardServer:
 
         Raises ConfigError, SegmentError, ServiceConflict or TransferError, and then leaves nothing behind.
         """
-        there = {path for path in self._own_files() if path.exists() or path.is_symlink()}
+        there = {path for path in self._own_files() if os.path.lexists(path)}  # of another user's folder it sees none
         try:
             await self._start()
         except BaseException:
@@ -326,7 +326,7 @@ class ShardServer:
 
     def _remove(self, files: Iterable[Path]) -> None:
         for path in files:
-            with contextlib.suppress(NotADirectoryError):
+            with contextlib.suppress(NotADirectoryError, PermissionError):  # then it is none of ours
                 path.unlink(missing_ok=True)
         for empty in (self._node_directory, self._node_directory.parent):
             with contextlib.suppress(OSError):  # rmdir fails while there are other files; those stay

@@ -18,7 +18,7 @@ from kvservice.config import ServiceConfig
 from kvservice.connector.options import ConnectorOptions
 from kvservice.discovery import ShardRecord, choose_shard, find_shards, write_record
 from kvservice.errors import ConfigError, SegmentError, Unavailable
-from kvservice.memory.segment import open_private
+from kvservice.memory.segment import open_private, segment_path
 from kvservice.private_files import check_directory, check_socket_path, is_listening, make_directory
 from kvservice.session.pool_choice import choose_pool
 from kvservice.shard.server import ShardServer
@@ -150,6 +150,30 @@ def test_a_segment_of_another_user_is_refused_by_name(tmp_path: Path) -> None:
     os.chown(path, ANOTHER, -1)
     with pytest.raises(SegmentError, match=NAMED):
         open_private(path, os.O_RDWR | os.O_CREAT)
+
+
+@two_users
+@pytest.mark.parametrize(
+    ("what", "advice"),
+    [("segment", f"belongs to uid {os.getuid()} "), ("directory", "set KVSERVICE_RUNTIME_DIR to a directory of your")],
+)
+def test_who_is_refused_at_a_users_files_hears_what_to_do(shared: Path, what: str, advice: str) -> None:
+    """The files may not even be looked at: it ended with a traceback, and with a bare "Permission denied"."""
+    root = shared / "kvservice"
+    node = root / "default" / "n0"
+    make_directory(node)
+    segment = segment_path("default", NodeId("n0"), shared)
+    segment.touch(0o600)
+    if what == "segment":
+        root = shared / "of_his_own"
+    else:
+        root.chmod(0o755)
+        segment.unlink()
+    imports = "from kvservice.cli.main import app; import kvservice.shard.process, kvservice.config"
+    imports += "; import kvservice.shard.server, kvservice.transfer.mapped, kvservice.cli.processes"
+    words = ["shard", "--node", "n0", "--pool-bytes", "8MiB", "--transport", "shm", "--runtime-dir", str(root)]
+    said = other_user.output(imports, "app()", *words, "--segment-dir", str(shared))
+    assert "Traceback" not in said and advice in said, said
 
 
 @two_users
