@@ -113,7 +113,7 @@ class ShardServer:
 
         Raises ConfigError, SegmentError, ServiceConflict or TransferError, and then leaves nothing behind.
         """
-        there = {path for path in self._own_files() if os.path.lexists(path)}  # of another user's folder it sees none
+        there = self._files_there()
         try:
             await self._start()
         except BaseException:
@@ -323,6 +323,10 @@ class ShardServer:
     def _own_files(self) -> list[Path]:
         """Our files in the node's directory, beside the record."""
         return [self._node_directory / name for name in discovery.OWN_NAMES]
+
+    def _files_there(self) -> set[Path]:
+        """Which of our files there are, also as links to nothing. In a folder of another user it sees none."""
+        return {path for path in self._own_files() if os.path.lexists(path)}
 
     def _remove(self, files: Iterable[Path]) -> None:
         for path in files:
