@@ -118,7 +118,7 @@ def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
         places |= {(str(row[4][0]), endpoint[1]) for row in rows}
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         answers = dict(zip(sorted(places), pool.map(_scrape, sorted(places)), strict=True))
-    problems += [f"{address}: {answer}" for (address, _), answer in answers.items() if answer]
+    problems += [f"{bracketed(address)}:{port}: {answer}" for (address, port), answer in answers.items() if answer]
     good = list(answers.values()).count("")
     if good < nodes:
         problems.append(f"the metrics of {counted(good, 'shard')} answer, but {nodes} are expected")
@@ -131,6 +131,10 @@ def _scrape(place: tuple[str, int]) -> str:
     try:
         with urllib.request.urlopen(f"http://{bracketed(address)}:{port}/metrics", timeout=CALL_SECONDS) as reply:
             text = reply.read().decode()
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except urllib.error.HTTPError as error:
+        return str(error)
+    except urllib.error.URLError as error:  # what it says is its cause, and not "<urlopen error …>"
+        return str(getattr(error.reason, "strerror", None) or error.reason)
+    except (OSError, ValueError) as error:
         return str(error)
     return "" if MEMORY_METRIC in text else "answers, but has no shard"
