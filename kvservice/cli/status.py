@@ -100,10 +100,11 @@ def draw(seen: Overview, wide: bool) -> RenderableType:
     if seen.restricted:
         parts += [Text(), Text(RESTRICTED)]
     if seen.problems:
-        parts += [Text(), *map(problem_line, seen.problems)]
+        parts += [Text(), *map(problem_line, seen.problems), Text(ADVICE)]
     return Group(*parts)
 
 
+ADVICE = "`kvservice doctor`, on the machine that it is about, says what to do."
 RESTRICTED = "Refused engines and slow requests belong to tenants. To see them, set KVSERVICE_TOKEN_FILE."
 
 

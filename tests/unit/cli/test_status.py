@@ -51,7 +51,7 @@ def test_the_head_says_what_pins_hold() -> None:
         "gpu-a.rack1  gpu-b.rack1  21.0 GiB  8.4 GiB/s",
         "search  40.0 GiB  64.0 GiB",
         "cmpl-6f2a9c0e1  gpu-a.rack1  900.0 ms           120  110  12s",
-        "problem: node 526d7a5fe832 at 10.0.0.6:34123: deadline exceeded",
+        "problem: node 526d7a5fe832 at 10.0.0.6:34123: deadline exceeded\n`kvservice doctor`, on the machine",
     ],
 )
 def test_status_tells_operators(said: str) -> None:
