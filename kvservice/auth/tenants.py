@@ -50,7 +50,7 @@ _SHARE = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3})?%")
 _KNOWN = frozenset({"name", "tokens", "secret", "quota", "disk_quota", "in_flight", "public", "admin"})
 DISK = "disk"  # the tier that disk_quota is of
 WHAT_TO_DO = (
-    "give the engine its token with KVSERVICE_TOKEN_FILE (or token_file in kv_connector_extra_config); "
+    "name its file with KVSERVICE_TOKEN_FILE (an engine also with token_file in kv_connector_extra_config); "
     "`kvservice tenants add NAME --file FILE` makes one"
 )
 

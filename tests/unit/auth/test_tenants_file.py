@@ -200,6 +200,7 @@ def test_callers_are_named_by_their_token_only() -> None:
         with pytest.raises(Unauthenticated) as refused:
             bearer_of(metadata, tenants)
         assert token not in refused.value.message
+        assert "name its file with KVSERVICE_TOKEN_FILE" in refused.value.message, "also to who calls a command"
 
 
 def test_the_longest_token_of_a_client_is_taken_by_a_shard() -> None:
