@@ -64,39 +64,25 @@ class BlockCopier:
         if first.dim() != 5 or any(t.shape != first.shape or t.dtype != first.dtype for t in layers):
             shapes = sorted({f"{tuple(t.shape)} {t.dtype}" for t in layers})
             raise UnsupportedLayout(f"KV tensors must be 4-D or 5-D and alike over the layers, not {', '.join(shapes)}")
-        self._layers = list(layers)
-        self._heads = heads
+        # `[block, part, kv head, token of the part, K‖V]` each, in the order of the slot
+        self.layers: Sequence[torch.Tensor] = list(layers)
+        self.heads = heads
         self._slot_layers = slice(first_layer, first_layer + len(layers))
-        self._layers_behind = layers_behind
+        self.layers_behind = layers_behind
         self._token_of = token_of
         self._staged = first.device.type != "cpu" if staged is None else staged
         self._together = one_view(layers)
-        self._slots: torch.Tensor | None = None  # the segment's bytes, `(segment bytes,)` uint8
+        self.slots: torch.Tensor | None = None  # the bytes of the segment in use, `(segment bytes,)` uint8
         self._layout: SlotLayout | None = None
 
     @property
-    def layers(self) -> Sequence[torch.Tensor]:
-        """`[block, part, kv head, token of the part, K‖V]` each, in the order of the slot."""
-        return self._layers
-
-    @property
-    def heads(self) -> range:
-        return self._heads
-
-    @property
-    def slots(self) -> torch.Tensor | None:
-        """The bytes of the segment in use, `(segment bytes,)` uint8; None while there is none."""
-        return self._slots
-
-    @property
     def device(self) -> torch.device:
-        return self._layers[0].device
+        return self.layers[0].device
 
     @property
     def fills_slots(self) -> bool:
         """Whether a slot holds the layers of this block copier and nothing else."""
-        assert self._layout is not None
-        return self._slot_layers == slice(0, self._layout.layer_count)
+        return self._slot_layers == slice(0, self.layout.layer_count)
 
     @property
     def layout(self) -> SlotLayout:
@@ -107,8 +93,7 @@ class BlockCopier:
     @property
     def payload_bytes(self) -> int:
         """The payload size of the slots that it is bound to, in bytes."""
-        assert self._layout is not None
-        return self._layout.payload_bytes
+        return self.layout.payload_bytes
 
     def of(self, engine_group: int) -> BlockCopier:
         """The copier of the blocks of this engine group."""
@@ -117,19 +102,19 @@ class BlockCopier:
     def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
         """Use this segment from now on. Returns its bytes, `(segment bytes,)` uint8. Raises UnsupportedLayout if a slot
         and the tensors do not fit."""
-        _, parts, head_count, tokens, width = self._layers[0].shape
-        cell_bytes = parts * tokens * width * self._layers[0].element_size()
-        found = (self._slot_layers.stop + self._layers_behind, head_count, cell_bytes)
-        wanted = (layout.layer_count, len(self._heads), layout.cell_bytes)
+        _, parts, head_count, tokens, width = self.layers[0].shape
+        cell_bytes = parts * tokens * width * self.layers[0].element_size()
+        found = (self._slot_layers.stop + self.layers_behind, head_count, cell_bytes)
+        wanted = (layout.layer_count, len(self.heads), layout.cell_bytes)
         if found != wanted:
             raise UnsupportedLayout(f"(layers, heads of this rank, cell bytes) are {found}, the slot has {wanted}")
-        self._slots = torch.frombuffer(segment, dtype=torch.uint8)
+        self.slots = torch.frombuffer(segment, dtype=torch.uint8)
         self._layout = layout
-        return self._slots
+        return self.slots
 
     def unbind(self) -> None:
         """Release the segment, which can then be unmapped."""
-        self._slots = None
+        self.slots = None
 
     def store(self, block_id: int, payload_offset: int, part: int = 0) -> None:
         """Copy an engine block to a slot. The copy has ended when this returns, or it is ordered on the current stream
@@ -161,7 +146,7 @@ class BlockCopier:
         False and does nothing if it is not known which bytes belong to which token."""
         cells = self._slot_view(payload_offset, 0).flatten(2)
         if self._token_of is None:
-            cells[:, :, tokens * self._layers[0].shape[4] :] = 0
+            cells[:, :, tokens * self.layers[0].shape[4] :] = 0
             return True
         if self._token_of.numel() != cells.shape[2]:
             return False
@@ -173,13 +158,13 @@ class BlockCopier:
 
     def _slot_view(self, payload_offset: int, part: int) -> torch.Tensor:
         """This rank's share of a slot as `[layer, head, kernel part, token, K‖V]`."""
-        assert self._slots is not None and self._layout is not None
-        _, parts, _, tokens, width = self._layers[0].shape
-        layout = self._layout
-        payload = self._slots[payload_offset : payload_offset + layout.payload_bytes]
+        assert self.slots is not None
+        _, parts, _, tokens, width = self.layers[0].shape
+        layout = self.layout
+        payload = self.slots[payload_offset : payload_offset + layout.payload_bytes]
         shape = (layout.layer_count, layout.parts, layout.kv_head_count, parts, tokens, width)
-        whole = payload.view(self._layers[0].dtype).view(shape)
-        return whole[self._slot_layers, part, self._heads.start : self._heads.stop]
+        whole = payload.view(self.layers[0].dtype).view(shape)
+        return whole[self._slot_layers, part, self.heads.start : self.heads.stop]
 
     def _staging_like(self, slot: torch.Tensor) -> torch.Tensor:
         return torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
@@ -188,7 +173,7 @@ class BlockCopier:
         """The engine's views of a block, with the dimensions of the slot: one view of all layers, or one per layer."""
         if self._together is not None:
             return [self._together[block_id].transpose(1, 2)]
-        return [layer[block_id].transpose(0, 1) for layer in self._layers]
+        return [layer[block_id].transpose(0, 1) for layer in self.layers]
 
     def _per_view(self, slot: torch.Tensor) -> Sequence[torch.Tensor]:
         """A slot's share, cut in the way that `_blocks` cuts a block."""

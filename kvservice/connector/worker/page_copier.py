@@ -87,13 +87,13 @@ class PageCopier(BlockCopier):
     def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
         size = int(self._pairs[0][0].shape[3])
         heads = int(self._pairs[0][0].shape[2])
-        found = (len(self._layers), heads, PAGE_TOKENS * 2 * size * self._layers[0].element_size())
-        wanted = (layout.layer_count, len(self._heads), layout.cell_bytes)
+        found = (len(self.layers), heads, PAGE_TOKENS * 2 * size * self.layers[0].element_size())
+        wanted = (layout.layer_count, len(self.heads), layout.cell_bytes)
         if found != wanted or layout.block_tokens != PAGE_TOKENS or layout.parts != 1:
             raise UnsupportedLayout(f"(layers, heads of this rank, bytes of a head) are {found}, the slot has {wanted}")
-        self._slots = torch.frombuffer(segment, dtype=torch.uint8)
+        self.slots = torch.frombuffer(segment, dtype=torch.uint8)
         self._layout = layout
-        return self._slots
+        return self.slots
 
     def store(self, block_id: int, payload_offset: int, part: int = 0) -> None:
         slot = self._slot_view(payload_offset)
@@ -123,11 +123,11 @@ class PageCopier(BlockCopier):
 
     def _slot_view(self, payload_offset: int, part: int = 0) -> torch.Tensor:
         """This rank's heads of a slot, `(layer, K|V, token, kv head, element)`."""
-        assert self._slots is not None and self._layout is not None
-        layout, size = self._layout, int(self._pairs[0][0].shape[3])
-        payload = self._slots[payload_offset : payload_offset + layout.payload_bytes]
+        assert self.slots is not None
+        layout, size = self.layout, int(self._pairs[0][0].shape[3])
+        payload = self.slots[payload_offset : payload_offset + layout.payload_bytes]
         shape = (layout.layer_count, 2, PAGE_TOKENS, layout.kv_head_count, size)
-        return payload.view(self._layers[0].dtype).view(shape)[:, :, :, self._heads.start : self._heads.stop]
+        return payload.view(self.layers[0].dtype).view(shape)[:, :, :, self.heads.start : self.heads.stop]
 
     def _copies(
         self, half: torch.Tensor, which: int, block_id: int, part: int
