@@ -22,7 +22,7 @@ from kvservice.connector.shared.gate import AGREES, DIFFERS, PROBE_PAGES_MIN, Ga
 from kvservice.connector.shared.identity import shared_model
 from kvservice.connector.shared.judge import Judge
 from kvservice.core.block.pages import KNOWN_PROMPT, PAGE_TOKENS, SharedModel, page_hashes
-from kvservice.errors import KVServiceError, UnsupportedLayout
+from kvservice.errors import UnsupportedLayout
 
 log = logging.getLogger("kvservice.connector")
 
@@ -106,18 +106,14 @@ class KnownPrompt:
         if judge is None or count < PROBE_PAGES_MIN:
             return
         self._judge = None
-        try:
-            engine = torch.cat([self._first_layers(one, judge.layer_count) for one in addresses[:count]], dim=2)
-            found = judge.difference(KNOWN_PROMPT[: count * PAGE_TOKENS], engine, range(self._model.kv_head_count))
-            refusal = found.refusal(judge.dtype)
-        except (KVServiceError, RuntimeError, ValueError) as error:
-            refusal = f"the comparison failed: {error}"
-        self.state = GateState.SHUT if refusal else GateState.OPEN
-        self._counters[DIFFERS if refusal else AGREES] += 1
-        if refusal:
-            log.error("this engine shares no pages: %s", refusal)
-        else:
-            log.info("this engine shares pages: K %.1e, V %.1e, KL %.1e", found.keys, found.values, found.kl)
+
+        def pages_here() -> torch.Tensor:
+            return torch.cat([self._first_layers(one, judge.layer_count) for one in addresses[:count]], dim=2)
+
+        tokens, heads = KNOWN_PROMPT[: count * PAGE_TOKENS], range(self._model.kv_head_count)
+        fits = judge.accepts(tokens, pages_here, heads)
+        self.state = GateState.OPEN if fits else GateState.SHUT
+        self._counters[AGREES if fits else DIFFERS] += 1
 
     def remind(self, pages: Sequence[str]) -> None:
         """Pages were left out. Unless they are of the known prompt, say once what this engine waits for."""

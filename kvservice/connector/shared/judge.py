@@ -104,6 +104,20 @@ class Judge:
         kl = (wanted.exp() * (wanted - found)).sum(-1).mean()
         return Difference(keys, values, max(float(kl), 0.0) if kl == kl else float("nan"))
 
+    def accepts(self, token_ids: Sequence[int], pages: Callable[[], torch.Tensor], heads: range) -> bool:
+        """Whether the engine's pages of a prompt fit; logs what was found. `pages` makes what `difference` compares.
+        Raises nothing: an engine whose pages cannot be compared was not seen to fit."""
+        try:
+            found = self.difference(token_ids, pages(), heads)
+            refusal = found.refusal(self.dtype)
+        except Exception as error:  # noqa: BLE001  whatever it is, this engine's pages were not seen to fit
+            refusal = f"the comparison failed: {type(error).__name__}: {error}"
+        if refusal:
+            log.error("this engine shares no pages: %s", refusal)
+        else:
+            log.info("this engine shares pages: K %.1e, V %.1e, KL %.1e", found.keys, found.values, found.kl)
+        return not refusal
+
     def _kv(self, tokens: torch.Tensor) -> torch.Tensor:
         """`(layer, K|V, token, kv head, element)` of these tokens, all heads."""
         with torch.inference_mode():
@@ -166,13 +180,5 @@ class Probation:
         return self._copier.pages([(plan.block_ids[block], part) for block, part in places], layer_count)
 
     def _compare(self, judge: Judge, plan: ProbePlan, pages: torch.Tensor) -> None:
-        try:
-            found = judge.difference(plan.token_ids, pages, self._copier.heads)
-            refusal = found.refusal(judge.dtype)
-        except Exception as error:  # noqa: BLE001  whatever it is, this engine's pages were not seen to fit
-            refusal = f"the comparison failed: {type(error).__name__}: {error}"
-        if refusal:
-            log.error("this engine shares no pages: %s", refusal)
-        else:
-            log.info("this engine shares pages: K %.1e, V %.1e, KL %.1e", found.keys, found.values, found.kl)
-        self._found.append(DIFFERS if refusal else AGREES)
+        fits = judge.accepts(plan.token_ids, lambda: pages, self._copier.heads)
+        self._found.append(AGREES if fits else DIFFERS)
