@@ -58,18 +58,8 @@ def check(vllm_config: Any, cache_config: KVCacheConfig) -> None:
     hash_fields(vllm_config)
 
 
-def engine_spec(
-    vllm_config: Any,
-    cache_config: KVCacheConfig,
-    engine_id: bytes,
-    namespace: str,
-    *,
-    weights: str | None = None,
-    weights_cache: Path | None = None,
-    slot_tokens: int | None = None,
-    accept_codec: str = "",
-) -> EngineSpec:
-    """The engine's identity towards the pool. `weights` is their name, if their files need not be read.
+def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, options: ConnectorOptions) -> EngineSpec:
+    """The engine's identity towards the pool, but for its id.
 
     May read all files of the model, which takes minutes. Raises as `check` does, UnnamedWeights, and ConfigError for
     slots or an accept_codec that this engine cannot have.
@@ -77,11 +67,11 @@ def engine_spec(
     check(vllm_config, cache_config)
     found = supported(vllm_config, cache_config)
     layout = slot_layout(vllm_config, cache_config)
-    if slot_tokens is not None:
+    if options.slot_tokens is not None:
         if (count := group_count(cache_config)) > 1:
             raise ConfigError(f"slot_tokens needs a model with one KV cache group, and this one has {count}")
-        parts = slot_parts(slot_tokens, layout.block_tokens)
-        layout = replace(layout, block_tokens=slot_tokens, parts=parts)
+        parts = slot_parts(options.slot_tokens, layout.block_tokens)
+        layout = replace(layout, block_tokens=options.slot_tokens, parts=parts)
     window_groups = tuple(
         WindowGroup(_layout_of(vllm_config, cache_config, found, group), group.window)
         for group in found.groups[1:]
@@ -93,7 +83,7 @@ def engine_spec(
     spec = found.full
     fields: dict[str, object] = {
         "engine": f"vllm {vllm.__version__}",
-        "weights": weights or weights_of(model, weights_cache),
+        "weights": options.weights_name() or weights_of(model, options.weights_cache),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(spec.dtype),
@@ -104,15 +94,15 @@ def engine_spec(
         "cell_format": _cell_format(vllm_config),
         "block_tokens": _hash_tokens(cache_config, found),
         "slot_tokens": layout.block_tokens,
-        **_number_fields(vllm_config, cache_config, spec, layout, accept_codec),
+        **_number_fields(vllm_config, cache_config, spec, layout, options.accept_codec),
         **_packing_fields(vllm_config, cache_config, spec),
         **_group_fields(vllm_config, cache_config, found, window_groups),
-        **_draft_fields(vllm_config.speculative_config, weights_cache),
+        **_draft_fields(vllm_config.speculative_config, options.weights_cache),
         **hash_fields(vllm_config),
         **config_fields(vllm_config),
     }
     called = Path(str(name)).name or str(name)
-    return EngineSpec(engine_id, called, Fingerprint.of(fields), layout, namespace, window_groups)
+    return EngineSpec(bytes(16), called, Fingerprint.of(fields), layout, options.namespace, window_groups)
 
 
 def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:

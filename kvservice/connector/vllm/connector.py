@@ -32,7 +32,7 @@ from kvservice.connector.cache_groups import Grouping, OneGroup
 from kvservice.connector.failures import Failures, guarded
 from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.layerwise.worker import LayerwiseWorker
-from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise
+from kvservice.connector.options import AdapterFiles, ConnectorOptions, CopierChoice, Layerwise, Share
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import decode_params
@@ -140,21 +140,12 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             log.error("serving without the cache: %s", error.message)
 
     def _start_scheduler(self, vllm_config: VllmConfig) -> None:
-        self._spec = compat.engine_spec(
-            vllm_config,
-            self._config,
-            bytes(16),
-            self._options.namespace,
-            weights=self._options.weights_name(),
-            weights_cache=self._options.weights_cache,
-            slot_tokens=self._options.slot_tokens,
-            accept_codec=self._options.accept_codec,
-        )
+        self._spec = compat.engine_spec(vllm_config, self._config, self._options)
         remembers = events.publishes_events(vllm_config)
         self._spec = replace(self._spec, hears_removals=remembers)
         grouping = compat.grouping(vllm_config, self._config, self._spec)
         worker_count = vllm_config.parallel_config.world_size
-        if sharing.wanted(self._options):
+        if self._options.share is Share.ENGINES:
             self._spec = sharing.engine_spec(vllm_config, self._config, self._spec, self._options)
             grouping, remembers = sharing.grouping(self._config), False
             self._pages = sharing.SharedRequests(worker_count)
@@ -327,7 +318,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             with self.failures.guard("update_connector_output"):
                 self._scheduler.reported(report)
                 if self._pages is not None:
-                    self._pages.reported(report.counters)
+                    self._pages.gate.reported(report.counters)
         if self._layered_scheduler is not None:
             with self.failures.guard("update_connector_output"):
                 self._layered_scheduler.end_layered(report)
@@ -430,7 +421,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerHalf(several, verify, copier, share, defer_stores=defers)
             return
         layers = compat.ordered_layers(self._vllm_config, self._config, kv_caches)
-        if sharing.wanted(self._options):
+        if self._options.share is Share.ENGINES:
             pages = sharing.page_copier(self._vllm_config, layers, share.heads)
             self._probation = sharing.probation(self._vllm_config, pages)
             self._worker = WorkerHalf(pages, verify, None, share, defer_stores=defers)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backends import cpu_attn
 
 from kvservice.connector.cache_groups import Grouping, PagesOfBlocks
-from kvservice.connector.options import ConnectorOptions, Share
+from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.plan import StepPlan
 from kvservice.connector.shared.gate import ShareGate
 from kvservice.connector.shared.identity import shared_model, sharing
@@ -95,15 +95,15 @@ class SharedRequests:
 
     def __init__(self, worker_count: int) -> None:
         self.counters: Counter[str] = Counter()
-        self._gate = ShareGate(worker_count)
+        self.gate = ShareGate(worker_count)
         self._chains: dict[str, PageChain] = {}  # by request
 
     def begin(self, request: Request) -> bool:
         """Whether the request may share. Its pages are named either way."""
         self._chains[request.request_id] = PageChain((request.cache_salt or "").encode())
         reason = _left_out(request)
-        if not reason and not self._gate.is_open:
-            reason = f"gate_{self._gate.state.value}"
+        if not reason and not self.gate.is_open:
+            reason = f"gate_{self.gate.state.value}"
         if reason:
             self.counters[f"share_left_out_{reason}"] += 1
         return not reason
@@ -119,18 +119,7 @@ class SharedRequests:
     def probe(self, plan: StepPlan, request: Request, computed: int, block_ids: Sequence[int]) -> None:
         """Send this request to the workers with the step, if it is the one that opens the gate."""
         if plan.probe is None and not _left_out(request):
-            plan.probe = self._gate.probe(request.all_token_ids, computed, block_ids)
-
-    @property
-    def is_waiting(self) -> bool:
-        return self._gate.is_waiting
-
-    def reported(self, counters: Mapping[str, int]) -> None:
-        self._gate.reported(counters)
-
-
-def wanted(options: ConnectorOptions) -> bool:
-    return options.share is Share.ENGINES
+            plan.probe = self.gate.probe(request.all_token_ids, computed, block_ids)
 
 
 def _left_out(request: Request) -> str:

@@ -76,7 +76,7 @@ class StepWalk:
         begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         fresh = (*begins, *output.scheduled_cached_reqs.resumed_req_ids)
         tokens = output.num_scheduled_tokens
-        probes = self._pages is not None and self._pages.is_waiting
+        probes = self._pages is not None and self._pages.gate.is_waiting
         self._shown += self._due.begin_step(tokens, output.total_num_scheduled_tokens, tokens if probes else fresh)
         for request_id in self._shown:
             request = self._live.get(request_id)

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.scheduler.handoff import decode_params, parse_transfer_params
 from kvservice.connector.vllm import KVServiceConnector, compat
 from kvservice.core.messages import Handoff
@@ -539,7 +540,7 @@ def test_what_is_not_supported_is_named(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config = vllm_config(model, {"mode": "embedded"}, **changes)
     with pytest.raises((UnsupportedDevice, UnsupportedLayout, RandomHashSeed), match=says):
-        compat.engine_spec(config, cache, bytes(16), "")
+        compat.engine_spec(config, cache, ConnectorOptions())
     for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
         inert = KVServiceConnector(config, role, cache)
         one = request("a")
@@ -570,15 +571,15 @@ OTHER = HfConfig(hidden_size=16, rope_theta=2.0)
     ],
 )
 def test_what_changes_the_bytes_changes_the_fingerprint(model: Path, change: Any, field: str) -> None:
-    base = compat.engine_spec(vllm_config(model, {}), cache_config(), bytes(16), "").fingerprint
-    other = compat.engine_spec(vllm_config(model, {}, **change), cache_config(), bytes(16), "").fingerprint
+    base = compat.engine_spec(vllm_config(model, {}), cache_config(), ConnectorOptions()).fingerprint
+    other = compat.engine_spec(vllm_config(model, {}, **change), cache_config(), ConnectorOptions()).fingerprint
     assert f"{field}:" in base.difference(other)
 
 
 def test_engines_with_other_slots_share_no_name(model: Path) -> None:
     """A slot of one block is a slot as it is without the option."""
     one, same, several = (
-        compat.engine_spec(vllm_config(model, {}), cache_config(), bytes(16), "", slot_tokens=tokens)
+        compat.engine_spec(vllm_config(model, {}), cache_config(), ConnectorOptions(slot_tokens=tokens))
         for tokens in (None, BLOCK, 4 * BLOCK)
     )
     assert one.fingerprint == same.fingerprint and one.layout == same.layout
@@ -586,15 +587,15 @@ def test_engines_with_other_slots_share_no_name(model: Path) -> None:
     assert several.layout == replace(one.layout, block_tokens=4 * BLOCK, parts=4)
     assert dict(several.fingerprint.fields)["block_tokens"] == str(BLOCK)
     with pytest.raises(ConfigError, match="no multiple of the engine's block size"):
-        compat.engine_spec(vllm_config(model, {}), cache_config(), bytes(16), "", slot_tokens=BLOCK + 1)
+        compat.engine_spec(vllm_config(model, {}), cache_config(), ConnectorOptions(slot_tokens=BLOCK + 1))
 
 
 def test_same_model_in_another_folder_has_the_same_fingerprint(model: Path, tmp_path_factory: Any) -> None:
     elsewhere = tmp_path_factory.mktemp("copy")
     for path in model.iterdir():
         (elsewhere / path.name).write_bytes(path.read_bytes())
-    specs = [compat.engine_spec(vllm_config(at, {}), cache_config(), bytes(16), "") for at in (model, elsewhere)]
+    specs = [compat.engine_spec(vllm_config(at, {}), cache_config(), ConnectorOptions()) for at in (model, elsewhere)]
     assert specs[0].fingerprint == specs[1].fingerprint
     (elsewhere / "model.safetensors").write_bytes(b"other weights...")
-    changed = compat.engine_spec(vllm_config(elsewhere, {}), cache_config(), bytes(16), "")
+    changed = compat.engine_spec(vllm_config(elsewhere, {}), cache_config(), ConnectorOptions())
     assert "weights:" in specs[0].fingerprint.difference(changed.fingerprint)

@@ -183,7 +183,7 @@ def test_groups_of_states_lie_in_one_slot_without_padding(model: Path) -> None:
     assert [group.engine_groups for group in stored.groups] == [(2,), (0, 1, 3), (4,)]
     assert [group.window for group in stored.groups] == [None, Window(is_state=True), Window(is_state=True)]
     config = vllm_config(model, {})
-    spec = compat.engine_spec(config, found, bytes(16), "")
+    spec = compat.engine_spec(config, found, ConnectorOptions())
     assert [group.layout.payload_bytes for group in spec.window_groups] == [3 * 3 * (24 + 64), 3 * 64]
     assert isinstance(grouping := compat.grouping(config, found, spec), SeveralGroups)
     assert grouping.has_states
@@ -212,7 +212,7 @@ def test_states_alone_are_stored_behind_signposts(model: Path) -> None:
         ((), None),
         ((0,), Window(is_state=True)),
     ]
-    spec = compat.engine_spec(config, found, bytes(16), "")
+    spec = compat.engine_spec(config, found, ConnectorOptions())
     assert [group.layout.payload_bytes for group in spec.window_groups] == [3 * (24 + 64)]
     assert spec.layout.payload_bytes < BATCHED_RUN_BYTES, "a GPU's driver would take host memory for its own"
     assert isinstance(grouping := compat.grouping(config, found, spec), SeveralGroups)
@@ -259,19 +259,19 @@ def test_what_cannot_be_done_with_states_is_named(model: Path, changes: dict[str
 def test_whatever_changes_a_state_changes_its_name(model: Path, other: MambaSpec) -> None:
     config = vllm_config(model, {})
     prints = {
-        compat.engine_spec(config, cache(FULL, spec), bytes(16), "").fingerprint.digest for spec in (MAMBA, other)
+        compat.engine_spec(config, cache(FULL, spec), ConnectorOptions()).fingerprint.digest for spec in (MAMBA, other)
     }
     assert len(prints) == 2
     padded = replace(MAMBA, page_size_padded=2048)
     prints = {
-        compat.engine_spec(config, cache(FULL, spec), bytes(16), "").fingerprint.digest for spec in (MAMBA, padded)
+        compat.engine_spec(config, cache(FULL, spec), ConnectorOptions()).fingerprint.digest for spec in (MAMBA, padded)
     }
     assert len(prints) == 1, "padding is not stored"
 
 
 def test_layout_of_convolution_states_is_in_their_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-    fields = dict(compat.engine_spec(vllm_config(model, {}), cache(FULL, MAMBA), bytes(16), "").fingerprint.fields)
+    fields = dict(compat.engine_spec(vllm_config(model, {}), cache(FULL, MAMBA), ConnectorOptions()).fingerprint.fields)
     assert fields["env.VLLM_SSM_CONV_STATE_LAYOUT"] == "DS"
     assert fields["window_1"] == "state layers 3 heads 1 cell 88 block 16 parts 1"
     assert fields["group_1"] == "layers [3] block 16 state MAMBA2 [3, 4] torch.bfloat16, [4, 4] torch.float32"
@@ -279,14 +279,14 @@ def test_layout_of_convolution_states_is_in_their_name(model: Path, monkeypatch:
 
 def test_slots_of_several_blocks_need_one_group(model: Path) -> None:
     with pytest.raises(ConfigError, match="one KV cache group, and this one has 2"):
-        compat.engine_spec(vllm_config(model, {}), cache(FULL, WINDOW), bytes(16), "", slot_tokens=256)
+        compat.engine_spec(vllm_config(model, {}), cache(FULL, WINDOW), ConnectorOptions(slot_tokens=256))
 
 
 def test_windows_are_named_by_their_numbers(model: Path) -> None:
     """The text of a class of ours changes with the class, and engines would share nothing after an upgrade."""
     found = cache(FULL, WINDOW, CHUNKED)
     found.hash_block_size = 16
-    fields = dict(compat.engine_spec(vllm_config(model, {}), found, bytes(16), "").fingerprint.fields)
+    fields = dict(compat.engine_spec(vllm_config(model, {}), found, ConnectorOptions()).fingerprint.fields)
     assert fields["window_1"] == "sliding 512 chunk 0 layers 3 heads 2 cell 512 block 16 parts 1"
     assert fields["window_2"] == "sliding 0 chunk 8192 layers 3 heads 2 cell 512 block 16 parts 1"
     ours = [name for name in vars(window_groups) | vars(layout) if name[0].isupper()]

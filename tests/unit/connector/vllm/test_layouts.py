@@ -27,6 +27,7 @@ try:
 except ImportError:  # vLLM 0.32
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, kv_cache_groups_tp_replicas
 
+from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.plan import CopyEntry
 from kvservice.connector.vllm import compat
 from kvservice.connector.worker.block_copier import BlockCopier
@@ -267,7 +268,7 @@ def engine_fields(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         hf_text_config=hf,
     )
     vars(rank.config.cache_config).update(cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor")
-    return dict(compat.engine_spec(rank.config, rank.cache, bytes(16), "").fingerprint.fields)
+    return dict(compat.engine_spec(rank.config, rank.cache, ConnectorOptions()).fingerprint.fields)
 
 
 @pytest.mark.parametrize("model", ["GQA", "MLA fp8_ds_mla"])

@@ -13,6 +13,7 @@ import pytest
 from vllm.config import ECTransferConfig, SpeculativeConfig
 from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 
+from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.vllm import compat
 from kvservice.errors import UnsupportedLayout
 from tests.unit.connector.vllm.test_connector import cache_config, model, vllm_config
@@ -33,7 +34,7 @@ class Draft(SimpleNamespace):
 
 def refused(model: Path, **changes: Any) -> str:
     with pytest.raises(UnsupportedLayout) as found:
-        compat.engine_spec(vllm_config(model, {}, **changes), cache_config(), bytes(16), "")
+        compat.engine_spec(vllm_config(model, {}, **changes), cache_config(), ConnectorOptions())
     return found.value.message
 
 
@@ -66,7 +67,7 @@ def test_every_method_of_speculation_was_decided_about(model: Path) -> None:
         draft = Draft(method=method)
         if not draft.use_eagle() and not draft.uses_extract_hidden_states() and not draft.uses_draft_model():
             fine.append(method)
-            compat.engine_spec(vllm_config(model, {}, speculative_config=draft), cache_config(), bytes(16), "")
+            compat.engine_spec(vllm_config(model, {}, speculative_config=draft), cache_config(), ConnectorOptions())
     assert set(fine) <= NO_DRAFT_LAYERS, "look at what these keep in the KV cache"
 
 
@@ -79,8 +80,8 @@ def _methods(alias: Any) -> set[str]:
 def test_encoder_caches_beside_it_change_nothing(model: Path, role: Any) -> None:
     """What an encoder made is no KV, and vLLM's hash of a block covers the images in it."""
     transfer = ECTransferConfig(ec_connector="ECExampleConnector", ec_role=role)
-    alone = compat.engine_spec(vllm_config(model, {}), cache_config(), bytes(16), "")
-    beside = compat.engine_spec(vllm_config(model, {}, ec_transfer_config=transfer), cache_config(), bytes(16), "")
+    alone = compat.engine_spec(vllm_config(model, {}), cache_config(), ConnectorOptions())
+    beside = compat.engine_spec(vllm_config(model, {}, ec_transfer_config=transfer), cache_config(), ConnectorOptions())
     assert beside == alone
 
 

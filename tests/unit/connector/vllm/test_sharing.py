@@ -109,7 +109,7 @@ def opened() -> SharedRequests:
     requests, plan = SharedRequests(1), StepPlan()
     requests.probe(plan, Request(list(range(40))), 40, [1, 2])  # type: ignore[arg-type]
     assert plan.probe is not None
-    requests.reported({AGREES: 1})
+    requests.gate.reported({AGREES: 1})
     return requests
 
 
@@ -128,7 +128,7 @@ def test_request_whose_tokens_do_not_say_all_is_left_out(request_: Any, reason: 
     plan, waiting = StepPlan(), SharedRequests(1)
     request_.all_token_ids = list(range(64))
     waiting.probe(plan, request_, 64, [1, 2])
-    assert plan.probe is None and waiting.is_waiting
+    assert plan.probe is None and waiting.gate.is_waiting
 
 
 def test_nothing_is_shared_before_the_gate_is_open() -> None:
