@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import chain
 
 from kvservice.connector.cache_groups import Grouping, Table, load_entries
 from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan
@@ -72,6 +71,3 @@ class Loads:
 
     def is_open(self, request_id: str) -> bool:
         return request_id in self._leases
-
-    def open_leases(self) -> list[tuple[AttachmentId, LeaseId]]:
-        return list(chain.from_iterable(self._leases.values()))

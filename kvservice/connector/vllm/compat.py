@@ -257,20 +257,18 @@ def layerwise_for(vllm_config: Any, options: ConnectorOptions, group_count: int)
     if group_count > 1:
         log.warning("layerwise %r is not used, because the model has %d KV cache groups", wanted.value, group_count)
         return Layerwise.OFF
-    reasons = []
-    if vllm_config.scheduler_config.async_scheduling:
-        reasons.append("vLLM's asynchronous scheduling (use --no-async-scheduling)")
-    if vllm_config.speculative_config is not None:
-        reasons.append("speculative decoding")
-    if wanted.loads and reasons:
-        # The next step would already compute on blocks that the last check of this one may refuse.
-        log.warning("blocks are loaded whole, not layer by layer, because of %s", " and ".join(reasons))
-        return Layerwise.SAVE if wanted.saves and vllm_config.speculative_config is None else Layerwise.OFF
     if vllm_config.speculative_config is not None:
         log.warning(
             "layerwise %r is not used, because a draft model's layers are written after the forward", wanted.value
         )
         return Layerwise.OFF
+    if wanted.loads and vllm_config.scheduler_config.async_scheduling:
+        # The next step would already compute on blocks that the last check of this one may refuse.
+        log.warning(
+            "blocks are loaded whole, not layer by layer, because of vLLM's asynchronous scheduling (use "
+            "--no-async-scheduling)"
+        )
+        return Layerwise.SAVE if wanted.saves else Layerwise.OFF
     return wanted
 
 

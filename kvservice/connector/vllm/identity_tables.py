@@ -19,20 +19,6 @@ NAMED = "it is a field of its own in the fingerprint"
 DERIVED = "it follows from other settings, which are hashed"
 WIRING = "it concerns processes, addresses or start-up"
 
-# Names in these tables that vLLM 0.33 has and 0.32 has not.
-NEWER = frozenset(
-    {
-        "watchdog_config",
-        "simple_cpu_offload_num_blocks",
-        "indexer_tp_shard_min_rows",
-        "trtllm_ragged_backend",
-        "minimax_m3_indexer_cp",
-        "monokernel",
-        "transformers",
-        "deepseek_vl2",
-    }
-)
-
 # Sections of VllmConfig of which nothing is hashed.
 SECTIONS_LEFT_OUT: Mapping[str, str] = {
     "scheduler_config": WHEN,

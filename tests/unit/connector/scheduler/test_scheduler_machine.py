@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -247,9 +248,8 @@ class Engine(RuleBasedStateMachine):
         holds = bool(self.line.pins.pinned) or any(r.state != "waiting" for r in self.requests.values())
         self.half.reset(None if holds else f"term {self.names}".encode())
         assert not self.line.handoffs, "a hand-off outlived the weights that it was for"
-        assert not set(self.line.leases) - set(self.half._loads.open_leases()) - self.answered(), (
-            "a promise outlived them"
-        )
+        loaded = set(chain.from_iterable(self.half._loads._leases.values()))
+        assert not set(self.line.leases) - loaded - self.answered(), "a promise outlived them"
 
     def answered(self) -> set[tuple[AttachmentId, LeaseId]]:
         """Leases of answers that nobody has heard yet."""

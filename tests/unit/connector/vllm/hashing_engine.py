@@ -278,7 +278,7 @@ class HashingEngine:
         half, session, blocks = self._half, self._session, self._scheduler.kv_cache_manager.block_pool
         half.check_invariants()
         assert blocks.get_num_free_blocks() == blocks.num_gpu_blocks - 1, "blocks of the engine are held by nobody"
-        assert not half._requests and not half._loads.open_leases() and half._stores.is_empty and half._ended.is_empty
+        assert not half._requests and not half._loads._leases and half._stores.is_empty and half._ended.is_empty
         assert not half._handoffs._open, "open hand-offs of no request"
 
         def is_idle() -> bool:
