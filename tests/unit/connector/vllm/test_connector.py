@@ -578,10 +578,8 @@ def test_what_changes_the_bytes_changes_the_fingerprint(model: Path, change: Any
 
 def test_engines_with_other_slots_share_no_name(model: Path) -> None:
     """A slot of one block is a slot as it is without the option."""
-    one, same, several = (
-        compat.engine_spec(vllm_config(model, {}), cache_config(), ConnectorOptions(slot_tokens=tokens))
-        for tokens in (None, BLOCK, 4 * BLOCK)
-    )
+    options = [ConnectorOptions(slot_tokens=tokens) for tokens in (None, BLOCK, 4 * BLOCK)]
+    one, same, several = (compat.engine_spec(vllm_config(model, {}), cache_config(), it) for it in options)
     assert one.fingerprint == same.fingerprint and one.layout == same.layout
     assert "slot_tokens:" in one.fingerprint.difference(several.fingerprint)
     assert several.layout == replace(one.layout, block_tokens=4 * BLOCK, parts=4)
