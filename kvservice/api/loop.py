@@ -34,6 +34,11 @@ class LoopThread:
         self._thread.start()
 
     @property
+    def is_current(self) -> bool:
+        """Whether its own thread asks: the garbage collector may run a program's `__del__` on any thread."""
+        return threading.get_ident() == self._thread.ident
+
+    @property
     def is_usable(self) -> bool:
         """Whether it runs, in this process."""
         return not self._stopped and os.getpid() == self._pid
@@ -58,7 +63,11 @@ class LoopThread:
         raise InvalidRequest(CLOSED)
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run this on the loop and wait for its result. A KeyboardInterrupt cancels it, and waits for its end."""
+        """Run this on the loop and wait for its result. A KeyboardInterrupt cancels it, and waits for its end. Raises
+        InvalidRequest on its own thread, which would wait for itself."""
+        if self.is_current:
+            work.close()
+            raise InvalidRequest("this is the pool's own thread, on which nothing may wait for it: call on another one")
         ended = threading.Event()
         future = self.submit(work, ended)
         try:
@@ -69,9 +78,10 @@ class LoopThread:
             raise
 
     def wait_for_end(self, work: Coroutine[Any, Any, None]) -> None:
-        """`wait` for what lets go of something: nothing is left to do where the thread has ended."""
+        """`wait` for what lets go of something: nothing is left to do where the thread has ended. On its own thread
+        it is begun only."""
         with contextlib.suppress(InvalidRequest):
-            self.wait(work)
+            self.submit(work) if self.is_current else self.wait(work)
 
     async def wait_async(self, work: Coroutine[Any, Any, T]) -> T:
         """The same for a coroutine of another loop, which runs on meanwhile."""
@@ -83,13 +93,14 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """End the thread, and what it is doing. Idempotent. Blocks until it has ended."""
+        """End the thread, and what it is doing. Idempotent. Blocks until it has ended, but on itself."""
         if os.getpid() != self._pid:
             return
         with self._lock, contextlib.suppress(RuntimeError):  # the loop is closed
             self._stopped = True
             self._loop.call_soon_threadsafe(self._begin_end)
-        self._thread.join()
+        if not self.is_current:
+            self._thread.join()
 
     def _run(self) -> None:
         self._loop.run_forever()

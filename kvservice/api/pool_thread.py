@@ -132,8 +132,15 @@ class PoolThread:
                 await runtime.close()
 
     def end(self) -> None:
-        """Close, and end the thread. Blocks; for callers on other threads. Idempotent; does nothing after a fork."""
+        """Close, and end the thread. Blocks, but on that thread. Idempotent; does nothing after a fork."""
+        if self.loop.is_current:
+            self.loop.wait_for_end(self._close_and_stop())
+            return
         self.loop.wait_for_end(self.close())
+        self.loop.stop()
+
+    async def _close_and_stop(self) -> None:
+        await self.close()
         self.loop.stop()
 
     async def _open_pool(self) -> PoolPort:

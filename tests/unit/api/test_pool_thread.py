@@ -158,6 +158,26 @@ def test_a_signal_handler_may_close_amid_a_close(monkeypatch: pytest.MonkeyPatch
     assert not thread._thread.is_alive()
 
 
+@pytest.mark.parametrize("what", ["cache", "pool"])
+def test_a_finalizer_on_the_pools_thread_may_close(what: str) -> None:
+    """The garbage collector runs on the thread that allocates, and ends a program's objects there."""
+    pool = kvservice.connect("embedded", memory="8MiB")
+    cache, thread = pool.attach("m", Layout(4, (3,))), pool._thread.loop
+
+    async def collect() -> None:
+        with pytest.raises(InvalidRequest, match="the pool's own thread"):
+            cache.get(range(8))
+        (cache if what == "cache" else pool).close()
+
+    try:
+        thread.submit(collect()).result(10)
+        eventually(lambda: not cache.is_attached, "the cache to detach")
+        assert what == "pool" or cache.get(range(8)).miss == "unavailable"
+    finally:
+        pool.close()
+    assert not thread._thread.is_alive()
+
+
 async def test_a_get_cancelled_at_first_use_leaves_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mapping holds the lock that keeps the shard from taking slots back."""
     made: list[MappedPool] = []
