@@ -7,6 +7,7 @@ renewal of a lease.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import takewhile
@@ -58,12 +59,14 @@ class AttachedProgram:
         self._mapping = asyncio.Lock()
         self._writes: set[asyncio.Task[Any]] = set()
         self._serving: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- life ----
 
     async def begin(self) -> KVServiceError | None:
         """Attach, and go on trying in the background. Returns what the first attempt failed with."""
-        self._serving = asyncio.create_task(self.session.serve())
+        self._loop = asyncio.get_running_loop()
+        self._serving = self._loop.create_task(self.session.serve())
         if await self.session.wait_for_attempt() is None:
             return self.session.failure or Unavailable("the pool did not answer")
         return None
@@ -134,9 +137,11 @@ class AttachedProgram:
             return None
 
     def release(self, attachment: Attachment, result: AcquireResult) -> None:
-        """Give back what was promised."""
-        if result.lease_id:
-            self.session.release(attachment.attachment_id, result.lease_id)
+        """Give back what was promised. Any thread may call, wherever the garbage collector interrupts it: it takes no
+        lock, which its thread may hold."""
+        if result.lease_id and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the lease with it
+                self._loop.call_soon_threadsafe(self.session.release, attachment.attachment_id, result.lease_id)
 
     async def write(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a write, which goes on when its caller is cancelled: a thread may be writing."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvservice
@@ -176,6 +177,24 @@ def test_a_finalizer_on_the_pools_thread_may_close(what: str) -> None:
     finally:
         pool.close()
     assert not thread._thread.is_alive()
+
+
+def test_a_hit_that_ends_amid_a_put_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector ends hits wherever something is allocated, also while the session is locked."""
+    with kvservice.connect("embedded", memory="8MiB") as pool:
+        cache, blocks = pool.attach("m", Layout(4, (3,))), np.ones((1, 3), np.float32)
+        cache.put(range(4), blocks)
+        session, kept = cache._attached._program.session, [cache.get(range(4))]
+        give_back = session._ledger.give_back
+
+        def collected(refs: Any) -> None:
+            kept.clear()
+            give_back(refs)
+
+        monkeypatch.setattr(session._ledger, "give_back", collected)
+        storing = pool._thread.loop.submit(cache._attached.put(range(4, 8), blocks, 0, ""))
+        assert storing.result(10).stored == 1 and not kept
+        eventually(lambda: not session._leases, "the lease of the hit to end")
 
 
 async def test_a_get_cancelled_at_first_use_leaves_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
