@@ -81,11 +81,11 @@ class Layout:
     def blocks_of(self, arrays: Arrays) -> list[Array]:
         """The caller's blocks as arrays of this layout, without a copy where that can be. Raises InvalidRequest."""
         if _is_tensor(arrays):
-            return list(self._checked(_from_torch(arrays), self.shape, first_axis=True))
+            return list(self._checked(_from_torch(arrays, self.dtype), self.shape, first_axis=True))
         if isinstance(arrays, np.ndarray):
             return list(self._checked(arrays, self.shape, first_axis=True))
         blocks = each("arrays", arrays, "blocks, or one array")
-        found = [_from_torch(block) if _is_tensor(block) else np.asarray(block) for block in blocks]
+        found = [_from_torch(block, self.dtype) if _is_tensor(block) else np.asarray(block) for block in blocks]
         return [self._checked(block, self.shape, first_axis=False) for block in found]
 
     def _checked(self, array: Array, shape: tuple[int, ...], *, first_axis: bool) -> Array:
@@ -99,7 +99,7 @@ class Layout:
 def pack_tokens(tokens: Tokens) -> bytes:
     """The tokens as little-endian u32. Raises InvalidRequest for something else than a row of whole numbers."""
     if _is_tensor(tokens):
-        tokens = _from_torch(tokens)
+        tokens = _from_torch(tokens, "whole numbers")
     if isinstance(tokens, np.ndarray):
         fits = tokens.ndim == 1 and tokens.dtype.kind in "iu"
         if not fits or (tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 32):
@@ -131,10 +131,14 @@ def _is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _from_torch(tensor: Any) -> Array:
+def _from_torch(tensor: Any, wanted: str) -> Array:
+    """A type that NumPy does not know goes by its bits, if it is the one that is wanted. Raises InvalidRequest."""
     import torch
 
-    stands_for = FOREIGN_TYPES.get(str(tensor.dtype).removeprefix("torch."))
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in FOREIGN_TYPES and name != wanted:
+        raise InvalidRequest(f"give a tensor of {wanted}, not of {tensor.dtype}")
+    stands_for = FOREIGN_TYPES.get(name)
     held = tensor.detach().cpu()
     found: Array = (held if stands_for is None else held.view(getattr(torch, stands_for))).numpy(force=True)
     return found

@@ -40,6 +40,17 @@ def test_bfloat16_goes_by_its_bits() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "given"),
+    [("float8_e4m3fn", torch.float8_e5m2), ("uint16", torch.bfloat16), ("uint8", torch.float8_e4m3fn)],
+)
+def test_bits_of_another_type_are_no_blocks(dtype: str, given: torch.dtype) -> None:
+    """NumPy has one type for both, so that their numbers would be taken for others."""
+    for arrays in (torch.zeros((2, 3), dtype=given), [torch.zeros(3, dtype=given)]):
+        with pytest.raises(InvalidRequest, match=f"not of {given}"):
+            Layout(4, (3,), dtype).blocks_of(arrays)
+
+
+@pytest.mark.parametrize(
     "arrays",
     [
         np.zeros((2, 2, 3), "float64"),
@@ -63,7 +74,9 @@ def test_tokens_have_the_same_bytes_in_every_form() -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [[-1], [1 << 32], ["a"], [1.5], np.array([[1]]), np.array([1.0]), np.array([-1]), torch.tensor([[1]])]
+    "tokens",
+    [[-1], [1 << 32], ["a"], [1.5], np.array([[1]]), np.array([1.0]), np.array([-1]), torch.tensor([[1]])]
+    + [torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float8_e5m2)],
 )
 def test_what_is_no_row_of_tokens_is_refused(tokens: object) -> None:
     with pytest.raises(InvalidRequest):
