@@ -25,10 +25,9 @@ def whole_number(name: str, value: object) -> int:
 
 def seconds(name: str, value: object, most: float) -> float:
     """A time of at most `most`. Raises InvalidRequest."""
-    found = float(value) if isinstance(value, Real) else -1.0
-    if not 0 <= found <= most:
+    if not isinstance(value, Real) or not 0 <= value <= most:  # type: ignore[operator]  # every Real compares
         raise InvalidRequest(f"{name} is 0 to {most:g} seconds, not {value!r:.100}")
-    return found
+    return float(value)
 
 
 def each(name: str, value: object, what: str) -> list[Any]:

@@ -61,7 +61,7 @@ class Layout:
         object.__setattr__(self, "dtype", _type_name(self.dtype))
         if self.block_tokens <= 0 or not self.shape or min(self.shape) <= 0:
             raise InvalidRequest(f"block_tokens and every size of the shape must be positive: {self}")
-        if self.accept_codec and not re.fullmatch(ACCEPTED, self.accept_codec):
+        if self.accept_codec and not re.fullmatch(ACCEPTED, str(self.accept_codec)):
             raise InvalidRequest(f"accept_codec is the name of a codec, such as int8, not {self.accept_codec!r}")
 
     @property
@@ -85,7 +85,10 @@ class Layout:
         if isinstance(arrays, np.ndarray):
             return list(self._checked(arrays, self.shape, first_axis=True))
         blocks = each("arrays", arrays, "blocks, or one array")
-        found = [_from_torch(block, self.dtype) if _is_tensor(block) else np.asarray(block) for block in blocks]
+        try:
+            found = [_from_torch(block, self.dtype) if _is_tensor(block) else np.asarray(block) for block in blocks]
+        except ValueError as error:
+            raise InvalidRequest(f"what was given as a block is no array: {error}") from error
         return [self._checked(block, self.shape, first_axis=False) for block in found]
 
     def _checked(self, array: Array, shape: tuple[int, ...], *, first_axis: bool) -> Array:
@@ -139,6 +142,9 @@ def _from_torch(tensor: Any, wanted: str) -> Array:
     if name in FOREIGN_TYPES and name != wanted:
         raise InvalidRequest(f"give a tensor of {wanted}, not of {tensor.dtype}")
     stands_for = FOREIGN_TYPES.get(name)
-    held = tensor.detach().cpu()
-    found: Array = (held if stands_for is None else held.view(getattr(torch, stands_for))).numpy(force=True)
+    try:
+        held = tensor.detach().cpu()
+        found: Array = (held if stands_for is None else held.view(getattr(torch, stands_for))).numpy(force=True)
+    except (TypeError, NotImplementedError) as error:  # it is sparse, quantized or without data
+        raise InvalidRequest(f"no array can be made of this tensor: {error}") from error
     return found

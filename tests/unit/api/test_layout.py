@@ -68,6 +68,21 @@ def test_blocks_of_another_shape_or_type_are_refused(arrays: object) -> None:
         Layout(4, (2, 3)).blocks_of(arrays)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "arrays",
+    [[[[1.0, 2.0], [3.0]]], torch.zeros((1, 2, 3), device="meta"), torch.zeros((1, 2, 3)).to_sparse()],
+    ids=["ragged", "meta", "sparse"],
+)
+def test_what_has_no_array_is_refused_as_blocks(arrays: Any) -> None:
+    with pytest.raises(InvalidRequest, match="no array"):
+        Layout(4, (2, 3)).blocks_of(arrays)
+
+
+def test_the_name_of_a_codec_is_text() -> None:
+    with pytest.raises(InvalidRequest, match="accept_codec"):
+        Layout(4, (2,), accept_codec=5)  # type: ignore[arg-type]
+
+
 def test_tokens_have_the_same_bytes_in_every_form() -> None:
     forms = [[1, 2, 300], (1, 2, 300), np.array([1, 2, 300]), torch.tensor([1, 2, 300]), np.array([1, 2, 300], "u4")]
     assert {pack_tokens(form) for form in forms} == {b"\1\0\0\0\2\0\0\0\x2c\1\0\0"}  # type: ignore[arg-type]
@@ -75,8 +90,12 @@ def test_tokens_have_the_same_bytes_in_every_form() -> None:
 
 @pytest.mark.parametrize(
     "tokens",
-    [[-1], [1 << 32], ["a"], [1.5], np.array([[1]]), np.array([1.0]), np.array([-1]), torch.tensor([[1]])]
-    + [torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float8_e5m2)],
+    [
+        *([-1], [1 << 32], ["a"], [1.5], np.array([[1]]), np.array([1.0]), np.array([-1]), torch.tensor([[1]])),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(3, dtype=torch.float8_e5m2),
+        torch.ones(3, dtype=torch.int64, device="meta"),
+    ],
 )
 def test_what_is_no_row_of_tokens_is_refused(tokens: object) -> None:
     with pytest.raises(InvalidRequest):
