@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 
 from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.messages import CodecDrift, PoolStats, TierFigures, UsageRow
+from kvservice.core.store.guard import Rule
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
 from kvservice.observe.endpoint import BuildCollector
 from kvservice.observe.events import (
@@ -24,7 +25,7 @@ from kvservice.observe.events import (
     SHARD_EVENTS,
 )
 from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, LookupNumbers
-from kvservice.observe.metrics import SHADOW_HITS_PPM, ShardCollector
+from kvservice.observe.metrics import ShardCollector
 from kvservice.observe.timings import Timings
 from kvservice.proxy.metrics import ProxyMetrics
 from kvservice.proxy.servers import ServerPool
@@ -109,7 +110,7 @@ def rows(collected: Iterable[Metric]) -> Iterator[Row]:
 
 
 def shard() -> list[Row]:
-    counters = {"pull_ok": 1, **dict.fromkeys(SHADOW_HITS_PPM.values(), 1)}
+    counters = {"pull_ok": 1, **dict.fromkeys((rule.hits_figure for rule in Rule), 1)}
     tenant = TenantUsage("t", 1, 1, 1, {"quota_refused": 1})
     stats = PoolStats(
         NodeId("n"),
