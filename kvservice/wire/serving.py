@@ -33,11 +33,12 @@ MESSAGE_BYTES_MAX = 4 << 20  # of a request: gRPC's own default. A longer one is
 # once parsed. The largest request that is meant offers 512 blocks, with a message of 60 bytes for each.
 LISTS_BYTES_MAX = 1 << 20
 REPLY_BYTES_MAX = 16 << 20  # ten times the largest reply that is meant: the state of 8,192 blocks. A larger one fails
-# Notices in 13 s that a host is gone or a process was stopped. By itself gRPC waits for the answer to a ping a minute.
+# Notices in 13 s that a host is gone, and in 20 s that a process was stopped. By itself gRPC waits a minute for the
+# answer to a ping. A busy machine can keep a process that is well from answering for some seconds.
 _KEEPALIVE: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 _SERVER_OPTIONS: list[tuple[str, int]] = [
