@@ -13,7 +13,7 @@ Value = float | Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Figure(Generic[Row]):
+class ExportedFigure(Generic[Row]):
     kind: type[GaugeMetricFamily | CounterMetricFamily]
     name: str  # without the prefix; Prometheus puts _total behind a counter's
     text: str
@@ -21,16 +21,16 @@ class Figure(Generic[Row]):
     split_by: tuple[str, ...] = ()  # the label whose values are the keys of `value`, when that is a mapping
 
 
-def gauge(name: str, text: str, value: Callable[[Row], Value], *split_by: str) -> Figure[Row]:
-    return Figure(GaugeMetricFamily, name, text, value, split_by)
+def gauge(name: str, text: str, value: Callable[[Row], Value], *split_by: str) -> ExportedFigure[Row]:
+    return ExportedFigure(GaugeMetricFamily, name, text, value, split_by)
 
 
-def counter(name: str, text: str, value: Callable[[Row], Value], *split_by: str) -> Figure[Row]:
-    return Figure(CounterMetricFamily, name, text, value, split_by)
+def counter(name: str, text: str, value: Callable[[Row], Value], *split_by: str) -> ExportedFigure[Row]:
+    return ExportedFigure(CounterMetricFamily, name, text, value, split_by)
 
 
 def metrics(
-    prefix: str, figures: Sequence[Figure[Row]], names: Sequence[str], rows: Mapping[tuple[str, ...], Row]
+    prefix: str, figures: Sequence[ExportedFigure[Row]], names: Sequence[str], rows: Mapping[tuple[str, ...], Row]
 ) -> Iterator[Metric]:
     """A metric for each figure, with a sample for each row. `names` are labels, and the keys of `rows` their values."""
     for figure in figures:

@@ -21,7 +21,7 @@ from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.messages import CodecDrift, MissReason, PoolStats, TierFigures, UsageRow
 from kvservice.core.store.guard import PPM, RULE_FIGURE, Rule
 from kvservice.observe.events import SHARD_EVENTS
-from kvservice.observe.figures import Figure, counter, gauge, metrics
+from kvservice.observe.figures import ExportedFigure, counter, gauge, metrics
 from kvservice.observe.timings import Timings
 
 # A shard's number that can fall as well -> help text. Exported as kvservice_<name>.
@@ -242,7 +242,7 @@ def _by_name(counts: Mapping[str, int]) -> Mapping[str, int]:
     return dict(sorted(counts.items()))
 
 
-_SHARD: Sequence[Figure[PoolStats]] = (
+_SHARD: Sequence[ExportedFigure[PoolStats]] = (
     gauge("segment_bytes", "shared memory of the pool", lambda shard: shard.segment_bytes),
     gauge("slabs", "slabs of the segment", lambda shard: shard.slab_count),
     gauge("slabs_free", "slabs that are not assigned to a block size", lambda shard: shard.slab_free_count),
@@ -273,7 +273,7 @@ _SHARD: Sequence[Figure[PoolStats]] = (
     counter("transfer_bytes", "bytes fetched, by transport", _by_transport, "transport"),
     counter("events", "all other counters, by name", _events, "event"),
 )
-_USAGE: Sequence[Figure[UsageRow]] = (
+_USAGE: Sequence[ExportedFigure[UsageRow]] = (
     counter("model_asked_blocks", "blocks asked for, by model and tenant", lambda row: row.asked_blocks),
     counter(
         "model_hit_blocks",
@@ -282,23 +282,23 @@ _USAGE: Sequence[Figure[UsageRow]] = (
         "source",
     ),
 )
-_TENANTS: Sequence[Figure[TenantUsage]] = (
+_TENANTS: Sequence[ExportedFigure[TenantUsage]] = (
     gauge("tenant_used_bytes", "bytes charged to a tenant", lambda row: row.used_bytes),
     gauge("tenant_quota_bytes", "most bytes that a tenant may hold, 0 = no limit", lambda row: row.quota_bytes),
     gauge("tenant_in_flight", "slots that a tenant is filling now", lambda row: row.in_flight),
     counter("tenant_events", "what tenants were refused, by event", lambda row: _by_name(row.counters), "event"),
 )
-_TIERS: Sequence[Figure[TierFigures]] = (
+_TIERS: Sequence[ExportedFigure[TierFigures]] = (
     gauge("tier_open", "1 while the tier is used, else 0", lambda row: row.state == "open"),
     gauge("tier_blocks", "blocks in the tier, of a shared one those that this node knows of", lambda row: row.blocks),
     gauge("tier_used_bytes", "bytes of these blocks", lambda row: row.used_bytes),
     gauge("tier_budget_bytes", "bytes that its blocks may take, 0 = no bound", lambda row: row.budget_bytes),
     gauge("tier_waiting_blocks", "blocks that wait to be written", lambda row: row.waiting_blocks),
 )
-_TIERS_COUNTED: Sequence[Figure[PoolStats]] = tuple(
+_TIERS_COUNTED: Sequence[ExportedFigure[PoolStats]] = tuple(
     counter(f"tier_{name}", text, _by_tier(name), "tier") for name, text in TIER_COUNTERS.items()
 )
-_DRIFTS: Sequence[Figure[CodecDrift]] = (
+_DRIFTS: Sequence[ExportedFigure[CodecDrift]] = (
     gauge(
         "codec_drift",
         "the largest drift of a block that a lossy codec has stored, by what drifts: keys, values",

@@ -15,8 +15,6 @@ import signal
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from prometheus_client.registry import Collector
-
 from kvservice.aio import end_tasks
 from kvservice.core.messages import Holder
 from kvservice.descriptors import raise_file_limit, say_when_short
@@ -24,6 +22,7 @@ from kvservice.garbage import keep_tables
 from kvservice.observe import tracing
 from kvservice.observe.endpoint import on_loop, serve_endpoint
 from kvservice.observe.logs import say
+from kvservice.observe.lookup_metrics import LookupCollector
 from kvservice.observe.metrics import ShardCollector
 from kvservice.shard.server import ShardServer
 from kvservice.shard.server_config import ShardServerConfig
@@ -57,12 +56,12 @@ async def serve_until_asked(
     config: ShardServerConfig,
     asked: EndSignals,
     tell: Callable[[Holder], None],
-    collectors: Iterable[Collector] = (),
+    lookups: Iterable[LookupCollector] = (),
     *,
     keep_segment: bool = False,
     grace_seconds: float = 0.0,
 ) -> None:
-    """`serve`, in a process that has more to do. `tell` is called when it serves, and `collectors` are metrics beside
+    """`serve`, in a process that has more to do. `tell` is called when it serves, and `lookups` are metrics beside
     those of the shard."""
     raise_file_limit()
     say_when_short(log)
@@ -78,7 +77,7 @@ async def serve_until_asked(
             loop = asyncio.get_running_loop()
             of_shard = ShardCollector(settings.service, on_loop(loop, server.stats), server.timings)
             condition = on_loop(loop, server.condition)
-            end_metrics = serve_endpoint([of_shard, *collectors], condition, settings.metrics_port, config.peer_host)
+            end_metrics = serve_endpoint([of_shard, *lookups], condition, settings.metrics_port, config.peer_host)
         tell(holder)
         await first_of(asked.to_end.wait(), server.left.wait())
         if not server.left.is_set() and grace_seconds > 0:  # what is kept for the next start is handed to nobody
