@@ -50,9 +50,9 @@ class AttachedProgram:
         if not name_of("model", model):
             raise InvalidRequest("a model needs a name: it says which blocks are equal")
         self.layout = layout
-        self.fingerprint = Fingerprint.of(fields)
         self._engine_id = secrets.token_bytes(16)
         namespace = name_of("namespace", namespace)
+        self.fingerprint = Fingerprint.of(fields).within(namespace)
         spec = EngineSpec(self._engine_id, model, self.fingerprint, layout.slot_layout(), namespace)
         self.session = Session(open_pool, spec, self._may_reattach, stock_min=None, on_end=self._attachment_ended)
         self._mapped: MappedPool | None = None

@@ -99,7 +99,8 @@ def engine_spec(model: PagedModel, options: EngineOptions) -> EngineSpec:
     }
     called = Path(model.name).name or str(model.config.model_type)
     layout = SlotLayout(shape.layer_count, shape.head_count, shape.cell_bytes, shape.block_tokens * parts, parts)
-    return EngineSpec(bytes(16), called, Fingerprint.of(fields), layout, options.namespace)
+    fingerprint = Fingerprint.of(fields).within(options.namespace)
+    return EngineSpec(bytes(16), called, fingerprint, layout, options.namespace)
 
 
 def _text(value: object) -> str:

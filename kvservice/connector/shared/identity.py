@@ -71,7 +71,7 @@ def sharing(spec: EngineSpec, model: SharedModel) -> EngineSpec:
     return replace(
         spec,
         model=shared_name(spec.model),
-        fingerprint=model.fingerprint,
+        fingerprint=model.fingerprint.within(spec.namespace),
         layout=model.layout,
         window_groups=(),
         hears_removals=False,

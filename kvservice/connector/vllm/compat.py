@@ -102,7 +102,8 @@ def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, options: Connecto
         **config_fields(vllm_config),
     }
     called = Path(str(name)).name or str(name)
-    return EngineSpec(bytes(16), called, Fingerprint.of(fields), layout, options.namespace, window_groups)
+    fingerprint = Fingerprint.of(fields).within(options.namespace)
+    return EngineSpec(bytes(16), called, fingerprint, layout, options.namespace, window_groups)
 
 
 def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:

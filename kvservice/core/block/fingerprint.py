@@ -19,6 +19,7 @@ FIELD_CHARS_MAX = 4096  # of a name or a value; see FIELDS_MAX
 DIFFERENCES_TOLD = 12  # fields named in one error; two models with little in common differ in most fields
 SHORT_DIGITS = 12  # of a digest in hex; see Fingerprint.short
 ABSENT = "(absent)"
+NAMESPACE_FIELD = "namespace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,10 @@ class Fingerprint:
             except UnicodeEncodeError as error:
                 raise InvalidRequest(f"fingerprint field {name[:80]!r} is no text: {value[:80]!r}") from error
         return cls(pairs)
+
+    def within(self, namespace: str) -> Fingerprint:
+        """The same in a namespace: equal engines of two namespaces share no block. The empty one adds nothing."""
+        return Fingerprint.of({**dict(self.fields), NAMESPACE_FIELD: namespace}) if namespace else self
 
     @property
     def digest(self) -> bytes:

@@ -136,6 +136,13 @@ def test_a_salt_separates_equal_prompts(cache: kvservice.Cache) -> None:
     assert [cache.get(range(8), salt=salt).tokens for salt in ("", "a", "b")] == [0, 8, 0]
 
 
+def test_equal_programs_of_two_namespaces_share_nothing(pool: kvservice.Pool) -> None:
+    with pool.attach("m", LAYOUT, namespace="a") as one, pool.attach("m", LAYOUT, namespace="b") as other:
+        assert one.put(range(8), some(2)).stored == 2
+        with one.get(range(8)) as mine, other.get(range(8)) as theirs:
+            assert (mine.tokens, theirs.tokens) == (8, 0)
+
+
 def test_a_view_ends_with_its_hit(cache: kvservice.Cache) -> None:
     cache.put(range(8), some(2))
     with cache.get(range(8)) as hit:

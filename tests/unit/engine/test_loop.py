@@ -136,6 +136,7 @@ def test_engines_with_other_slots_share_nothing(model: Any) -> None:
     made = [EngineOptions(**SETTINGS, slot_tokens=tokens) for tokens in (None, BLOCK, 4 * BLOCK)]
     digests = [engine_spec(page, options).fingerprint.digest for options in made]
     assert digests[0] == digests[1] != digests[2]
+    assert engine_spec(page, EngineOptions(**SETTINGS, namespace="a")).fingerprint.digest not in digests
     with pytest.raises(ConfigError, match=f"choose {BLOCK} or {2 * BLOCK}"):
         engine_spec(page, EngineOptions(**SETTINGS, slot_tokens=BLOCK + 1))
 

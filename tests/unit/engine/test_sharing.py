@@ -4,6 +4,7 @@ files before the first one is shared, and the same tokens as without a cache."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ def test_exact_and_shared_blocks_have_no_name_in_common(folder: Path) -> None:
     assert dict(shared.fingerprint.fields)["engine"] == "shared between engines"
     assert dict(exact.fingerprint.fields)["engine"] == "kvservice-reference"
     assert shared.layout.payload_bytes == model.shape.block_bytes
+    apart = shared_spec(model, options(folder), replace(exact, namespace="a"))
+    assert apart.fingerprint.difference(shared.fingerprint) == "namespace: a here, (absent) there"
 
 
 def test_pages_are_named_by_tokens_and_salt_alone() -> None:

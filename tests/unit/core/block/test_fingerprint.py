@@ -23,6 +23,13 @@ def test_digests_are_equal_exactly_when_fields_are(one: dict[str, str], other: d
     assert (Fingerprint.of(one).digest == Fingerprint.of(other).digest) == (one == other)
 
 
+def test_a_namespace_is_a_field_and_the_empty_one_is_none() -> None:
+    plain = Fingerprint.of({"dtype": "bfloat16"})
+    assert plain.within("") == plain
+    assert plain.within("a").difference(plain.within("b")) == "namespace: a here, b there"
+    assert len({plain.digest, plain.within("a").digest, plain.within("b").digest}) == 3
+
+
 def test_moving_a_character_between_fields_changes_the_digest() -> None:
     assert Fingerprint.of({"ab": "c"}).digest != Fingerprint.of({"a": "bc"}).digest
     assert Fingerprint.of({"a": "b", "c": "d"}).digest != Fingerprint.of({"a": "bc", "d": ""}).digest
