@@ -304,7 +304,7 @@ def test_a_pool_that_is_silent_about_a_swap_is_not_waited_for(
             if "/swap" not in request_id:
                 return matched(request_id, *rest)
             asked.append(request_id)
-            assert len(asked) < 10_000, "it waits for ever"
+            assert len(asked) < 200_000, "it waits for ever"  # a fast machine asks 10,000 times in 0.05 s
             return Wait()
 
         monkeypatch.setattr(half, "matched", silent)
