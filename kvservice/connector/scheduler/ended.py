@@ -13,8 +13,9 @@ from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.store_plan import StorePart
 from kvservice.connector.scheduler.stores import Stores
 
-# Without a slot for any of its blocks, a request waits so long. Slots come within milliseconds unless the pool is lost
-# or every block in it is in use, and until then an idle engine goes on stepping.
+# A request waits so long, and again so long whenever one of them finds a slot: the others may be behind it. Slots come
+# within milliseconds unless the pool is lost or every block in it is in use, and until then an idle engine goes on
+# stepping.
 WAIT_SECONDS_MAX = 2.0
 LOOK_BLOCKS_MAX = 512  # looked up in one step, which takes less than a millisecond
 WAITING_MAX = 1024  # requests; what further ones have left is dropped
@@ -23,14 +24,15 @@ WAITING_MAX = 1024  # requests; what further ones have left is dropped
 @dataclass(slots=True)
 class _Waiting:
     request: EngineRequest
-    stored: int = -1  # when its time was set
-    until: float = 0.0
+    stored: int  # of its blocks, in the step before
+    until: float = 0.0  # from its first step on
 
 
 class EndedRequests:
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
         self._waiting: list[_Waiting] = []
+        self._all_until = 0.0  # none is given up before
 
     def __iter__(self) -> Iterator[EngineRequest]:
         return (it.request for it in self._waiting)
@@ -42,14 +44,15 @@ class EndedRequests:
     def add(self, request: EngineRequest) -> None:
         """It has blocks left to store. If it waits, it keeps what it has expected of the session."""
         if len(self._waiting) < WAITING_MAX:
-            self._waiting.append(_Waiting(request))
+            self._waiting.append(_Waiting(request, request.stored))
 
     def begin_step(self, now: float) -> None:
         """Give up those that have waited too long."""
+        if any(it.request.stored > it.stored for it in self._waiting):
+            self._all_until = now + WAIT_SECONDS_MAX
         for it in list(self._waiting):
-            if it.request.stored > it.stored:
-                it.stored, it.until = it.request.stored, now + WAIT_SECONDS_MAX
-            elif now >= it.until:
+            it.stored, it.until = it.request.stored, it.until or now + WAIT_SECONDS_MAX
+            if now >= max(it.until, self._all_until):
                 self._drop(it)
 
     def parts(self, part_of: Callable[[EngineRequest, int], StorePart | None]) -> list[StorePart]:

@@ -114,6 +114,17 @@ def test_pool_without_slots_is_waited_for_for_a_while() -> None:
     check_over(half, line, engine)
 
 
+def test_those_behind_one_that_finds_slots_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended, "LOOK_BLOCKS_MAX", 2)
+    line, engine = Line(slots=0), EngineBlocks(32)
+    half = half_with(line, engine)
+    for number in range(2):
+        end_request(half, engine, number)
+    line.free = ROOM
+    assert sum(step(half, number * WAIT_SECONDS_MAX / 2) for number in range(12)) == 2 * BLOCKS
+    check_over(half, line, engine)
+
+
 def test_reset_drops_what_ended_requests_have_left() -> None:
     line, engine = Line(slots=ROOM), EngineBlocks(32)
     half = half_with(line, engine)
