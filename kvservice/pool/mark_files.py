@@ -9,12 +9,20 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
 from kvservice.aio import DaemonThreads, in_thread, within
-from kvservice.core.block.marks import MARK_SECONDS, Mark, MarkKind, pack_marks, unpack_marks
+from kvservice.core.block.marks import (
+    FUTURE_SECONDS_MAX,
+    MARK_SECONDS,
+    Mark,
+    MarkKind,
+    pack_marks,
+    unpack_marks,
+    without_repeated,
+)
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.private_files import write_private
 
@@ -35,6 +43,14 @@ def unfinished(marks: Sequence[Mark], used_at: float, wall: float) -> list[Mark]
     return [replace(mark, at=min(mark.at, wall)) for mark in marks if mark.at > since]
 
 
+def missed(marks: Sequence[Mark], known: Set[Mark], wall: float) -> tuple[list[Mark], list[Mark]]:
+    """(those of these marks that a node takes over, those that are ahead of its clock). It knows some, and now it is
+    `wall`. Of a mark that a later one repeats it takes the later one, and none if it knows that."""
+    ahead = [mark for mark in marks if mark not in known and mark.at >= wall + FUTURE_SECONDS_MAX]
+    told = without_repeated([*known, *(mark for mark in dict.fromkeys(marks) if mark not in ahead)])
+    return [mark for mark in told if mark not in known and mark.at > wall - MARK_SECONDS], ahead
+
+
 class MarkFiles:
     """All of them say the same, unless one was away when the last mark was set."""
 
@@ -42,6 +58,7 @@ class MarkFiles:
         self._paths = tuple(paths)
         self._wall_clock = wall_clock
         self._newest: tuple[Mark, ...] = ()  # to keep
+        self._keeping = asyncio.Lock()
         self._is_keeping = threading.Lock()
 
     def load(self) -> tuple[Mark, ...]:
@@ -64,15 +81,16 @@ class MarkFiles:
         return tuple(found)
 
     async def keep_in_time(self, marks: Sequence[Mark]) -> None:
-        """`keep`, on a thread. Raises Unavailable also when it takes longer than KEEP_SECONDS."""
-        self._newest = tuple(marks)
-        try:
-            await within(KEEP_SECONDS, in_thread(self._keep_newest, DaemonThreads("kvservice-keep-marks")))
-        except asyncio.TimeoutError:
-            where = ", ".join(map(str, self._paths))
-            raise Unavailable(
-                f"the marks of what was cleared are not kept after {KEEP_SECONDS:.0f} s: {where}"
-            ) from None
+        """`keep`, on a thread, one after the other. Raises Unavailable also when it takes longer than KEEP_SECONDS."""
+        async with self._keeping:
+            self._newest = tuple(marks)
+            try:
+                await within(KEEP_SECONDS, in_thread(self._keep_newest, DaemonThreads("kvservice-keep-marks")))
+            except asyncio.TimeoutError:
+                where = ", ".join(map(str, self._paths))
+                raise Unavailable(
+                    f"the marks of what was cleared are not kept after {KEEP_SECONDS:.0f} s: {where}"
+                ) from None
 
     def _keep_newest(self) -> None:
         """One after the other, and never what was there before: a thread that hung may go on much later."""

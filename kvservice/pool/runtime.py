@@ -21,7 +21,7 @@ from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX, ClearResult
 from kvservice.core.attachments import AttachReply
-from kvservice.core.block.marks import FUTURE_SECONDS_MAX, MARK_SECONDS, Mark, without_repeated
+from kvservice.core.block.marks import Mark
 from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.directory.meetings import Meetings
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
@@ -55,7 +55,7 @@ from kvservice.observe.failpoints import failpoint
 from kvservice.observe.timings import Timings
 from kvservice.pool.answers import PoolAnswers
 from kvservice.pool.digests import Digests
-from kvservice.pool.mark_files import MarkFiles, unfinished
+from kvservice.pool.mark_files import MarkFiles, missed, unfinished
 from kvservice.pool.meeting import PeerMeetings
 from kvservice.pool.name_files import NameFiles
 from kvservice.pool.open_calls import Later, OpenCalls, Waiter
@@ -135,7 +135,7 @@ class PoolRuntime(PoolAnswers):
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         self._vanished = VanishedEngines(claim, lambda work: self._keep(self._loop.create_task(work)), self._dispatch)
-        self._mark_files, self._keeping_marks = MarkFiles(config.mark_files, config.wall_clock), asyncio.Lock()
+        self._mark_files = MarkFiles(config.mark_files, config.wall_clock)
         self._name_files = NameFiles(names_beside(config.tiers))
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
@@ -330,18 +330,15 @@ class PoolRuntime(PoolAnswers):
     async def _clear_here(self, marks: Sequence[Mark]) -> ClearResult:
         self._look_at_the_clock()
         result: ClearResult = await self.ask(lambda op: ev.Clear(op, tuple(marks)), None)
-        async with self._keeping_marks:
-            await self._mark_files.keep_in_time(self._state.freshness.marks.all())
+        await self._mark_files.keep_in_time(self._state.freshness.marks.all())
         return result
 
     async def take_marks(self, marks: Sequence[Mark]) -> tuple[Mark, ...]:
-        """Clear what was cleared elsewhere while this node was away: for a mark that a later one repeats, only that,
-        and nothing if this node knows the later one. Returns all marks that are known afterwards. Raises Unavailable
-        when some marks are ahead of this node's clock; the others are taken all the same."""
-        known, wall = set(self._state.freshness.marks.all()), self._state.freshness.wall(self._clock())
-        ahead = [mark for mark in marks if mark not in known and mark.at >= wall + FUTURE_SECONDS_MAX]
-        told = without_repeated([*known, *(mark for mark in dict.fromkeys(marks) if mark not in ahead)])
-        await self._clear([mark for mark in told if mark not in known and mark.at > wall - MARK_SECONDS])
+        """Clear what was cleared elsewhere while this node was away. Returns all marks that are known afterwards.
+        Raises Unavailable when some are ahead of this node's clock; the others are taken all the same."""
+        wall = self._state.freshness.wall(self._clock())
+        new, ahead = missed(marks, set(self._state.freshness.marks.all()), wall)
+        await self._clear(new)
         if ahead:
             seconds = max(mark.at for mark in ahead) - wall
             raise Unavailable(f"a clear is of {seconds:.0f} s after this node's time: set the clocks", transient=True)

@@ -15,6 +15,7 @@ from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.messages import SealItem
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.errors import TierError, Unavailable
+from kvservice.pool import mark_files
 from kvservice.pool import runtime as pool_runtime
 from kvservice.pool import tiers as pool_tiers
 from kvservice.pool.runtime import PoolRuntime
@@ -72,7 +73,7 @@ def everything() -> Mark:
 
 def set_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the node's clock were set: a mark of some minutes from now is none of its future any more."""
-    for module in (pool_runtime, clearing):
+    for module in (mark_files, clearing):
         monkeypatch.setattr(module, "FUTURE_SECONDS_MAX", 1000.0)
 
 
