@@ -211,8 +211,15 @@ class PoolRuntime(PoolAnswers):
         self._lost[reply.attachment] = on_lost
         self._config.coders.learn(spec)
         self._spawn(self._name_files.keep(self._state.freshness.names()))
-        promise = (reply.attachment, self._config.node_id, reply.epoch, reply.lease_seconds)
-        return Attachment(*promise, str(self._segment.path), self._segment.geometry, "")
+        return Attachment(
+            reply.attachment,
+            self._config.node_id,
+            reply.epoch,
+            reply.lease_seconds,
+            str(self._segment.path),
+            self._segment.geometry,
+            "",
+        )
 
     async def detach(self, attachment: AttachmentId) -> None:
         self._lost.pop(attachment, None)
