@@ -361,7 +361,7 @@ def test_a_peer_reads_nothing_that_it_would_refuse(mark: Mark, is_lent: bool) ->
     (handle,) = peer_locate(harness, CHAIN[0]).handles
     assert (handle is not None) == is_lent
     reader, fingerprint = harness.state.freshness, make_spec().fingerprint.block_mark
-    reader.learn(fingerprint, "", "model")
+    reader.learn({fingerprint: frozenset({("", "model")})})
     said = reader.accepts(reader.scopes(CHAIN[0], "acme", fingerprint), 0.0, harness.now)
     assert said == is_lent, "as a reader says that has an engine of the block"
 
