@@ -63,7 +63,7 @@ from kvservice.pool.opening import close_new, open_segment
 from kvservice.pool.remote import DirectoryPort, PeerReads, RemoteShards
 from kvservice.pool.runtime_ports import Claim, MemoryPort, PoolConfig, PullerPort
 from kvservice.pool.tier_factory import tier_makers
-from kvservice.pool.tier_specs import names_beside, rules_of
+from kvservice.pool.tier_specs import rules_of
 from kvservice.pool.tiers import PoolTiers
 from kvservice.pool.vanished import VanishedEngines
 from kvservice.tier.base import Tier
@@ -136,7 +136,7 @@ class PoolRuntime(PoolAnswers):
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         self._vanished = VanishedEngines(claim, lambda work: self._keep(self._loop.create_task(work)), self._dispatch)
         self._mark_files = MarkFiles(config.mark_files, config.wall_clock)
-        self._name_files = NameFiles(names_beside(config.tiers))
+        self._name_files = NameFiles(config.name_files)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
         self._is_arming = False  # the timer is soon set anew

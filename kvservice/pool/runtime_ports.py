@@ -97,5 +97,6 @@ class PoolConfig:
     max_age_seconds: float = 0.0  # 0 = no limit
     coders: Coders = field(default_factory=Coders)
     mark_files: tuple[Path, ...] = ()  # where it keeps what was cleared
+    name_files: tuple[Path, ...] = ()  # and what engines call their blocks
     meet_peers: int = MEET_PEERS  # met before they are needed, at most; 0 = none
     wall_clock: Callable[[], float] = time.time

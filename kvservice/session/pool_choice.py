@@ -19,7 +19,7 @@ from kvservice.pool.port import PoolPort
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_factory import open_coders
-from kvservice.pool.tier_specs import find_tiers, marks_beside
+from kvservice.pool.tier_specs import find_tiers, marks_beside, names_beside
 from kvservice.private_files import is_listening
 from kvservice.session.embedded_metrics import watched
 from kvservice.session.options import Mode, PoolOptions
@@ -135,6 +135,7 @@ def embedded(options: PoolOptions, geometry: Geometry, node_id: NodeId) -> Calla
             max_age_seconds=options.max_age_seconds,
             coders=coders,
             mark_files=marks_beside(tiers),
+            name_files=names_beside(tiers),
         )
         pool = await PoolRuntime.open(config)
         return watched(pool, options.metrics_port) if options.metrics_port else pool

@@ -48,7 +48,7 @@ from kvservice.pool.eviction import find_policy
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_factory import open_coders
-from kvservice.pool.tier_specs import disk_bytes, disk_folder, find_tiers, marks_beside
+from kvservice.pool.tier_specs import disk_bytes, disk_folder, find_tiers, marks_beside, names_beside
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.engine_socket import EngineSocket
 from kvservice.shard.missed_marks import marks_of_others
@@ -166,8 +166,7 @@ class ShardServer:
                 self._segment_path,
                 geometry,
                 settings.lease_seconds,
-                # The epoch of a new segment (the machine rebooted) must be above every earlier one, and the clock may
-                # have been set back.
+                # Above every earlier one, also of new memory after a reboot. The clock may have been set back.
                 epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock())),
                 tenants={} if tenants is None else tenants.current.limits(room_of(geometry), disk_bytes(tiers)),
                 eviction=eviction,
@@ -177,6 +176,7 @@ class ShardServer:
                 max_age_seconds=settings.max_age_seconds,
                 coders=coders,
                 mark_files=(directory / discovery.MARKS_NAME, *marks_beside(tiers)),
+                name_files=names_beside(tiers),
                 wall_clock=self._wall_clock,
             ),
             reads=reads,

@@ -123,6 +123,7 @@ class StorageNode:
             tiers=(disk, objects),
             coders=coders,
             mark_files=(self.folder / "marks", self.folder / "disk.marks"),
+            name_files=(self.folder / "disk.names",),
             wall_clock=world.wall,
         )
         self.pool = await asyncio.wait_for(PoolRuntime.open(config), CALL_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,15 @@ def test_no_schedule_breaks_a_promise() -> None:
     if SCHEDULES >= 1_000:  # what never happened was not tested
         idle = [name for name in (*REACHED, *(f"fault_{kind}" for kind in FAULTS)) if not tally.counters[name]]
         assert not idle
+
+
+def test_a_play_leaves_nothing_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one would read it, and be another story."""
+    monkeypatch.chdir(tmp_path)
+    schedule = make_schedule(5)
+    assert "disk" in schedule.tiers
+    run_schedule(schedule)
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_seed_is_one_story() -> None:

@@ -15,7 +15,7 @@ from kvservice.core.segment.geometry import plan_geometry
 from kvservice.pool.mark_files import MarkFiles
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
-from kvservice.pool.tier_specs import DISK, TierSpec
+from kvservice.pool.tier_specs import DISK, TierSpec, marks_beside, names_beside
 from kvservice.pool.tiers import TierPhase
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
@@ -29,8 +29,15 @@ MODEL, NAMESPACE = (MarkKind.MODEL, "goes"), (MarkKind.NAMESPACE, "a")
 async def opened(folder: Path) -> PoolRuntime:
     """A pool on the disk of this folder, with new memory."""
     disk = TierSpec(DISK, f"{folder}/disk", 64 * MiB, "stored", "none")
-    marks = (folder / "disk.marks",)
-    config = PoolConfig(NodeId("n"), None, plan_geometry(8 * MiB), directory=folder, tiers=(disk,), mark_files=marks)
+    config = PoolConfig(
+        NodeId("n"),
+        None,
+        plan_geometry(8 * MiB),
+        directory=folder,
+        tiers=(disk,),
+        mark_files=marks_beside((disk,)),
+        name_files=names_beside((disk,)),
+    )
     return await PoolRuntime.open(config)
 
 
