@@ -110,7 +110,7 @@ class Attachments:
         attachment = AttachmentId(self._next_attachment)
         self._next_attachment += 1
         attached = self._open[attachment] = EngineAttachment(attachment, spec, event.account, now)
-        self._shard.freshness.learn({attached.block_mark: frozenset({(spec.namespace, spec.model)})})
+        self._shard.freshness.learn(spec.names)
         if spec.hears_removals:
             self._shard.store.removals.listen(attachment, event.account)
         self._shard.counters["attaches"] += 1

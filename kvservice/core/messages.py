@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from kvservice.core.block.engine_names import EngineNames
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.block.window_groups import STATE_EVERY, WindowGroup
@@ -43,6 +44,11 @@ class EngineSpec:
     window_groups: tuple[WindowGroup, ...] = ()  # KV cache groups 1, 2, … of the engine; `layout` is that of group 0
     attempt: int = 0  # grows with each attach of this engine; an attach that a later one overtook is refused. 0 = none
     hears_removals: bool = False  # its heartbeats are answered with the blocks that left the pool
+
+    @property
+    def names(self) -> EngineNames:
+        """What it calls its blocks."""
+        return {self.fingerprint.block_mark: frozenset({(self.namespace, self.model)})}
 
     def slots_for(self, group: int, positions: int) -> int:
         """The slots of a group to keep ready for an engine that is about to fill so many positions."""

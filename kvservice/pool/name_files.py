@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvservice.aio import DaemonThreads, in_thread
+from kvservice.aio import DaemonThreads, in_thread, within
 from kvservice.core.block.engine_names import EngineNames, pack_names, unpack_names
 from kvservice.private_files import write_private
 
 log = logging.getLogger("kvservice.pool")
 
 FILE_BYTES_MAX = 4 << 20  # far more than the names of all engines take; a longer file is no file of names
+KEEP_SECONDS = 3.0  # for the files to be written; then an engine is attached all the same, which waits for 10 s
 
 
 class NameFiles:
@@ -27,7 +29,8 @@ class NameFiles:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
         self._kept: EngineNames = {}
-        self._keeping = asyncio.Lock()  # one after the other, and the newest last
+        self._newest: EngineNames = {}  # to keep
+        self._is_writing = threading.Lock()
 
     def load(self) -> EngineNames:
         for path in self._paths:
@@ -36,19 +39,26 @@ class NameFiles:
         return self._kept
 
     async def keep(self, names: EngineNames) -> None:
-        """Write the file anew, if that changes it. Waits as long as the disk takes."""
-        async with self._keeping:
-            if self._paths and names != self._kept:
-                self._kept = names
-                await in_thread(self._write, DaemonThreads("kvservice-keep-names"))
-
-    def _write(self) -> None:
-        for path in self._paths:
+        """Write the files anew, if that changes them. Returns when they are on the disk, or after KEEP_SECONDS."""
+        self._newest = names
+        if self._paths and names != self._kept:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_private(path, pack_names(self._kept))
-            except OSError as error:
-                # Some of a block's names are worse than none: a clear by another name would not reach it.
-                log.warning("engine_names_not_kept", extra={"path": str(path), "error": str(error)})
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
+                await within(KEEP_SECONDS, in_thread(self._write_newest, DaemonThreads("kvservice-keep-names")))
+            except asyncio.TimeoutError:
+                log.warning("engine_names_not_kept", extra={"error": f"the disk takes more than {KEEP_SECONDS:.0f} s"})
+
+    def _write_newest(self) -> None:
+        """One after the other, and never what was there before: a thread that hung may go on much later."""
+        with self._is_writing:
+            names = kept = self._newest
+            for path in self._paths:
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_private(path, pack_names(names))
+                except OSError as error:
+                    # Some of a block's names are worse than none: a clear by another name would not reach it.
+                    log.warning("engine_names_not_kept", extra={"path": str(path), "error": str(error)})
+                    with contextlib.suppress(OSError):
+                        path.unlink(missing_ok=True)
+                    kept = {}  # the next attach tries again
+            self._kept = kept

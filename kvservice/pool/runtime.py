@@ -204,13 +204,14 @@ class PoolRuntime(PoolAnswers):
 
     async def attach(self, spec: EngineSpec, on_lost: Callable[[str], None], account: str = NOBODY) -> Attachment:
         """`account` is the tenant that the engine's channel names."""
+        self._state.freshness.learn(spec.names)
+        await self._name_files.keep(self._state.freshness.names())  # before any of its blocks can be on the disk
         reply: AttachReply = await self.ask(lambda op: ev.Attach(op, spec, account), None)
         for attachment in reply.replaced:
             if (end := self._lost.pop(attachment, None)) is not None:
                 end("the engine attached again")
         self._lost[reply.attachment] = on_lost
         self._config.coders.learn(spec)
-        self._spawn(self._name_files.keep(self._state.freshness.names()))
         return Attachment(
             reply.attachment,
             self._config.node_id,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -12,11 +14,13 @@ from kvservice.core.block.keys import span_route
 from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.messages import EngineSpec, SealItem
 from kvservice.core.segment.geometry import plan_geometry
+from kvservice.pool import name_files
 from kvservice.pool.mark_files import MarkFiles
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.pool.tier_specs import DISK, TierSpec, marks_beside, names_beside
 from kvservice.pool.tiers import TierPhase
+from kvservice.private_files import write_private
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, MiB, NodeId
@@ -101,7 +105,6 @@ async def test_every_name_that_blocks_ever_had_counts(tmp_path: Path) -> None:
     await filled(tmp_path)
     pool = await opened(tmp_path)
     await pool.attach(make_spec("other", "stays", namespace="d"), lambda reason: None)
-    await eventually_async(lambda: b"\x01\x00d" in (tmp_path / "disk.names").read_bytes(), "the name is kept")
     await pool.close()
     assert await found_after(tmp_path, (MarkKind.NAMESPACE, "c")) == set(OF_GOES)
 
@@ -110,8 +113,32 @@ async def test_names_that_cannot_be_kept_leave_none_behind(tmp_path: Path) -> No
     """Some of the names would be worse than none: a clear of another would not reach the blocks."""
     await filled(tmp_path)
     draft = tmp_path / f".disk.names.{os.getpid()}"
-    pool = await opened(tmp_path)
+    pool, names = await opened(tmp_path), tmp_path / "disk.names"
     (draft / "in the way").mkdir(parents=True)
     await pool.attach(make_spec("other", "stays", namespace="d"), lambda reason: None)
-    await eventually_async(lambda: not (tmp_path / "disk.names").exists(), "the names are gone")
+    assert not names.exists()
+    (draft / "in the way").rmdir()
+    draft.rmdir()
+    await pool.attach(make_spec("other", "stays", namespace="d"), lambda reason: None)
+    assert b"\x01\x00d" in names.read_bytes(), "the next attach tries again"
+    await pool.close()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_names_are_on_the_disk_before_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """But a disk that hangs keeps no engine from attaching."""
+    may_write, names, pool = threading.Event(), tmp_path / "disk.names", await opened(tmp_path)
+
+    def slowly(path: Path, data: bytes) -> None:
+        may_write.wait(10)
+        write_private(path, data)
+
+    monkeypatch.setattr(name_files, "write_private", slowly)
+    monkeypatch.setattr(name_files, "KEEP_SECONDS", 0.1 if is_late else 10.0)
+    asyncio.get_running_loop().call_later(1.0, may_write.set)
+    await pool.attach(STAYS, lambda reason: None)
+    assert names.exists() is not is_late
+    await eventually_async(names.exists, "the names are kept")
     await pool.close()
