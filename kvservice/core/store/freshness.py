@@ -16,6 +16,7 @@ from kvservice.units import BlockKey
 
 # Fingerprints whose engines are remembered. The blocks of a forgotten one go with every clear of a model or namespace.
 FINGERPRINTS_MAX = 1024
+NAMES_MAX = 16  # of one fingerprint. The blocks of one with more go with every such clear, too.
 
 
 class Freshness:
@@ -39,14 +40,16 @@ class Freshness:
     def learn(self, names: EngineNames) -> None:
         """Engines of these names have these blocks, beside those that are known."""
         for fingerprint, found in names.items():
-            self._names.put(fingerprint, found | (self._names.get(fingerprint) or frozenset()))
+            known = self._names.get(fingerprint) or frozenset()
+            self._names.put(fingerprint, known if len(known) > NAMES_MAX else known | found)
 
     def names(self) -> EngineNames:
         """All that are known."""
         return dict(self._names.items())
 
     def scopes(self, key: BlockKey, account: str, fingerprint: bytes) -> BlockScopes:
-        return BlockScopes(key, account, self._names.get(fingerprint) if fingerprint else None)
+        names = self._names.get(fingerprint) if fingerprint else None
+        return BlockScopes(key, account, None if names is None or len(names) > NAMES_MAX else names)
 
     def clear(self, marks: Iterable[Mark], now: float) -> None:
         """Take over marks, from now on."""

@@ -23,7 +23,7 @@ from kvservice.core.block.marks import (
     pack_marks,
     unpack_marks,
 )
-from kvservice.core.store.freshness import Freshness
+from kvservice.core.store.freshness import NAMES_MAX, Freshness
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import make_chain
 from kvservice.units import NAME_CHARS_MAX, BlockKey
@@ -193,6 +193,21 @@ def test_what_was_under_way_at_a_clear_is_known_by_its_beginning() -> None:
     assert not freshness.was_cleared(block, 0.0)
     freshness.clear([Mark(MarkKind.TENANT, 7.0, "acme")], 50.0)
     assert [freshness.was_cleared(block, since) for since in (49.0, 50.0, 51.0)] == [True, True, False]
+
+
+def test_a_fingerprint_of_too_many_names_goes_with_every_clear() -> None:
+    """Somebody names each of a thousand runs."""
+    freshness = Freshness()
+    for number in range(NAMES_MAX):
+        freshness.learn({PRINT: frozenset({("", f"run {number}")})})
+    assert freshness.scopes(A, "acme", PRINT).names is not None
+    for number in range(NAMES_MAX, 1000):
+        freshness.learn({PRINT: frozenset({("", f"run {number}")})})
+    assert len(freshness.names()[PRINT]) == NAMES_MAX + 1
+    freshness.clear([Mark(MarkKind.MODEL, 1.0, "run 999")], 1.0)
+    assert freshness.not_before(freshness.scopes(A, "acme", PRINT), 1.0)
+    freshness.learn(freshness.names())
+    assert freshness.scopes(A, "acme", PRINT).names is None, "also after a restart"
 
 
 def test_two_models_with_one_fingerprint_go_together() -> None:
