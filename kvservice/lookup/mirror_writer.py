@@ -52,9 +52,8 @@ EVENT_KEYS_MAX = 1 << 17
 PIECE_BYTES = 2048 * KEY_BYTES  # of keys applied without a turn of the loop: 2 to 4 ms
 RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.1, 5.0  # pauses before a broken stream is made again; they double
 FULL_SECONDS = 60.0  # before a partition that did not fit is tried again; doubles each time, up to half an hour
-ROOM_SECONDS_MAX = (
-    5.0  # an event waits so long for room that a sweep may make. Ten million keys are swept in that time.
-)
+# An event waits so long for room that a sweep may make. Ten million keys are swept in that time.
+ROOM_SECONDS_MAX = 5.0
 IDLE_SWEEP_SECONDS = 0.01  # pause between two sweeps while something is left, so that the loop serves others
 assert HEARTBEAT_SECONDS >= HEARTBEAT_SECONDS_MIN, "the server would refuse the stream"
 assert EVENT_KEYS_MAX >= ANNOUNCED_KEYS_MAX, "an event has what one announcement changed"
