@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 import kvservice
+from kvservice.aio import is_set_within
 from kvservice.api import program
 from kvservice.api.layout import Layout
 from kvservice.api.loop import LoopThread
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
+from kvservice.api.program import AttachedProgram
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment
 from kvservice.errors import InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
@@ -47,6 +49,30 @@ def test_programs_that_attach_at_once_share_one_pool() -> None:
         assert len(opened) == 1 and len(thread.attached) == 2
     finally:
         thread.end()
+
+
+def test_programs_leave_a_silent_shard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them waits for the shard for seconds: not one after the other."""
+    thread, layout, leaving = (
+        PoolThread(PoolOptions(mode=Mode.EMBEDDED, memory=8 * MiB)),
+        Layout(16, (4096,), "uint8"),
+        0,
+    )
+    close, all_leave = AttachedProgram.close, asyncio.Event()
+
+    async def closed(self: AttachedProgram) -> None:
+        nonlocal leaving
+        leaving += 1
+        if leaving == 3:
+            all_leave.set()
+        assert await is_set_within(10, all_leave), "the others have to wait"
+        await close(self)
+
+    for name in ("a", "b", "c"):
+        thread.loop.wait(thread.attach_program(name, layout, {"model": name}, name))
+    monkeypatch.setattr(AttachedProgram, "close", closed)
+    thread.end()
+    assert leaving == 3 and not thread.attached
 
 
 async def test_work_that_is_given_up_ends_before_its_caller_goes_on() -> None:
