@@ -168,6 +168,11 @@ class PageStorage:
         if self._identity.source is not None:
             return self._shared_form(self._identity.source, name, pool, sizes)
         ranks, heads = self._identity.ranks, getattr(pool, "head_num", 0)
+        if ranks.replicated and ranks.tp_size > 1 and heads and name not in (KV, STATES):
+            # A draft model without latent attention. SGLang has the first rank alone store here: others would read it.
+            raise UnsupportedLayout(
+                "each rank holds other heads, and none but the first stores: this engine finds nothing"
+            )
         dtype, width = str(getattr(pool, "dtype", "uint8")).removeprefix("torch."), getattr(pool, "head_dim", 0)
         fields: dict[str, object] = {
             "pages": 1,  # of the way in which this module names blocks

@@ -56,6 +56,7 @@ class LatentMemory(HostMemory):
 
     def __init__(self, pages: int = 16, seed: int = 0) -> None:
         super().__init__(pages, 1, seed)
+        self.head_num = 0
 
     def get_page_buffer_meta(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         addresses, sizes = super().get_page_buffer_meta(indices)

@@ -386,6 +386,26 @@ def test_every_rank_of_an_engine_has_its_pages_at_one_shard(thread: PoolThread, 
     assert [one.counters["stored_pages"] for one in made] == [6, 6, 6]
 
 
+def test_heads_of_a_draft_beside_mla_are_no_other_ranks(thread: PoolThread, caplog: pytest.LogCaptureFixture) -> None:
+    """The latent pages are one for all ranks, and so the first rank alone stores. The draft's heads are not."""
+    pages = page_hashes(PROMPT)
+
+    def rank(number: int, size: int) -> PageStorage:
+        ranks = Ranks(number, size, replicated=True)
+        made = storage(LatentMemory(), ranks=ranks, thread=thread, namespace=f"{size} ranks")
+        made.register("draft", HostMemory(heads=2, seed=number), places([0]))
+        for pool in (KV, "draft") if number == 0 else ():
+            made.store([], wanted(pages, [0, 1, 2, 3, 4, 5], pool))
+        return made
+
+    first, second = rank(0, 2), rank(1, 2)
+    draft = wanted(pages, [0, 1, 2, 3, 4, 5], "draft")
+    assert first.find_all([], pages, [draft]).pages == second.find_all([], pages, [draft]).pages == 0
+    assert second.load([], draft) == [False] * 6
+    assert "pages of the pool draft are not cached: each rank holds other heads" in caplog.text
+    assert rank(0, 1).find_all([], pages, [draft]).pages == 6
+
+
 # -- several pools ----
 
 
