@@ -17,6 +17,7 @@ from kvservice.api.attached import Verify
 from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
+from kvservice.api.silence import ShardSilence
 from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_key, route_of_head, term_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
 from kvservice.core.segment.digest_sample import DigestSample
@@ -75,6 +76,7 @@ class NamedBlocks:
         }
         self._layout = layout
         self._sample = DigestSample(verify)
+        self._silence = ShardSilence()
         self.term = b""  # of the weights, where they are changed in place: blocks of another term have other names
         try:
             attaching = self._thread.attach_program(model, layout, fields, namespace)
@@ -129,10 +131,11 @@ class NamedBlocks:
 
     async def _hold(self, names: Sequence[bytes], seconds: float, term: bytes) -> list[PromisedBlock | None]:
         mapped = await self._program.memory()
-        if mapped is None or not names:
+        if mapped is None or not names or self._silence.spares(seconds):
             return [None] * len(names)
         clock, is_silent = asyncio.get_running_loop().time, False
-        until = clock() + seconds
+        began = clock()
+        until = began + seconds
 
         async def hold(name: bytes) -> PromisedBlock | None:
             nonlocal is_silent
@@ -145,7 +148,9 @@ class NamedBlocks:
                 return None
             return PromisedBlock(mapped, key, result.blocks[0], result)
 
-        return await ask_each(hold, names, ASKED_MAX)
+        found = await ask_each(hold, names, ASKED_MAX)
+        self._silence.ended(began, seconds, answered=not is_silent)
+        return found
 
     async def _load(
         self,

@@ -15,6 +15,7 @@ import pytest
 from kvservice.api.layout import Layout
 from kvservice.api.named import ASKED_MAX, NamedBlocks, PromisedBlock
 from kvservice.api.program import AttachedProgram
+from kvservice.api.silence import SILENT_SECONDS
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, SealItem, SealStatus
 from kvservice.session.options import Mode, PoolOptions
 from kvservice.testing.eventually import eventually
@@ -132,6 +133,29 @@ def test_blocks_share_the_time_of_a_question(blocks: NamedBlocks, monkeypatch: p
     blocks.release([promise for promise in promises if promise is not None])
     asked, is_silent = 0, True
     assert blocks.hold(names, 0.1).result() == [None] * len(names) and asked == ASKED_MAX
+
+
+def test_a_silent_shard_costs_one_question_its_time(blocks: NamedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those behind it are answered at once, and it is used again as soon as it answers."""
+    name, asked = os.urandom(32), 0
+    assert blocks.put([name], some(1)).result() == [True]
+
+    async def silent(self: AttachedProgram, attachment: Attachment, request: AcquireRequest) -> None:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(SILENT_SECONDS)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AttachedProgram, "ask", silent)
+        assert [blocks.hold([name], SILENT_SECONDS).result() for _ in range(3)] == [[None]] * 3
+    assert asked == 1
+
+    def is_found() -> bool:
+        (promise,) = held(blocks, [name])
+        blocks.release([] if promise is None else [promise])
+        return promise is not None
+
+    eventually(is_found, "the shard is tried again")
 
 
 def test_a_silent_shard_does_not_hold_up_a_store(blocks: NamedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
