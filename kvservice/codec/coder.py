@@ -110,8 +110,8 @@ class Coder:
     def decode(self, header: BlockFileHeader, data: memoryview, target: memoryview) -> PullResult:
         """Bring the payload of a block into `target`, and hold it against the digest in its header.
 
-        `data` is what follows the header in the file. STALE: it needs a codec or a key that is not here. CORRUPT:
-        anything else that is wrong. `target` then holds anything.
+        `data` is what follows the header in the file. STALE: it needs a codec or a key that is not here. FAILED: this
+        process lacks the memory to decode it. CORRUPT: anything else that is wrong. `target` then holds anything.
         """
         try:
             steps = _steps(header.codec)
@@ -125,6 +125,9 @@ class Coder:
         except CodecError:
             self._count(codec_corrupt=1)
             return PullResult.CORRUPT
+        except MemoryError:  # it says nothing of the block, which other nodes may share
+            self._count(codec_failed=1)
+            return PullResult.FAILED
         except Exception:  # noqa: BLE001  code of other packages: the block is lost, and the tier goes on
             self._count(codec_failed=1)
             return PullResult.CORRUPT

@@ -140,6 +140,7 @@ def test_block_that_grows_too_much_is_not_stored() -> None:
         (CodecError("no"), PullResult.CORRUPT, "codec_corrupt"),
         (KeyUnknown("no"), PullResult.STALE, "codec_key_unknown"),
         (ZeroDivisionError(), PullResult.CORRUPT, "codec_failed"),
+        (MemoryError(), PullResult.FAILED, "codec_failed"),  # a block that counts as corrupt is erased for all nodes
     ],
 )
 def test_block_that_cannot_be_decoded_is_no_hit(error: Exception, result: PullResult, counter: str) -> None:
