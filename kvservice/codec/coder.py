@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kvservice.codec.base import EXTRA_BYTES_MAX, Codec, Encoded
 from kvservice.core.block.numbers import Numbers
 from kvservice.core.events import PullResult
-from kvservice.core.segment.blockfile import BlockFileHeader
+from kvservice.core.segment.blockfile import BlockFileHeader, pack_file_header
 from kvservice.core.segment.digest import copy_and_digest, digest_payload
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import CodecError, KeyUnknown
@@ -75,6 +75,7 @@ class Coder:
             return done
         try:
             done = self._encode(done)
+            pack_file_header(done.header)  # raises for what a codec says that no header holds
         except CodecError:
             self._count(codec_refused=1)
             return None
@@ -95,15 +96,18 @@ class Coder:
             if coded is None:
                 continue
             step = _Step(codec.name, coded.parameters, len(data))
+            if _STEP.fullmatch(str(step)) is None:
+                raise ValueError(f"the codec {codec.name} gives parameters that no header holds")
+            made = memoryview(coded.data).cast("B")
             done = Encoded(
                 BlockFileHeader(
                     header.block if coded.digest is None else replace(header.block, digest=coded.digest),
-                    len(coded.data),
+                    len(made),
                     f"{header.codec}+{step}" if header.codec else str(step),
                     coded.key_id or header.key_id,
                     coded.nonce or header.nonce,
                 ),
-                coded.data,
+                made,
             )
         return done
 

@@ -60,6 +60,15 @@ class Raising(Add):
         raise self.error
 
 
+class Giving(Add):
+    def __init__(self, name: str, coded: Coded) -> None:
+        super().__init__(name, 0)
+        self.coded = coded
+
+    def encode(self, header: BlockFileHeader, data: memoryview, numbers: Numbers | None) -> Coded | None:
+        return self.coded
+
+
 class Halving(Add):
     """Forgets the last byte of each pair."""
 
@@ -126,6 +135,32 @@ def test_block_whose_codec_fails_is_not_stored(error: Exception, counter: str) -
     coder = Coder([Raising("bad", error)])
     assert coder.encode(BLOCK, memoryview(PAYLOAD)) is None
     assert coder.counters() == {counter: 1}
+
+
+@pytest.mark.parametrize(
+    "coded",
+    [
+        Coded(PAYLOAD, "Not small"),
+        Coded(PAYLOAD, "a+b"),
+        Coded(PAYLOAD, "a" * 200),
+        Coded(PAYLOAD, key_id='"'),
+        Coded(PAYLOAD, nonce=bytes(65)),
+        Coded(PAYLOAD, digest=1 << 64),
+        Coded(b""),
+        Coded("text"),  # type: ignore[arg-type]
+        Coded(memoryview(PAYLOAD)[::2]),
+    ],
+)
+def test_block_that_no_header_can_describe_is_not_stored(coded: Coded) -> None:
+    coder = Coder([Giving("bad", coded)])
+    assert coder.encode(BLOCK, memoryview(PAYLOAD)) is None
+    assert coder.counters() == {"codec_failed": 1}
+
+
+def test_stored_bytes_are_counted_in_bytes() -> None:
+    """A codec may give any buffer, such as NumPy's."""
+    coder = Coder([Giving("one", Coded(memoryview(PAYLOAD).cast("I")))])
+    assert encoded(coder).data == PAYLOAD
 
 
 def test_block_that_grows_too_much_is_not_stored() -> None:
