@@ -79,7 +79,7 @@ class Coder:
         except CodecError:
             self._count(codec_refused=1)
             return None
-        except Exception:  # noqa: BLE001  code of other packages: the block is not stored, and the tier goes on
+        except BaseException:  # noqa: BLE001  code of other packages, also a panic of Rust: only this block is not stored
             self._count(codec_failed=1)
             return None
         if len(done.data) > len(payload) + EXTRA_BYTES_MAX:
@@ -132,7 +132,7 @@ class Coder:
         except MemoryError:  # it says nothing of the block, which other nodes may share
             self._count(codec_failed=1)
             return PullResult.FAILED
-        except Exception:  # noqa: BLE001  code of other packages: the block is lost, and the tier goes on
+        except BaseException:  # noqa: BLE001  code of other packages, also a panic of Rust: only this block is lost
             self._count(codec_failed=1)
             return PullResult.CORRUPT
         return PullResult.OK

@@ -48,8 +48,12 @@ class Nothing(Add):
         return None
 
 
+class Panic(BaseException):
+    """As that of libraries in Rust: no Exception. It would end the tier's thread, and nobody would be answered."""
+
+
 class Raising(Add):
-    def __init__(self, name: str, error: Exception) -> None:
+    def __init__(self, name: str, error: BaseException) -> None:
         super().__init__(name, 0)
         self.error = error
 
@@ -129,9 +133,10 @@ def test_digest_of_a_lossy_codec_is_that_of_what_it_gives_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "counter"), [(CodecError("no"), "codec_refused"), (ZeroDivisionError(), "codec_failed")]
+    ("error", "counter"),
+    [(CodecError("no"), "codec_refused"), (ZeroDivisionError(), "codec_failed"), (Panic(), "codec_failed")],
 )
-def test_block_whose_codec_fails_is_not_stored(error: Exception, counter: str) -> None:
+def test_block_whose_codec_fails_is_not_stored(error: BaseException, counter: str) -> None:
     coder = Coder([Raising("bad", error)])
     assert coder.encode(BLOCK, memoryview(PAYLOAD)) is None
     assert coder.counters() == {counter: 1}
@@ -175,10 +180,11 @@ def test_block_that_grows_too_much_is_not_stored() -> None:
         (CodecError("no"), PullResult.CORRUPT, "codec_corrupt"),
         (KeyUnknown("no"), PullResult.STALE, "codec_key_unknown"),
         (ZeroDivisionError(), PullResult.CORRUPT, "codec_failed"),
+        (Panic(), PullResult.CORRUPT, "codec_failed"),
         (MemoryError(), PullResult.FAILED, "codec_failed"),  # a block that counts as corrupt is erased for all nodes
     ],
 )
-def test_block_that_cannot_be_decoded_is_no_hit(error: Exception, result: PullResult, counter: str) -> None:
+def test_block_that_cannot_be_decoded_is_no_hit(error: BaseException, result: PullResult, counter: str) -> None:
     done = encoded(Coder([Add("one", 1)]))
     coder = Coder(reading=[Raising("one", error)])
     assert decode(coder, done)[0] is result
