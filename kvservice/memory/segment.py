@@ -73,7 +73,14 @@ class Segment:
         self.existed = False  # True when create() found blocks of an earlier boot
         self.used_at = math.inf  # when the boot that left them was last alive, in seconds since 1970
         self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, geometry.segment_bytes)
+        try:
+            self._map = mmap.mmap(descriptor, geometry.segment_bytes)
+        except OSError as error:
+            raise SegmentError(
+                f"cannot map the {format_bytes(geometry.segment_bytes)} of the segment {path}: {error.strerror}; this "
+                f"process may have no more of address space (ulimit -v), or {room.LOWER}",
+                path=path,
+            ) from error
         self._map.madvise(mmap.MADV_DONTDUMP)  # a core dump would contain prompts, and is stored elsewhere
         self.buffer = memoryview(self._map)
         self._anchor = ctypes.c_char.from_buffer(self._map)
@@ -109,12 +116,14 @@ class Segment:
             if not reusable:
                 if os.fstat(descriptor).st_size > 0:
                     descriptor = replace_locked(descriptor, path)
-                try:
+            try:
+                if not reusable:
                     _reserve(descriptor, path.parent, geometry.segment_bytes, is_given_up)
-                except SegmentError:
+                segment = cls(path, geometry, descriptor)
+            except SegmentError:
+                if not reusable:
                     path.unlink(missing_ok=True)  # the file is new, and a failed start must leave nothing behind
-                    raise
-            segment = cls(path, geometry, descriptor)
+                raise
         except BaseException:
             os.close(descriptor)
             raise

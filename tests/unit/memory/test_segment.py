@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 import signal
 import stat
@@ -62,6 +64,26 @@ def test_memory_that_others_have_taken_is_a_clear_error(path: Path, monkeypatch:
     with pytest.raises(SegmentError, match=r"memory is short: .* needed, .* only 4.0 MiB left; .* lower the pool size"):
         Segment.create(path, GEOMETRY, "node")
     assert not path.exists()
+
+
+def test_memory_that_may_not_be_mapped_is_a_clear_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on address space, as of batch systems. New memory goes, and that of an earlier boot stays."""
+    Segment.create(path, GEOMETRY, "node").close()
+    fresh = path.with_name(path.name + "-fresh")
+
+    def refuse(descriptor: int, length: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    for make in (
+        lambda: Segment.create(path, GEOMETRY, "node"),
+        lambda: Segment.create(fresh, GEOMETRY, "node"),
+        lambda: Segment.nameless(path.parent, GEOMETRY, "node"),
+        lambda: Segment.attach(path, GEOMETRY),
+    ):
+        with pytest.raises(SegmentError, match=r"cannot map the 11.0 MiB .* address space .* or lower the pool size"):
+            make()
+    assert path.exists() and not fresh.exists()
 
 
 def test_the_advised_size_has_room_for_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
