@@ -37,7 +37,7 @@ log = logging.getLogger("kvservice.copying")
 
 # Between two looks at the copies: a hang is noticed this much later than `wedge_seconds` say.
 WATCH_SECONDS = 0.25
-# After a connection that could not be taken: without a descriptor the next one fails as well.
+# After a connection that could not be taken: without a descriptor or a thread the next one fails as well.
 ACCEPT_PAUSE_SECONDS = 0.5
 
 
@@ -126,18 +126,20 @@ class CopyWorker:
         while not self._stopping.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError as error:
+                self._take(connection)
+            except (OSError, RuntimeError) as error:  # the latter for a thread that cannot be started
                 if not self._stopping.wait(ACCEPT_PAUSE_SECONDS):
                     log.error("an engine could not connect, and is asked to try again: %s", error)
-                continue
-            if peer_uid(connection) != os.geteuid():
-                connection.close()  # the directory is private, so somebody changed its mode
-                continue
-            # A timeout for sends only. A receive that waits for ever is an engine with nothing to do.
-            seconds = struct.pack("ll", int(SEND_SECONDS), 0)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-            with self._lock:
-                self._sessions.add(EngineSession(connection, self._device, self._segments, self.loans, self._forget))
+
+    def _take(self, connection: socket.socket) -> None:
+        if peer_uid(connection) != os.geteuid():
+            connection.close()  # the directory is private, so somebody changed its mode
+            return
+        # A timeout for sends only. A receive that waits for ever is an engine with nothing to do.
+        seconds = struct.pack("ll", int(SEND_SECONDS), 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        with self._lock:
+            self._sessions.add(EngineSession(connection, self._device, self._segments, self.loans, self._forget))
 
     def _forget(self, session: EngineSession) -> None:
         with self._lock:

@@ -58,6 +58,7 @@ class EngineSession:
         loans: Loans,
         on_end: Callable[[EngineSession], None],
     ) -> None:
+        """Raises RuntimeError, with the connection closed, when the system starts no more threads."""
         self._connection = connection
         self._device = device
         self._segments = segments
@@ -72,12 +73,18 @@ class EngineSession:
         self._direct: DirectPath | None = None
         self._lock: LivenessLock | None = None
         self._lends_only = False  # an engine of another device: its blocks are read here, but nothing is copied for it
-        self.lanes = {
-            direction: CopyLane(f"kvservice-{direction.name.lower()}", self._ended) for direction in Direction
-        }
+        self.lanes: dict[Direction, CopyLane] = {}
         connection.settimeout(None)
         self._thread = threading.Thread(target=self._serve, name="kvservice-copy-engine", daemon=True)
-        self._thread.start()
+        try:
+            for direction in Direction:
+                self.lanes[direction] = CopyLane(f"kvservice-{direction.name.lower()}", self._ended)
+            self._thread.start()
+        except RuntimeError:
+            for lane in self.lanes.values():
+                lane.stop()
+            connection.close()
+            raise
 
     def close(self) -> None:
         """End the connection. Blocks until nothing is copied for this engine any more."""
