@@ -19,7 +19,7 @@ import grpc
 from kvservice.auth.token import Token
 from kvservice.client.members import Members, note_hint
 from kvservice.core.block.fingerprint import Fingerprint
-from kvservice.core.block.keys import KEY_BYTES, unpack_keys
+from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, unpack_keys
 from kvservice.core.explain.diagnosis import BlockHistory, Evidence, RecordedRequest, count_outcomes, diagnose
 from kvservice.core.explain.records import Explanation, HistoryEntry, SourceRun
 from kvservice.core.messages import EngineKind, MissReason
@@ -252,7 +252,7 @@ def _recorded_request(node: str, record: Any) -> RecordedRequest:
     report = decode_report(record.report) if record.HasField("report") else None
     blocks = len(record.keys) // KEY_BYTES
     if not blocks and report is not None:
-        blocks = report.prompt_blocks  # the request never asked the shard
+        blocks = min(report.prompt_blocks, KEYS_PER_REQUEST_MAX)  # the request never asked the shard
     try:
         miss = MissReason(record.miss)
     except ValueError:

@@ -215,7 +215,7 @@ def _diagnose_block(request: RecordedRequest, evidence: Evidence, index: int) ->
         cause = _unused(report, index)
         if cause is not None:
             return _missed(index, cause)
-        source = next(run.source for run in request.runs if run.start <= index < run.start + run.count)
+        source = next((run.source for run in request.runs if run.start <= index < run.start + run.count), LOCAL)
         outcome, node = (BlockOutcome.LOCAL, "") if source == LOCAL else (BlockOutcome.FETCHED, source)
         handed = request.handoff_node == (node or request.node) and index >= request.handed_from
         return Diagnosis(index, 1, outcome, node, text=_handed(request) if handed else "")
