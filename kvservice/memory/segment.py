@@ -113,9 +113,8 @@ class Segment:
             previous = _read_control(descriptor)
             known = previous is not None and previous[2] == _node_mark(node_id)
             reusable = known and previous is not None and previous[0] == geometry and _is_whole(descriptor, geometry)
-            if not reusable:
-                if os.fstat(descriptor).st_size > 0:
-                    descriptor = replace_locked(descriptor, path)
+            if not reusable and os.fstat(descriptor).st_size > 0:
+                descriptor = replace_locked(descriptor, path)
             try:
                 if not reusable:
                     _reserve(descriptor, path.parent, geometry.segment_bytes, is_given_up)
