@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from kvservice.cli.drawing import plain, problem_line, span, table
 from kvservice.cli.output import PLAIN_WIDTH, Format, show
-from kvservice.cli.status import plain, problem_line, span, table
 from kvservice.errors import ConfigError, NoService
 from kvservice.units import format_bytes
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from kvservice.cli.drawing import plain, problem_line, table
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
-from kvservice.cli.status import collect, plain, problem_line, table
+from kvservice.cli.status import collect
 from kvservice.errors import ConfigError, Forbidden, InvalidRequest, KVServiceError, Unauthenticated
 from kvservice.units import format_bytes, printable
 

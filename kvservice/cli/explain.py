@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvservice.cli.drawing import plain
 from kvservice.cli.output import Format, show
-from kvservice.cli.status import plain
 
 COLOURS = {"engine": "green", "local": "green", "fetched": "cyan", "missed": "yellow"}
 

@@ -13,9 +13,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvservice.cli.blocks import choose_nodes
+from kvservice.cli.drawing import plain, problem_line, span, table
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
-from kvservice.cli.status import plain, problem_line, span, table
 from kvservice.errors import ConfigError, Forbidden, KVServiceError, Unauthenticated
 from kvservice.units import format_bytes
 

@@ -11,7 +11,7 @@ import grpc
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvservice.cli.status import plain, table
+from kvservice.cli.drawing import plain, table
 from kvservice.units import format_bytes, printable
 
 if TYPE_CHECKING:

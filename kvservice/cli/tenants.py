@@ -103,7 +103,7 @@ def list_all(file: File, output: Output = Format.TABLE) -> None:
 
 
 def _draw_limits(rows: list[dict[str, Any]]) -> RenderableType:
-    from kvservice.cli.status import plain, table
+    from kvservice.cli.drawing import plain, table
 
     numbers = ("tokens", "quota", "disk quota", "in flight")
     made = table("tenant", *numbers, "public", "admin", right=numbers)

@@ -19,8 +19,8 @@ from textual.coordinate import Coordinate
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Static, Tab, Tabs
 
+from kvservice.cli.drawing import percent
 from kvservice.cli.output import counted
-from kvservice.cli.status import percent
 from kvservice.cli.top.details import detail_of
 from kvservice.cli.top.tables import VIEWS, Cell, Row, TopView
 from kvservice.cli.top.trends import NodeRates, Trends

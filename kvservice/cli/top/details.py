@@ -10,18 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvservice.cli.drawing import percent, plain, span, table, used_of
 from kvservice.cli.output import counted
-from kvservice.cli.status import (
-    draw_eviction,
-    draw_hits,
-    draw_tiers,
-    node_names,
-    percent,
-    plain,
-    span,
-    table,
-    used_of,
-)
+from kvservice.cli.status import draw_eviction, draw_hits, draw_tiers, node_names
 from kvservice.cli.top.tables import STATE_STYLES, TIER_STYLES, bar, model_key
 from kvservice.cli.top.trends import Trends
 from kvservice.units import format_bytes, printable

@@ -7,7 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from kvservice.cli.status import node_names, percent, used_of
+from kvservice.cli.drawing import percent, used_of
+from kvservice.cli.status import node_names
 from kvservice.cli.top.trends import Trends
 from kvservice.units import format_bytes, printable
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvservice.cli.status import node_names, percent, span
+from kvservice.cli.drawing import percent, span
+from kvservice.cli.status import node_names
 from kvservice.cli.top.trends import Trends
 from kvservice.units import format_bytes, printable
 

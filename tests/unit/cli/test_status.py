@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from kvservice.cli import status, tenant_usage
+from kvservice.cli.drawing import span
 from kvservice.cli.output import Format
-from kvservice.cli.status import draw, node_names, span
+from kvservice.cli.status import draw, node_names
 from kvservice.units import GiB
 from tests.unit.cli.overviews import HOSTS, make_node, make_overview
 
