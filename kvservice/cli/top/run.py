@@ -19,9 +19,7 @@ def run(service: str | None, lookup: Sequence[str] | None, seconds: float, *, pl
     ModuleNotFoundError without textual."""
     from kvservice.client.members import find_members
 
-    if not (plain or (sys.stdout.isatty() and sys.stdin.isatty())):
-        plain = True  # a full screen in a pipe or a log would be noise
-    if plain:
+    if plain or not (sys.stdout.isatty() and sys.stdin.isatty()):  # a full screen in a pipe would be noise
         _run_plain(find_members(service, lookup), seconds, count)
         return
     from kvservice.cli.top.app import TopApp
