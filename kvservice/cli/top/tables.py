@@ -50,15 +50,11 @@ def words(text: str, style: str = "") -> Cell:
     return Cell(printable(text) or "-", text, style)
 
 
-def number(text: str, value: float) -> Cell:
-    return Cell(text, value)
-
-
 def count(value: int) -> Cell:
     return Cell(f"{value:,}", value)
 
 
-def rate(value: float) -> Cell:
+def size(value: float) -> Cell:
     return Cell(format_bytes(int(value)) if value else "-", value)
 
 
@@ -87,11 +83,11 @@ def node_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
                 Cell(used, node.pool.used_percent, "cyan"),
                 hits(since_start),
                 hits(now.hit_rate),
-                rate(now.hit_bytes),
-                rate(now.stored_bytes),
-                rate(now.fetched_bytes),
-                number(f"{now.evicted_blocks:,.0f}" if now.evicted_blocks else "-", now.evicted_blocks),
-                number(format_bytes(reserved) if node.pool.total_bytes else "-", reserved),
+                size(now.hit_bytes),
+                size(now.stored_bytes),
+                size(now.fetched_bytes),
+                Cell(f"{now.evicted_blocks:,.0f}" if now.evicted_blocks else "-", now.evicted_blocks),
+                Cell(format_bytes(reserved) if node.pool.total_bytes else "-", reserved),
             ),
         )
 
@@ -107,9 +103,9 @@ def model_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
                 words(model.model),
                 words(model.namespace),
                 words(model.fingerprint),
-                number(str(model.engines), model.engines),
+                Cell(str(model.engines), model.engines),
                 hits(found.hit_rate if found else None),
-                number(f"{found.asked_blocks:,}" if found else "-", found.asked_blocks if found else 0),
+                Cell(f"{found.asked_blocks:,}" if found else "-", found.asked_blocks if found else 0),
                 words(", ".join(names.get(node, node) for node in model.nodes)),
             ),
         )
@@ -130,8 +126,8 @@ def engine_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
                 words(names.get(engine.node_id, engine.node_id)),
                 words(engine.model),
                 words(engine.tenant),
-                number(span(engine.attached_seconds), engine.attached_seconds),
-                number("-" if speed is None else f"{speed:,.0f} tokens/s", speed or 0),
+                Cell(span(engine.attached_seconds), engine.attached_seconds),
+                Cell("-" if speed is None else f"{speed:,.0f} tokens/s", speed or 0),
             ),
         )
 
@@ -147,12 +143,12 @@ def tenant_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
             tenant.name,
             (
                 words(tenant.name),
-                number(format_bytes(tenant.used_bytes), tenant.used_bytes),
-                number(format_bytes(quota) if quota else "-", quota),
-                number(f"{100 * tenant.used_bytes / quota:.0f} %" if quota else "-", tenant.used_bytes / (quota or 1)),
+                Cell(format_bytes(tenant.used_bytes), tenant.used_bytes),
+                size(quota),
+                Cell(f"{100 * tenant.used_bytes / quota:.0f} %" if quota else "-", tenant.used_bytes / (quota or 1)),
                 hits(found / blocks if blocks else None),
-                number(str(tenant.in_flight), tenant.in_flight),
-                number(f"{refused:,}", refused),
+                Cell(str(tenant.in_flight), tenant.in_flight),
+                count(refused),
             ),
         )
 
@@ -167,11 +163,11 @@ def request_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
                 words(slow.request_id),
                 words(names.get(slow.node_id, slow.node_id)),
                 words(slow.model),
-                number(f"{slow.took_seconds * 1000:,.1f} ms", slow.took_seconds),
-                number(f"{slow.asked_blocks:,}", slow.asked_blocks),
-                number(f"{hit:,}", hit),
+                Cell(f"{slow.took_seconds * 1000:,.1f} ms", slow.took_seconds),
+                count(slow.asked_blocks),
+                count(hit),
                 words("" if slow.miss == "none" else slow.miss.replace("_", " ")),
-                number(span(slow.age_seconds), slow.age_seconds),
+                Cell(span(slow.age_seconds), slow.age_seconds),
             ),
         )
 
@@ -180,7 +176,6 @@ def tier_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
     names = node_names(seen)
     for node in seen.nodes:
         for tier in node.tiers:
-            budget = tier.budget_bytes
             yield Row(
                 f"{node.node_id} {tier.name}",
                 (
@@ -188,11 +183,11 @@ def tier_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
                     words(tier.name),
                     words(tier.state, TIER_STYLES.get(tier.state, "yellow")),
                     count(tier.blocks),
-                    number(format_bytes(tier.used_bytes), tier.used_bytes),
-                    number(format_bytes(budget) if budget else "-", budget),
+                    Cell(format_bytes(tier.used_bytes), tier.used_bytes),
+                    size(tier.budget_bytes),
                     count(tier.waiting_blocks),
-                    number(format_bytes(tier.written_bytes), tier.written_bytes),
-                    number(format_bytes(tier.read_bytes), tier.read_bytes),
+                    Cell(format_bytes(tier.written_bytes), tier.written_bytes),
+                    Cell(format_bytes(tier.read_bytes), tier.read_bytes),
                     hits(tier.hit_share),
                     count(tier.busy),
                     count(tier.dropped_blocks),
