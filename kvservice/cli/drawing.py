@@ -38,6 +38,11 @@ def percent(rate: float | None) -> str:
     return "-" if rate is None else f"{100 * rate:.1f} %"
 
 
+def bound(byte_count: int) -> str:
+    """A quota or a budget, in which 0 is none."""
+    return format_bytes(byte_count) if byte_count else "-"
+
+
 def used_of(tier: TierOverview) -> str:
     """'3.0 GiB of 1.0 TiB'; without the end for a tier without a bound."""
     budget = f" of {format_bytes(tier.budget_bytes)}" if tier.budget_bytes else ""

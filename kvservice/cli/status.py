@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvservice.cli.drawing import percent, plain, problem_line, span, table
+from kvservice.cli.drawing import bound, percent, plain, problem_line, span, table
 from kvservice.cli.output import Format, counted, show
 from kvservice.units import format_bytes, printable
 
@@ -219,7 +219,7 @@ def draw_tiers(seen: Overview, names: Mapping[str, str]) -> Table:
                 plain(tier.state),
                 f"{tier.blocks:,}",
                 format_bytes(tier.used_bytes),
-                format_bytes(tier.budget_bytes) if tier.budget_bytes else "-",
+                bound(tier.budget_bytes),
                 f"{tier.waiting_blocks:,}",
                 format_bytes(tier.written_bytes),
                 format_bytes(tier.read_bytes),
@@ -301,8 +301,8 @@ def _tenants(seen: Overview) -> Table:
     made = table("tenant", *numbers, right=numbers)
     for tenant in seen.tenants:
         refused = tenant.counters.get("quota_refused", 0) + tenant.counters.get("in_flight_refused", 0)
-        quota = format_bytes(tenant.quota_bytes) if tenant.quota_bytes else "-"
-        made.add_row(plain(tenant.name), format_bytes(tenant.used_bytes), quota, str(tenant.in_flight), str(refused))
+        sizes = (format_bytes(tenant.used_bytes), bound(tenant.quota_bytes))
+        made.add_row(plain(tenant.name), *sizes, str(tenant.in_flight), str(refused))
     return made
 
 

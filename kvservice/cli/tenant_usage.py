@@ -11,7 +11,7 @@ import grpc
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvservice.cli.drawing import plain, table
+from kvservice.cli.drawing import bound, plain, table
 from kvservice.units import format_bytes, printable
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def draw(usage: Usage, wide: bool) -> RenderableType:
     made = table("tenant", "node", *numbers, right=numbers)
     for each in usage.held:
         share = f"{100 * each.used_bytes / each.quota_bytes:.0f} %" if each.quota_bytes else ""
-        quota = format_bytes(each.quota_bytes) if each.quota_bytes else "-"
-        cells = (format_bytes(each.used_bytes), quota, share, str(each.in_flight))
+        cells = (format_bytes(each.used_bytes), bound(each.quota_bytes), share, str(each.in_flight))
         made.add_row(plain(each.tenant), plain(each.node), *cells)
     lines = [Text(f"problem: {printable(problem)}", style="red") for problem in usage.problems]
     if not usage.held and not lines:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvservice.cli.drawing import percent, plain, span, table, used_of
+from kvservice.cli.drawing import bound, percent, plain, span, table, used_of
 from kvservice.cli.output import counted
 from kvservice.cli.status import draw_eviction, draw_hits, draw_tiers, node_names
 from kvservice.cli.top.tables import STATE_STYLES, TIER_STYLES, bar, model_key
@@ -188,8 +188,8 @@ def _tenant(seen: Overview, key: str) -> tuple[Text, RenderableType]:
     rows = [(node, one) for node in seen.nodes for one in node.tenants if one.name == key]
     made = table("node", "used", "quota", "filling", right=("used", "quota", "filling"))
     for node, one in rows:
-        quota = format_bytes(one.quota_bytes) if one.quota_bytes else "-"
-        made.add_row(plain(names[node.node_id]), format_bytes(one.used_bytes), quota, str(one.in_flight))
+        sizes = (format_bytes(one.used_bytes), bound(one.quota_bytes))
+        made.add_row(plain(names[node.node_id]), *sizes, str(one.in_flight))
     parts: list[RenderableType] = [made] if rows else [Text(GONE)]
     events = next((one.counters for one in seen.tenants if one.name == key), {})
     if events:
