@@ -15,7 +15,7 @@ from kvservice.errors import ConfigError, NoService
 from kvservice.units import format_bytes
 
 if TYPE_CHECKING:
-    from kvservice.client.block_list import BlockFilter, BlockList, BlockRow
+    from kvservice.client.block_list import BlockList, BlockRow
     from kvservice.client.members import Members
 
 BLOCK_STATES = ("sealed", "leased")  # slots that hold a block, which is what people mean
@@ -23,8 +23,6 @@ BLOCK_STATES = ("sealed", "leased")  # slots that hold a block, which is what pe
 # slots are sorted, and the output says so.
 SORTED_MAX = 10_000
 KEY_DIGITS = 12  # of a key in a narrow table: enough to name a block of one service
-
-
 # What blocks can be sorted by, the largest first.
 SORTS: dict[str, Callable[[BlockRow], float]] = {
     "uses": lambda row: row.uses,
@@ -77,14 +75,14 @@ def collect(service: str | None, lookup: Sequence[str] | None, selected: Selecti
     chosen = choose_nodes(members, selected.node)
     wanted = BlockFilter(selected.state or BLOCK_STATES, selected.model, selected.tenant, selected.key)
 
-    async def read(wanted: BlockFilter) -> BlockList:
+    async def read() -> BlockList:
         reader = BlockReader(members.tls, Token.of_environment())
         try:
             return await reader.read(chosen, wanted, selected.limit if selected.sort is None else SORTED_MAX)
         finally:
             await reader.close()
 
-    return arrange(asyncio.run(read(wanted)), selected)
+    return arrange(asyncio.run(read()), selected)
 
 
 def check(selected: Selection) -> None:
