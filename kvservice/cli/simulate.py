@@ -39,11 +39,7 @@ def tell(seed: int, *, whole: bool) -> bool:
         console.print(f"  {fault}", markup=False)
     for line in outcome.story:
         console.print(line, markup=False)
-    if outcome.violation:
-        console.print(f"VIOLATION: {outcome.violation}", style="bold red", markup=False)
-    else:
-        console.print(f"nothing went wrong in {outcome.virtual_seconds:.1f} s of virtual time")
-    return not outcome.violation
+    return _judged(console, outcome.violation, f"nothing went wrong in {outcome.virtual_seconds:.1f} s of virtual time")
 
 
 def wide(seed: int, nodes: int, *, whole: bool) -> bool:
@@ -70,11 +66,16 @@ def wide(seed: int, nodes: int, *, whole: bool) -> bool:
         f"{outcome.virtual_seconds:.1f} s of virtual time took {time.process_time() - begun:.0f} s of a core and "
         f"{memory:.0f} MiB"
     )
-    if outcome.violation:
-        console.print(f"VIOLATION: {outcome.violation}", style="bold red", markup=False)
+    return _judged(console, outcome.violation, "nothing went wrong")
+
+
+def _judged(console: Console, violation: str, good: str) -> bool:
+    """Print how a schedule ended. Returns whether it ended well."""
+    if violation:
+        console.print(f"VIOLATION: {violation}", style="bold red", markup=False)
     else:
-        console.print("nothing went wrong")
-    return not outcome.violation
+        console.print(good)
+    return not violation
 
 
 def campaign(seed: int, count: int, processes: int, *, tiers: bool) -> bool:
