@@ -97,7 +97,7 @@ def _draw_record(request_id: str, row: dict[str, Any], hosts: Mapping[str, str])
         f"{plain(request_id)}\non node {plain(label(row['node'], hosts))}, model {plain(row['model'])}, "
         f"{row['age_seconds']:.1f} s ago{took}"
     )
-    end = "" if row["finished"] else "; it has not ended yet, or its engine has not reported the end"
+    end = "" if row["finished"] else "; it goes on, or its engine ended without reporting its end"
     foot = (
         f"{row['blocks_asked']} blocks asked: {blocks['engine']} in the engine, {blocks['local']} local, "
         f"{blocks['fetched']} fetched, {blocks['missed']} recomputed{end}"

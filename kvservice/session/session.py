@@ -43,8 +43,7 @@ from kvservice.units import AttachmentId, BlockKey, HandoffId, LeaseId, format_b
 
 log = logging.getLogger("kvservice.session")
 
-# Before the second attempt to attach; it doubles with each attempt. A restarted shard is back within a second.
-RETRY_SECONDS_FIRST = 0.2
+RETRY_SECONDS_FIRST = 0.2  # Before the second attempt to attach; it doubles. A restarted shard is back in a second.
 RETRY_SECONDS_MAX = 5.0  # The most between two attempts: a shard that comes back is used at most this much later.
 # After a refusal because of the fingerprint. The engine with the other fingerprint may leave.
 REFUSED_RETRY_SECONDS = 15.0
@@ -335,10 +334,12 @@ class Session:
             if self._loop.time() >= renew_at or (has_news and self._loop.time() >= report_at):
                 report_at = self._loop.time() + REPORT_SECONDS
                 renew_at = self._loop.time() + period
-                self._spawn(self._with_pool(attachment.attachment_id, "renew", self._renewer(attachment)))
+                self._spawn(self._renew(attachment))
             await is_set_within(min(TICK_SECONDS, max(renew_at - self._loop.time(), 0.01)), self._wake)
+        if self._reports and not lost:  # of requests that ended just before the engine
+            await self._renew(attachment)
 
-    def _renewer(self, attachment: Attachment) -> Callable[[PoolPort], Awaitable[None]]:
+    def _renew(self, attachment: Attachment) -> Coroutine[Any, Any, None]:
         # A lease whose answer was lost on the way is not among them, so it expires.
         with self._lock:
             leases, statement = sorted(self._leases), self._ledger.state()
@@ -354,7 +355,7 @@ class Session:
                     self._suspects.add(suspects)
                 raise
 
-        return renew
+        return self._with_pool(number, "renew", renew)
 
     async def _restock(self, attachment: Attachment, group: int, is_idle: bool) -> None:
         """Reserve what the stock lacks, or give back what the engine need not hold: everything when it is idle."""

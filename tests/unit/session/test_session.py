@@ -212,6 +212,15 @@ def test_reports_travel_with_a_renewal_and_are_sent_once(bench: Bench) -> None:
     assert bench.pool.reported == reports
 
 
+def test_reports_of_the_last_second_are_sent_before_the_end(bench: Bench) -> None:
+    """A program ends right after its request; `kvservice explain` would say of it that it has not ended."""
+    bench.start()
+    report = RequestReport("last", 1, 0, 0, 1)
+    bench.session.report(report)
+    bench.session.close()
+    assert bench.pool.reported == [report]
+
+
 def test_suspects_travel_with_a_renewal_and_are_sent_once(bench: Bench) -> None:
     attachment = bench.start()
     _store(bench, attachment, KEYS[:1])
