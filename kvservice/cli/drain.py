@@ -86,7 +86,7 @@ def _choose(service: str | None, lookup: Sequence[str] | None, node: str | None,
     from kvservice.client.members import find_members
 
     if (node is None) == (not local):
-        raise ConfigError("name the shards that leave: --node NODE, or --local for those of this machine")
+        raise ConfigError("name the shards that leave: either --node NODE, or --local for those of this machine")
     members = find_members(service, lookup)
     if local:
         if not members.local:

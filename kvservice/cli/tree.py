@@ -86,10 +86,17 @@ class Tree(TyperGroup):
 
 
 class Leaf(TyperCommand):
-    """A command with examples at the end of its help. `--watch` takes a number or none."""
+    """A command with examples at the end of its help. `--watch` takes a number or none. An option for one value is
+    refused when it is given twice, because `clear --tenant a --tenant b` would clear one of them in silence."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, with_watch_seconds(args))
+        args = with_watch_seconds(args)
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option in self.params:  # settings may be repeated: a wrapper overrides them so
+            takes_one = option.param_type_name == "option" and not (option.is_flag or option.multiple)  # type: ignore[attr-defined]
+            if takes_one and given.count(option) > 1 and not ctx.resilient_parsing:
+                ctx.fail(f"{option.opts[0]} takes one value, and was given {given.count(option)} times.")
+        return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         write_examples(self.epilog, formatter)

@@ -62,3 +62,26 @@ def test_up_without_ray_joins_no_cluster() -> None:
 def test_logs_offers_no_option_that_it_lacks() -> None:
     code, output = call("logs")
     assert code == 3 and "kvservice up" in output and "--lookup" not in output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("clear", "--tenant", "a", "--tenant", "b"),
+        ("drain", "--node", "a", "--node", "b"),
+        ("warm", "prompts", "--model", "a", "--model", "b"),
+        ("status", "-o", "json", "--output", "yaml"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_option_for_one_value_is_not_taken_twice(words: tuple[str, ...]) -> None:
+    """The last one would count, and the others would be left out in silence."""
+    code, output = call(*words)
+    assert code == 2 and "takes one value, and was given 2 times" in output
+
+
+def test_settings_and_options_for_many_may_be_repeated() -> None:
+    code, output = call("blocks", "--state", "sealed", "--state", "leased")
+    assert code == 3 and "no service is registered" in output
+    code, output = call("up", "--no-ray", "--pool-bytes", "1GiB", "--pool-bytes", "x")
+    assert code == 2 and "not a size: 'x'" in output
