@@ -46,10 +46,12 @@ def find_members(service: str | None, lookup: Sequence[str] | None = None) -> Me
 
     Raises:
         NoService: this machine knows no such service, or no lookup partition that was named answers.
-        ConfigError: there are several services, or its TLS files cannot be used.
+        ConfigError: there are several services, its TLS files cannot be used, or both arguments are given.
     """
     from kvservice.config import load_config
 
+    if service is not None and lookup:
+        raise ConfigError("give --service or --lookup, not both: a lookup partition belongs to one service")
     named = load_config(service=service, lookup=",".join(lookup) if lookup else None).lookup
     return _members_from_afar(named) if named else _members_here(chosen_service(service))
 

@@ -85,3 +85,9 @@ def test_settings_and_options_for_many_may_be_repeated() -> None:
     assert code == 3 and "no service is registered" in output
     code, output = call("up", "--no-ray", "--pool-bytes", "1GiB", "--pool-bytes", "x")
     assert code == 2 and "not a size: 'x'" in output
+
+
+def test_a_service_beside_a_lookup_partition_is_refused() -> None:
+    """The partition's service was shown, whatever name was given."""
+    code, output = call("status", "--service", "other", "--lookup", "127.0.0.1:1")
+    assert code == 2 and "give --service or --lookup, not both" in output
