@@ -144,6 +144,8 @@ def set_limits(
     """Change what a tenant may hold or do.
 
     What you do not give stays as it is."""
+    if all(value is None for value in (quota, disk_quota, in_flight, public, admin)):
+        raise ConfigError("say what to change: --quota, --disk-quota, --in-flight, --public or --admin")
 
     def change(tenants: Any) -> None:
         tenants.by_name[name] = _with(_known(tenants, name), quota, disk_quota, in_flight, public, admin)

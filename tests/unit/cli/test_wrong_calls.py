@@ -91,3 +91,10 @@ def test_a_service_beside_a_lookup_partition_is_refused() -> None:
     """The partition's service was shown, whatever name was given."""
     code, output = call("status", "--service", "other", "--lookup", "127.0.0.1:1")
     assert code == 2 and "give --service or --lookup, not both" in output
+
+
+def test_tenants_set_without_a_change_changes_nothing(tmp_path: Path) -> None:
+    file = str(tmp_path / "tenants.json")
+    assert call("tenants", "add", "a", "--file", file)[0] == 0
+    code, output = call("tenants", "set", "a", "--file", file)
+    assert code == 2 and "say what to change" in output
