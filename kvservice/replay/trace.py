@@ -111,6 +111,8 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
 def _request(line: bytes, where: str, keys: dict[int, BlockKey]) -> Request:
     try:
         row = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{where}: not UTF-8 text; unpack a compressed file first; {LINE}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{where}: not JSON: {error}; {LINE}") from error
     if not isinstance(row, dict):

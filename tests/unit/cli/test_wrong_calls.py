@@ -14,6 +14,7 @@ FILES = {
     "empty": ("each line is one request", b""),
     "words": ("each line is one request", b"hello\n"),
     "binary": ("each line is one request", b"\xff\xfe\x00"),
+    "gzip": ("each line is one request", b"\x1f\x8b\x08\x00"),
 }
 
 
@@ -62,6 +63,13 @@ def test_up_without_ray_joins_no_cluster() -> None:
 def test_logs_offers_no_option_that_it_lacks() -> None:
     code, output = call("logs")
     assert code == 3 and "kvservice up" in output and "--lookup" not in output
+
+
+def test_a_compressed_trace_is_told_to_be_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(b"\x1f\x8b\x08\x00")
+    code, output = call("replay", str(path))
+    assert code == 2 and "unpack a compressed file first" in output and "codec" not in output
 
 
 @pytest.mark.parametrize(
