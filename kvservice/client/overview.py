@@ -226,6 +226,11 @@ class Overview:
     tiers: tuple[TierOverview, ...] = ()  # of all nodes, by name
     drifts: tuple[DriftOverview, ...] = ()  # by node and model
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether any part of the service answered."""
+        return any(node.state != SILENT for node in self.nodes) or any(not lookup.error for lookup in self.lookups)
+
 
 def as_json(overview: Overview) -> dict[str, Any]:
     """The overview in values that json.dumps takes, with stable keys."""

@@ -68,12 +68,12 @@ def add(tree: typer.Typer) -> None:
 def status(service: Service = None, lookup: Lookup = None, output: Output = Format.TABLE, watch: Watch = None) -> None:
     """Show nodes, slots, hits and the directory.
 
-    Exits with 1 if a part of the service does not answer."""
+    Exits with 1 if a part of the service does not answer, and with 3 if none does."""
     from kvservice.cli import status as run
 
     state = run.run(service, lookup, output, watch)
     if state.problems:
-        raise typer.Exit(ExitCode.PROBLEM)
+        raise typer.Exit(ExitCode.PROBLEM if state.is_alive else ExitCode.NO_SERVICE)
 
 
 def top(

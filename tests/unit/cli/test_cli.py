@@ -445,8 +445,10 @@ def test_status_shows_every_node_and_a_dead_one_as_a_problem() -> None:
         assert shown.returncode == 1
         assert any("node n1" in problem for problem in json.loads(shown.stdout)["problems"])
 
-        cluster.kill("n0")  # nobody is left, but the records say that there was a service
+        cluster.kill("n0")  # no shard is left
         assert command(cluster.root, "status", "-o", "json", **variables).returncode == 1
+        cluster.kill("lookup0")  # nobody is left, but the records say that there was a service
+        assert command(cluster.root, "status", "-o", "json", **variables).returncode == 3
 
 
 def test_check_names_the_part_that_does_not_answer(runtime: Path) -> None:
