@@ -62,7 +62,7 @@ class Console:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Listen, and begin to ask the service. Raises Unavailable if the address cannot be bound."""
+        """Listen, and begin to ask the service. Raises ConfigError if the address cannot be bound."""
         settings = self.settings
         self._listener = Listener(
             self._app(),

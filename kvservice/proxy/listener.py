@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from kvservice.descriptors import cannot_listen
-from kvservice.errors import Unavailable
+from kvservice.errors import ConfigError
 from kvservice.proxy.client_log import ClientLog
 
 
@@ -31,14 +31,14 @@ class Listener:
         self._site: web.TCPSite | None = None
 
     async def start(self, host: str, port: int, *, ssl: SSLContext | None = None, backlog: int = 128) -> int:
-        """Listen. Returns the port that was bound. Raises Unavailable if the address cannot be bound."""
+        """Listen. Returns the port that was bound. Raises ConfigError if the address cannot be bound."""
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, host, port, ssl_context=ssl, backlog=backlog)
         try:
             await self._site.start()
         except (OSError, UnicodeError) as error:
             await self._runner.cleanup()
-            raise Unavailable(cannot_listen(f"{host}:{port}", error)) from error
+            raise ConfigError(cannot_listen(f"{host}:{port}", error)) from error
         return int(self._runner.addresses[0][1])
 
     async def refuse(self) -> None:

@@ -70,7 +70,7 @@ class Proxy:
         self._listener: Listener | None = None
 
     async def start(self) -> None:
-        """Listen and begin to check the servers. Raises Unavailable if the address cannot be bound."""
+        """Listen and begin to check the servers. Raises ConfigError if the address cannot be bound."""
         settings = self.settings
         self._session = upstream.new_session()
         checks = ServerChecks(settings, self.pool, self._session, self._server_fell_sick)
@@ -254,6 +254,6 @@ async def serve(settings: ProxySettings) -> None:
 
 
 def run(settings: ProxySettings) -> None:
-    """Serve; blocks until the proxy has ended. Raises Unavailable if it cannot listen."""
+    """Serve; blocks until the proxy has ended. Raises ConfigError if it cannot listen."""
     raise_file_limit()
     asyncio.run(serve(settings))

@@ -109,7 +109,7 @@ async def test_a_taken_port_and_a_wrong_address_are_said_plainly() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         for arguments, code, text in (
-            (["--decode", "http://127.0.0.1:9", "--port", str(taken.getsockname()[1])], 1, b"cannot listen on"),
+            (["--decode", "http://127.0.0.1:9", "--port", str(taken.getsockname()[1])], 2, b"cannot listen on"),
             (["--decode", "nonsense"], 2, b"write it like http://host:8000"),
         ):
             process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stderr=asyncio.subprocess.PIPE)
