@@ -164,6 +164,9 @@ def _watch_in_pipe(
             found = _gather_again(gather, found)
     except KeyboardInterrupt:
         return found
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        drop_output()
+        return found
 
 
 def _gather_again(gather: Callable[[], T], before: T) -> T:

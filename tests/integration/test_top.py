@@ -65,6 +65,17 @@ def test_in_a_pipe_it_prints_lines_and_ends(cluster: LocalCluster) -> None:
     assert "\x1b" not in shown.stdout
 
 
+@pytest.mark.parametrize("words", [("top", "--plain", "--interval"), ("status", "--watch")], ids=["top", "status"])
+def test_a_reader_that_has_seen_enough_ends_it_well(cluster: LocalCluster, words: tuple[str, ...]) -> None:
+    """As with `kvservice status --watch | head -1`."""
+    command = [sys.executable, "-m", "kvservice", *words, "0.2"]
+    with subprocess.Popen(command, env=variables(cluster), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (0, b"")
+
+
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "ctrl-c"])
 def test_it_ends_cleanly_and_gives_the_terminal_back(cluster: LocalCluster, key: bytes) -> None:
     ours, its = pty.openpty()
