@@ -26,6 +26,7 @@ from kvservice.cli.doctor_check import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.cli.extras import how_to_install
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
+from kvservice.errors import ConfigError
 from kvservice.units import MiB, NodeId, endpoint_of, format_bytes
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ def draw(checks: list[Check]) -> RenderableType:
 def guarded(probe: Probe) -> list[Check]:
     try:
         return list(probe())
+    except ConfigError as error:
+        return [Check(probe.__name__, PROBLEM, error.message)]
     except Exception as error:  # noqa: BLE001  one broken check must not hide the others
         return [Check(probe.__name__, PROBLEM, f"the check itself failed: {type(error).__name__}: {error}")]
 
@@ -168,7 +171,6 @@ def packages() -> Iterator[Check]:
 
 def settings() -> Iterator[Check]:
     from kvservice.config import load_config
-    from kvservice.errors import ConfigError
 
     try:
         config = load_config()
@@ -181,7 +183,6 @@ def settings() -> Iterator[Check]:
 def runtime_directory() -> Iterator[Check]:
     """Checks the directory of the sockets: no other user may change it, and no other machine may share it."""
     from kvservice.discovery import default_runtime_root
-    from kvservice.errors import ConfigError
     from kvservice.private_files import check_directory
     from kvservice.tier.mounts import file_system_of, mounts_here
 
@@ -203,7 +204,6 @@ def tls() -> Iterator[Check]:
     from kvservice.client.members import tls_beside
     from kvservice.config import tls_of_environment
     from kvservice.discovery import find_shards
-    from kvservice.errors import ConfigError
 
     try:
         files = tls_beside(next((record for record in find_shards() if record.tls_dir), None))
@@ -226,7 +226,6 @@ def tls() -> Iterator[Check]:
 def shared_memory() -> Iterator[Check]:
     """Checks that the pool fits. What the segments of its own service take is room: a start takes them up."""
     from kvservice.config import ServiceConfig, gather_given, load_config
-    from kvservice.errors import ConfigError
     from kvservice.lookup.mirror_file import MIRROR_SUFFIX
     from kvservice.memory.room import LOWER, free_memory, how_to_make_room
     from kvservice.memory.segment import segment_path

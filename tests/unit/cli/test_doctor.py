@@ -17,6 +17,7 @@ from kvservice.cli.doctor_check import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.cli.output import Format
 from kvservice.core.segment import native
 from kvservice.discovery import ShardRecord, write_record
+from kvservice.errors import ConfigError
 from kvservice.testing.cluster import LocalCluster
 from kvservice.tier.mounts import MountPoint
 from kvservice.units import BootEpoch, GiB, MiB, NodeId
@@ -52,6 +53,13 @@ def test_a_broken_check_is_a_row_and_not_a_crash() -> None:
     check = one(broken)
     assert (check.name, check.status) == ("broken", PROBLEM)
     assert "OSError: no such thing" in check.detail
+
+
+def test_a_wrong_setting_is_told_as_its_own_error_says() -> None:
+    def reads_settings() -> list[Check]:
+        raise ConfigError("objects_url is 'bucket'; give a URL")
+
+    assert one(reads_settings).detail == "objects_url is 'bucket'; give a URL"
 
 
 @pytest.mark.parametrize(("status", "good"), [(OK, True), (WARNING, True), (ABSENT, True), (PROBLEM, False)])
