@@ -7,6 +7,7 @@ import time
 
 from rich.console import Console
 
+from kvservice.cli.output import counted
 from kvservice.cli.progress import Progress
 
 NUMBERS = (
@@ -33,7 +34,7 @@ def tell(seed: int, *, whole: bool) -> bool:
     outcome = run_schedule(schedule, tell=True)
     console.print(
         f"seed {schedule.seed}: {schedule.nodes} nodes of {schedule.slabs * 4} blocks, {schedule.engines} engines, "
-        f"{schedule.lookups} lookup partitions, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
+        f"{counted(schedule.lookups, 'lookup partition')}, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
     )
     for fault in schedule.faults:
         console.print(f"  {fault}", markup=False)
@@ -52,7 +53,7 @@ def wide(seed: int, nodes: int, *, whole: bool) -> bool:
     schedule = make_wide_schedule(seed, nodes)
     console.print(
         f"seed {schedule.seed}: {schedule.nodes} nodes of {schedule.slabs * 4} blocks with an engine each, "
-        f"{schedule.lookups} lookup partitions, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
+        f"{counted(schedule.lookups, 'lookup partition')}, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
     )
     begun = time.process_time()
     with Console(stderr=True).status(f"playing {nodes} nodes"):

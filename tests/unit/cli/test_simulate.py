@@ -63,3 +63,9 @@ def test_ctrl_c_ends_every_process_of_a_campaign_in_silence() -> None:
         return False
 
     eventually(gone, "the processes to end")
+
+
+def test_one_lookup_partition_is_not_told_as_many(capsys: pytest.CaptureFixture[str]) -> None:
+    seed = next(seed for seed in range(100) if make_schedule(seed).lookups == 1)
+    assert simulate.tell(seed, whole=True)
+    assert ", 1 lookup partition, " in capsys.readouterr().out
