@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from ray._private.services import get_ray_address_from_environment
-from ray.exceptions import ActorUnavailableError, AuthenticationError, GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, AuthenticationError, GetTimeoutError, RayError
 from ray.util import list_named_actors
 
 from kvservice.actors import names, ray_auth, ray_port
@@ -47,6 +47,7 @@ class ServiceHandle:
 
     service: str
     supervisor: Any  # Ray actor handle
+    started: bool = False  # by the call of `up` that returned this handle
 
     def describe(self) -> dict[str, Any]:
         """What runs where; see Supervisor.describe. Blocks for one actor call, or longer while Ray moves the
@@ -89,26 +90,39 @@ def up(config: ServiceConfig) -> ServiceHandle:
     """Start the service on the connected Ray cluster, or find it if it runs with the same settings.
 
     Nodes whose shards were drained get a shard again. Returns before every shard is up; see
-    `ServiceHandle.wait_complete`.
+    `ServiceHandle.wait_complete`. The handle says whether this call has started it.
 
     Raises:
+        Unavailable: its supervisor does not answer, or somebody takes it down meanwhile.
         ServiceConflict: a service of this name runs with other settings.
         ConfigError: the service would be plaintext between machines; nothing is started.
     """
     found = find(config.service)
     if found is None:
         _check_listeners(config)
-        supervisor = (
-            ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(Supervisor)
-            .options(
-                name=names.SUPERVISOR,
-                namespace=names.namespace(config.service),
-                lifetime="detached",
-                get_if_exists=True,
-            )
-            .remote(config)
-        )
-        found = ServiceHandle(config.service, supervisor)
+        found = _start(config)
+    try:
+        _take_up(found, config)
+    except BaseException:
+        if found.started:
+            down(config.service, keep_blocks=True)
+        raise
+    return found
+
+
+def _start(config: ServiceConfig) -> ServiceHandle:
+    options = {"name": names.SUPERVISOR, "namespace": names.namespace(config.service), "lifetime": "detached"}
+    kind = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(Supervisor)
+    try:
+        return ServiceHandle(config.service, kind.options(**options).remote(config), started=True)
+    except ValueError:  # somebody else starts it at the same moment
+        found = find(config.service)
+        if found is None:
+            raise Unavailable(f"service {config.service!r} was taken down while it started; try again") from None
+        return found
+
+
+def _take_up(found: ServiceHandle, config: ServiceConfig) -> None:
     running = _ask(found.supervisor.config)
     wanted = config.model_dump()
     if running != wanted:
@@ -120,7 +134,6 @@ def up(config: ServiceConfig) -> ServiceHandle:
             "first with `kvservice down`, or choose another --service name"
         )
     _ask(found.supervisor.readmit)
-    return found
 
 
 def _check_listeners(config: ServiceConfig) -> None:
@@ -179,6 +192,8 @@ def _ask(method: Any) -> Any:
             if time.monotonic() > deadline:
                 raise Unavailable(f"the service's supervisor does not answer: {error}") from error
             time.sleep(POLL_SECONDS)
+        except ActorDiedError as error:  # Ray restarts a supervisor for ever, unless `down` has ended it
+            raise Unavailable("the service was taken down meanwhile") from error
 
 
 def _named(service: str) -> list[str]:

@@ -62,9 +62,9 @@ def up(config: Any, address: str | None) -> None:
     console = new_console(stderr=True)
     started_ray = _connect_or_start(config.service, address, console)
     _tell_of_access(config.service, console, started=started_ray)
-    found = started_ray or deploy.find(config.service) is not None
+    handle: deploy.ServiceHandle | None = None
     try:
-        if not started_ray and found:
+        if not started_ray and deploy.find(config.service) is not None:
             console.print(f"service '{config.service}' runs already")
         with Progress("starting") as progress:
             progress.update("the supervisor")
@@ -82,7 +82,7 @@ def up(config: Any, address: str | None) -> None:
 
             state = handle.wait_complete(on_progress=tell)
     except BaseException:
-        if started_ray or not found:
+        if started_ray or (handle is not None and handle.started):
             console.print("the service is not complete; stopping what was started")
             deploy.down(config.service, keep_blocks=True)
         if started_ray:

@@ -55,7 +55,8 @@ def ensure_service(section: KVServiceSection) -> RunningService:
     try:
         handle.wait_complete(section.wait_seconds)
     except BaseException:
-        deploy.down(config.service, keep_blocks=True)
+        if handle.started:
+            deploy.down(config.service, keep_blocks=True)
         raise
-    log.info("service %s started", config.service)
-    return RunningService(config.service, config.runtime_dir, started=True)
+    log.info("service %s is complete", config.service)
+    return RunningService(config.service, config.runtime_dir, started=handle.started)

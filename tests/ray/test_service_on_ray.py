@@ -131,6 +131,25 @@ def test_an_app_waits_for_a_service_whose_head_has_no_shard(cluster: Cluster, ru
     assert len(state["nodes"]) == 1 and len(state["lookup_partitions"]) == 2
 
 
+def test_who_gives_up_leaves_what_another_started(
+    cluster: Cluster, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"pool_bytes": 32 * MiB, "slab_bytes": 8 * MiB, "runtime_dir": str(runtime), "allow_plaintext": True}
+    section = parse_section({"service": "shared", "wait_seconds": 0.01, "settings": settings})
+    handle, find = deploy.up(section.service_config()), deploy.find
+    try:
+        assert handle.started
+        looks = [lambda _: None] * 2  # before the other has started it
+        monkeypatch.setattr(deploy, "find", lambda service: (looks.pop() if looks else find)(service))
+        with pytest.raises(Unavailable, match="not complete"):
+            ensure_service(section)
+        assert not looks and handle.wait_complete(WAIT_SECONDS)["complete"]
+    finally:
+        assert deploy.down("shared")
+    with pytest.raises(Unavailable, match="taken down meanwhile"):
+        handle.describe()
+
+
 def test_every_node_gets_one_shard_and_one_lookup_partition(config: ServiceConfig) -> None:
     state = described()
     assert len(state["nodes"]) == 2
