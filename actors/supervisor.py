@@ -40,7 +40,8 @@ ANSWER_SECONDS = 5.0  # For all answers of one round. A part that takes longer i
 # For one call to a part that has answered before. Then the call counts as failed, and the next round repeats it.
 CALL_SECONDS = 30.0
 # A lookup partition that has not answered once in so many rounds is placed again: it may wait for a node that is gone.
-# That is at least ten seconds; Ray starts an actor in fewer.
+# So is one that has refused to start in so many, because its port may be taken. That is at least ten seconds; Ray starts
+# an actor in fewer.
 SILENT_ROUNDS_MAX = 10
 STARTING = "is starting, or does not answer"
 LOOPBACK = "127.0.0.1"
@@ -58,6 +59,7 @@ class _Part:
     answer: dict[str, Any] = field(default_factory=dict)  # the last answer; kept while the part restarts
     running: bool = False
     silent_rounds: int = 0  # rounds without an answer, in a row
+    refused_rounds: int = 0  # rounds in which it could not start, since it last ran
     dead: bool = False  # Ray gave the actor up: place it again
     address: str = ""  # of a lookup partition that this supervisor placed anew; "" = it will say it
     leaving: int | None = None  # the epoch of a shard that was told that Ray takes its node away
@@ -205,6 +207,8 @@ class Supervisor:
         for part in self._lookups.values():
             # An actor that was found by its name may wait for ever for a node that went while no supervisor ran.
             part.dead = part.dead or (not part.answer and part.silent_rounds >= SILENT_ROUNDS_MAX)
+            # Its port is one that the kernel gives away: while it is restarted, another process may get it and keep it.
+            part.dead = part.dead or (not self._config.lookup_port and part.refused_rounds >= SILENT_ROUNDS_MAX)
             # An earlier supervisor may have placed it elsewhere.
             part.ray_node = part.answer.get("ray_node", part.ray_node)
 
@@ -296,12 +300,13 @@ class Supervisor:
             asked, part.asked = part.asked, None
             try:
                 part.answer = ray.get(asked, timeout=CALL_SECONDS)
-                part.running = True
+                part.running, part.refused_rounds = True, 0
                 self._problems.pop(part.what, None)
             except (ActorDiedError, ActorUnschedulableError) as error:
                 part.dead = True
                 self._note(part.what, error)
             except (RayError, KVServiceError, GetTimeoutError) as error:  # the part is being restarted, or cannot start
+                part.refused_rounds += isinstance(error, KVServiceError)
                 self._note(part.what, error)
 
     def _heard(self, calls: Sequence[tuple[_Part, Any]]) -> list[_Part]:

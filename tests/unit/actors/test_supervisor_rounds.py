@@ -9,8 +9,9 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayError
 
 from kvservice.actors import supervisor as module
-from kvservice.actors.supervisor import Supervisor, _Part
+from kvservice.actors.supervisor import SILENT_ROUNDS_MAX, Supervisor, _Part
 from kvservice.config import ServiceConfig
+from kvservice.errors import Unavailable
 from kvservice.testing.eventually import eventually
 
 Call = Callable[[], Any]
@@ -45,6 +46,11 @@ class Method:
     def remote(self, *_: object) -> Call:
         self.calls += 1
         return self._call
+
+
+class Lookup:
+    def __init__(self, call: Call) -> None:
+        self.ready = Method(call)
 
 
 class Shard:
@@ -93,3 +99,20 @@ def test_a_shard_that_fails_keeps_no_other_from_hearing(supervisor: Supervisor, 
     for shard, calls in ((bad, 2), (good, 1)):
         assert (shard.set_lookup_addresses.calls, shard.leave.calls) == (calls, calls), "told until it has heard"
     assert len(supervisor._failed) == 4 and all(isinstance(error, RayError) for error in supervisor._failed)
+
+
+def refuse() -> None:
+    raise Unavailable("cannot listen on h:1: Address already in use")
+
+
+@pytest.mark.parametrize(("port", "call", "again"), [(0, refuse, True), (7000, refuse, False), (0, fail, False)])
+def test_a_lookup_partition_leaves_a_port_that_is_taken(fake: FakeRay, port: int, call: Call, again: bool) -> None:
+    supervisor = Supervisor(ServiceConfig(lookup_partitions=1, lookup_port=port))
+    supervisor.stop()
+    part = _Part("lookup", Lookup(call), "r0", answer={"address": "h:1", "ray_node": "r0"})
+    supervisor._lookups = {0: part}
+    for _ in range(SILENT_ROUNDS_MAX - 1):
+        supervisor._ask_lookups()
+    assert not part.dead
+    supervisor._ask_lookups()
+    assert part.dead == again, "one that Ray restarts, or whose port was chosen, stays"
