@@ -25,6 +25,8 @@ CHECKS = 4  # Prompts that are tokenised both whole and in parts. Only if all ag
 # goes.
 PARTS_CHARS_MAX = 8 << 20
 TEXT_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"})
+# The keyword with a Future for the replica's id, for a sender that dispatches the request itself, as DecodeServer does.
+SENT_TO = "kvservice_sent_to"
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 

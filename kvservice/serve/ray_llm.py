@@ -11,6 +11,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -23,6 +24,7 @@ from kvservice.connector.scheduler.handoff import NAME, OF_HANDOFFS, VERSION
 from kvservice.connector.scheduler.switches import STORE
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.errors import ConfigError
+from kvservice.serve.prompt import SENT_TO
 
 try:
     from ray.llm._internal.common.dict_utils import maybe_apply_llm_deployment_config_defaults
@@ -145,11 +147,13 @@ class DecodeServer(PDDecodeServer):  # type: ignore[misc]
         call = getattr(self._prefill_for(raw_request_info), method)
         async with contextlib.AsyncExitStack() as stack:
             is_kept_out = _asked(request).get(STORE) is False  # a hand-off goes through the pool
-            selection = None if is_kept_out else await _choose(stack, call, request)
+            sent_to: Future[str] = Future()
+            selection = None if is_kept_out else await _choose(stack, call, request, sent_to)
             peer = {} if selection is None else selection.replica_metadata or {}
-            if peer.get("node"):
+            if selection is not None and peer.get("node"):
                 prefill = backend.prepare_prefill_request(request=request, peer=peer)
                 answer = call.dispatch(selection, prefill, raw_request_info)
+                sent_to.set_result(selection.replica_id)
                 self._keep(_drain(answer, stack.pop_all()))
             decode = backend.prepare_decode_request(request=request, peer=peer, prefill_response=None)
             async for chunk in await getattr(super(PDOrchestratorMixin, self), method)(decode, raw_request_info):
@@ -171,11 +175,12 @@ class DecodeServer(PDDecodeServer):  # type: ignore[misc]
         return handle.options(session_id=session) if session else handle
 
 
-async def _choose(stack: contextlib.AsyncExitStack, call: Any, request: Any) -> Any | None:
+async def _choose(stack: contextlib.AsyncExitStack, call: Any, request: Any, sent_to: Future[str]) -> Any | None:
     """A prefill replica with room, reserved until the stack is left. None if there is none within
-    PREFILL_CHOICE_SECONDS."""
+    PREFILL_CHOICE_SECONDS. The router hears by `sent_to` which replica gets the request."""
+    choice = call.choose_replica(request, **{SENT_TO: sent_to})
     try:
-        return await within(PREFILL_CHOICE_SECONDS, stack.enter_async_context(call.choose_replica(request)))
+        return await within(PREFILL_CHOICE_SECONDS, stack.enter_async_context(choice))
     except Exception as error:  # noqa: BLE001  no prefill replica, whatever the reason: the decode does without
         log.warning("no prefill replica: %s", type(error).__name__)
         return None

@@ -16,6 +16,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,7 +39,7 @@ from kvservice.serve.holdings import Holdings, KnownNodes, find_lookups, find_tl
 from kvservice.serve.load import LoadBook, SentPrefixes
 from kvservice.serve.meters import Meters
 from kvservice.serve.options import RouterOptions
-from kvservice.serve.prompt import Question, Unknown, question_of, transfer_parameters
+from kvservice.serve.prompt import SENT_TO, Question, Unknown, question_of, transfer_parameters
 from kvservice.serve.reader import PromptReader
 from kvservice.serve.routing import Candidate, Decision, Estimate, PeerLink, Prompt, Speeds, blocks_of, decide
 from kvservice.units import BlockHash, BlockKey, NodeId
@@ -121,6 +122,7 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         """Ranks of replicas, best first. Ends within the budget, and never raises."""
         if pending_request is None:
             return await self._default(candidate_replicas, None)
+        self._listen(pending_request)
         before = replace(pending_request.routing_context)
         parent = tracing.parent_in(*transfer_parameters(pending_request.args, pending_request.kwargs))
         try:
@@ -160,6 +162,17 @@ class KvAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: igno
         self._forget_others()
         self._holdings.wake()
         self._reader.wake()
+
+    def _listen(self, pending: PendingRequest) -> None:
+        """Let the sender of a request say which replica got it: Serve says so only of what it sends itself."""
+        sent_to, loop = pending.kwargs.pop(SENT_TO, None), asyncio.get_running_loop()
+
+        def tell(told: Future[str]) -> None:
+            replica = ReplicaID(told.result(), self._deployment_id)
+            loop.call_soon_threadsafe(self.on_request_routed, pending, replica, None)
+
+        if isinstance(sent_to, Future):
+            sent_to.add_done_callback(tell)
 
     # -- one decision ----
 

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from kvservice.client.shard import ShardClient
 from kvservice.connector.vllm.block_hashes import block_namer
 from kvservice.core.block.keys import block_keys
 from kvservice.observe import tracing
+from kvservice.serve.prompt import SENT_TO
 from kvservice.serve.router import KvAwareRouter
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
@@ -80,6 +82,19 @@ class Handle:
             self.router.decrement_queue_len_cache(replica.replica_id)
             self.router.on_request_completed(replica.replica_id, pending.metadata.internal_request_id)
         return str(replica.replica_id.unique_id)
+
+    @asynccontextmanager
+    async def dispatch(self, pending: PendingRequest) -> AsyncIterator[str]:
+        """As DecodeServer sends it: Serve does not say where the request went, only when it ends."""
+        sent_to: Future[str] = Future()
+        pending.kwargs[SENT_TO] = sent_to
+        replica = await asyncio.wait_for(self.router._choose_replica_for_request(pending), 10)
+        self.router.on_new_queue_len_info(replica.replica_id, 1)
+        sent_to.set_result(replica.replica_id.unique_id)
+        await asyncio.sleep(0)
+        yield str(replica.replica_id.unique_id)
+        self.router.decrement_queue_len_cache(replica.replica_id)
+        self.router.on_request_completed(replica.replica_id, pending.metadata.internal_request_id)
 
     async def spread(self, prompts: Sequence[list[int]], **metadata: str) -> Counter[str]:
         return Counter([await self.send(request(prompt, **metadata)) for prompt in prompts])
@@ -177,6 +192,22 @@ async def test_what_an_engine_was_sent_counts_without_a_holder(cluster: LocalClu
             conversation += tokens(300 + turn, 64)
             assert await app.send(request(conversation)) == first
         assert app.reasons == {"cold": 1, "hit": 4}
+
+
+async def test_what_its_sender_dispatches_counts_as_sent(cluster: LocalCluster, engines: list[Engine]) -> None:
+    async with handle(cluster, *pair()) as app:
+        conversation, places = tokens(35), set[str]()
+        for turn in range(1, 5):
+            async with app.dispatch(request(conversation)) as place:
+                places.add(place)
+                replica = ReplicaID(place, DEPLOYMENT).to_full_id_str()
+                now = time.monotonic()
+                assert app.router._book.wait(replica, 1, now).waiting == 0, "counted once, as its own"
+                assert app.router._book.in_flight(replica, now + 60.0) == 1
+            assert app.router._book.in_flight(replica, now) == 0
+            conversation += tokens(350 + turn, 64)
+        assert len(places) == 1
+        assert app.reasons == {"cold": 1, "hit": 3}
 
 
 async def test_a_restarted_replica_remembers_nothing(cluster: LocalCluster, engines: list[Engine]) -> None:

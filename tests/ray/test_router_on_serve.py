@@ -144,6 +144,79 @@ async def test_added_replicas_are_used_and_removed_ones_fail_nothing(
     assert [end for end in ends if end is not None and not isinstance(end, asyncio.CancelledError)] == []
 
 
+def prefill_and_decode() -> serve.Application:
+    """An app with the decode server of kvservice.serve, without engines. Its answer is the node of the prefill."""
+    from ray.llm._internal.serve.core.server.llm_server import LLMServer
+    from ray.serve.llm import LLMConfig
+
+    from kvservice.serve.ray_llm import DecodeServer, KVServiceBackend
+
+    config = RequestRouterConfig(
+        request_router_class=ROUTER.request_router_class,
+        request_router_kwargs={**ROUTER.request_router_kwargs, "engine_blocks": 2048},
+    )
+
+    @serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 1}, request_router_config=config)
+    class Prefill:
+        def record_replica_metadata(self) -> dict[str, str]:
+            return {"node": names.node_id(ray.get_runtime_context().get_node_id())}
+
+        async def completions(self, request: Any, raw: Any) -> AsyncIterator[str]:
+            yield "done"
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0})
+    class Decode(DecodeServer):  # type: ignore[misc]
+        def __init__(self, prefill: Any) -> None:
+            self._prefill_handle = prefill.options(stream=True)
+            self._backend = KVServiceBackend(LLMConfig(model_loading_config={"model_id": "test-model"}))
+            LLMServer.completions = type(self).decoded  # type: ignore[method-assign]
+
+        def __del__(self) -> None:
+            """Ray's is a coroutine, which nobody awaits."""
+
+        def _get_connector_backend(self) -> KVServiceBackend:
+            return self._backend
+
+        async def decoded(self, request: Any, raw: Any) -> AsyncIterator[str]:
+            async def answer() -> AsyncIterator[str]:
+                handed = request.kv_transfer_params or {"kvservice": {"node": ""}}  # no prefill replica is known yet
+                yield handed["kvservice"]["node"]
+
+            return answer()
+
+        async def completions(self, request: Any) -> str:
+            (node,) = [node async for node in self._pd_handle_request(request)]
+            return str(node)
+
+        async def check_health(self) -> None:
+            pass
+
+    return Decode.bind(Prefill.bind())
+
+
+async def test_a_conversation_stays_with_its_prefill_replica(engines: dict[str, Engine]) -> None:
+    pytest.importorskip("ray.serve.llm")
+    from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
+
+    app = await asyncio.to_thread(serve.run, prefill_and_decode(), name="pd", route_prefix=None)
+
+    async def ask(prompt: list[int]) -> str:
+        return str(await app.completions.remote(CompletionRequest(model="test-model", prompt=prompt)))
+
+    begun = iter(range(200, 1000))
+
+    async def stay() -> bool:
+        talks = [next(begun) for _ in range(4)]
+        turns = [[await ask(tokens(talk) + list(range(1, 1 + 64 * turn))) for talk in talks] for turn in range(6)]
+        places[:] = [set(nodes) for nodes in zip(*turns, strict=True)]
+        return all(len(place) == 1 for place in places) and set.union(*places) == set(engines)
+
+    places = list[set[str]]()
+    # The first requests come before the router has heard of the nodes.
+    await eventually_async(stay, "conversations that stay, on both nodes", detail=lambda: places)
+    await asyncio.to_thread(serve.delete, "pd")
+
+
 async def test_prompts_go_to_their_holder_and_on_without_the_service(engines: dict[str, Engine]) -> None:
     assert len(engines) == 2
     prompts = {node: tokens(index) for index, node in enumerate(engines)}

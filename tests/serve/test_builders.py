@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +170,15 @@ class Chosen:
     """A prefill's handle and its replica, whose answer never ends."""
 
     replica_metadata: Mapping[str, Any] = {"node": "n1"}
+    replica_id = "r1"
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.completions = self
 
     @contextlib.asynccontextmanager
-    async def choose_replica(self, request: Any) -> AsyncIterator[Any]:
+    async def choose_replica(self, request: Any, **told: Future[str]) -> AsyncIterator[Any]:
+        self.told = told
         yield self
 
     async def dispatch(self, selection: Any, prefill: Any, raw: Any) -> AsyncIterator[Any]:
@@ -225,6 +228,7 @@ async def test_an_answer_does_not_wait_for_its_prefill() -> None:
     pieces = await asyncio.wait_for(all_of(Decode(prefill)._pd_handle_request(Request())), 5.0)
     assert len(pieces) == 2 and pieces[0].kv_transfer_params["kvservice"]["role"] == "decode"
     assert len(prefill.asked) == 1
+    assert [sent_to.result(0) for sent_to in prefill.told.values()] == ["r1"], "the router hears who got it"
 
 
 @pytest.mark.usefixtures("two_pieces")
