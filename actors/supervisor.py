@@ -40,8 +40,8 @@ ANSWER_SECONDS = 5.0  # For all answers of one round. A part that takes longer i
 # For one call to a part that has answered before. Then the call counts as failed, and the next round repeats it.
 CALL_SECONDS = 30.0
 # A lookup partition that has not answered once in so many rounds is placed again: it may wait for a node that is gone.
-# So is one that has refused to start in so many, because its port may be taken. That is at least ten seconds; Ray starts
-# an actor in fewer.
+# So is one that has refused to start in so many, because its port may be taken. That is at least ten seconds; Ray
+# starts an actor in fewer.
 SILENT_ROUNDS_MAX = 10
 STARTING = "is starting, or does not answer"
 LOOPBACK = "127.0.0.1"
