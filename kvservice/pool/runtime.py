@@ -19,7 +19,7 @@ from kvservice.aio import end_tasks, in_thread
 from kvservice.client.peer import PeerPort
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX, ClearResult
+from kvservice.core.acquire.clearing import ClearResult
 from kvservice.core.attachments import AttachReply
 from kvservice.core.block.marks import Mark
 from kvservice.core.block.tenants import NOBODY, TenantLimits
@@ -47,15 +47,16 @@ from kvservice.core.messages import (
 )
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.shard import ShardState
-from kvservice.errors import KVServiceError, TierError, Unavailable
+from kvservice.errors import KVServiceError, Unavailable
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
 from kvservice.observe import logs
 from kvservice.observe.failpoints import failpoint
 from kvservice.observe.timings import Timings
 from kvservice.pool.answers import PoolAnswers
+from kvservice.pool.clears import Clears
 from kvservice.pool.digests import Digests
-from kvservice.pool.mark_files import MarkFiles, missed, unfinished
+from kvservice.pool.mark_files import MarkFiles
 from kvservice.pool.meeting import PeerMeetings
 from kvservice.pool.name_files import NameFiles
 from kvservice.pool.open_calls import Later, OpenCalls, Waiter
@@ -111,7 +112,9 @@ class PoolRuntime(PoolAnswers):
             spills=config.spill and not config.accept_spill,  # one that takes what others evict passes nothing on
         )
         self.timings = Timings()
-        pool_tiers = PoolTiers(tiers or {}, segment, clock, self.timings, self._from_thread, self.take_marks)
+        pool_tiers = PoolTiers(
+            tiers or {}, segment, clock, self.timings, self._from_thread, lambda marks: self.clears.take(marks)
+        )
         super().__init__(config, segment, puller, state, pool_tiers, clock)
         self._directory = directory
         self._loop = asyncio.get_running_loop()
@@ -135,7 +138,8 @@ class PoolRuntime(PoolAnswers):
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         self._vanished = VanishedEngines(claim, lambda work: self._keep(self._loop.create_task(work)), self._dispatch)
-        self._mark_files = MarkFiles(config.mark_files, config.wall_clock)
+        mark_files = MarkFiles(config.mark_files, config.wall_clock)
+        self.clears = Clears(state.freshness, mark_files, pool_tiers, clock, self._clear_blocks)
         self._name_files = NameFiles(config.name_files)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
@@ -185,13 +189,11 @@ class PoolRuntime(PoolAnswers):
 
     async def begin(self) -> None:
         """Adopt the blocks that an earlier boot left, and start the checks. `open` does this itself."""
-        marks = await in_thread(self._mark_files.load)
-        self._state.freshness.marks.add(marks)
+        marks = await self.clears.load()
         self._state.freshness.learn(await in_thread(self._name_files.load))
         await self._adopt()
-        wall = self._state.freshness.wall(self._clock())
-        await self._clear(unfinished(marks, self._segment.used_at, wall))
-        self._segment.touch(wall)
+        await self.clears.finish(marks, self._segment.used_at)
+        self._segment.touch(self._config.wall_clock())
         rules = [rules_of(spec) for spec in self._config.tiers]
         shared = [each.name for each in rules if each.is_shared and each.name in self._tiers.names]
         for work in (*self._tiers.opening(), self._check_forever(), *map(self._tiers.follow_marks, shared)):
@@ -325,39 +327,9 @@ class PoolRuntime(PoolAnswers):
         )
         return result
 
-    async def clear(self, marks: Sequence[Mark]) -> ClearResult:
-        """Give these blocks up, here and in the tiers, and keep the marks. Raises InvalidRequest for marks that make no
-        sense, Unavailable if the marks cannot be kept: the blocks are gone all the same."""
-        result = await self._clear_here(marks)
-        try:
-            await self._tiers.keep_marks(marks)
-        except TierError as error:
-            raise Unavailable(f"the marks of what was cleared cannot be kept in a tier: {error.message}") from error
-        return result
-
-    async def _clear_here(self, marks: Sequence[Mark]) -> ClearResult:
+    async def _clear_blocks(self, marks: Sequence[Mark]) -> ClearResult:
         self._look_at_the_clock()
-        result: ClearResult = await self.ask(lambda op: ev.Clear(op, tuple(marks)), None)
-        await self._mark_files.keep_in_time(self._state.freshness.marks.all())
-        return result
-
-    async def take_marks(self, marks: Sequence[Mark]) -> tuple[Mark, ...]:
-        """Clear what was cleared elsewhere while this node was away. Returns all marks that are known afterwards.
-        Raises Unavailable when some are ahead of this node's clock; the others are taken all the same."""
-        wall = self._state.freshness.wall(self._clock())
-        new, ahead = missed(marks, set(self._state.freshness.marks.all()), wall)
-        await self._clear(new)
-        if ahead:
-            seconds = max(mark.at for mark in ahead) - wall
-            raise Unavailable(f"a clear is of {seconds:.0f} s after this node's time: set the clocks", transient=True)
-        return self._state.freshness.marks.all()
-
-    async def _clear(self, marks: Sequence[Mark]) -> None:
-        for start in range(0, len(marks), CLEAR_MARKS_MAX):
-            try:
-                await self._clear_here(marks[start : start + CLEAR_MARKS_MAX])
-            except KVServiceError as error:
-                log.warning("marks_not_taken", extra={"reason": error.message})
+        return cast(ClearResult, await self.ask(lambda op: ev.Clear(op, tuple(marks)), None))
 
     def count(self, name: str) -> None:
         """Count something that happened to a caller, for the counters of `stats`."""

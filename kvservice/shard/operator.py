@@ -41,7 +41,7 @@ class OperatorServicer:
         caller = self._authenticator.caller(context)
         if caller is not None and not caller.tenant.admin:
             raise Forbidden("only an administrator's token may clear: it takes blocks from all tenants")
-        return encode_cleared(await self._pool.clear(decode_marks(request.marks, CLEAR_MARKS_MAX)))
+        return encode_cleared(await self._pool.clears.clear(decode_marks(request.marks, CLEAR_MARKS_MAX)))
 
     async def list_marks(self, request: shard_pb2.ListMarksRequest, context: Context) -> shard_pb2.ListMarksReply:
         return shard_pb2.ListMarksReply(marks=encode_marks(self._pool.state.freshness.marks.all()))

@@ -185,7 +185,7 @@ class ShardServer:
         )
         discovery.keep_epoch(directory, self._pool.epoch)
         try:
-            await self._pool.take_marks(await marks_of_others(config.node_id, config.lookup_addresses, self._tls))
+            await self._pool.clears.take(await marks_of_others(config.node_id, config.lookup_addresses, self._tls))
         except Unavailable as error:  # a node must not keep others from starting by a clock that is wrong
             log.error("marks_not_taken", extra={"reason": error.message})
         self._authenticator = Authenticator(tenants, self._pool)

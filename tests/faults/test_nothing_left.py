@@ -226,13 +226,13 @@ async def test_kept_memory_keeps_its_marks_and_is_named(config: ShardServerConfi
     server = ShardServer(config)
     await server.start()
     mark = Mark(MarkKind.EVERYTHING, time.time())
-    await server.pool.clear([mark])
+    await server.pool.clears.clear([mark])
     await server.stop(keep_segment=True)
     assert {path.name for path in directory.iterdir()} == set(KEPT_NAMES)
     assert kept_memory(config.settings.service, root)[config.node_id].parent == root
     server = ShardServer(config)
     await server.start()
-    assert [each.at for each in await server.pool.take_marks([])] == [mark.at]
+    assert [each.at for each in await server.pool.clears.take([])] == [mark.at]
     assert not kept_memory(config.settings.service, root), "the record says it now"
     await server.stop()
     assert not directory.exists()

@@ -314,7 +314,7 @@ class StorageWorld:
             ]
         )
         for each in self.nodes:
-            await asyncio.wait_for(each.pool.clear([mark]), CALL_SECONDS)
+            await asyncio.wait_for(each.pool.clears.clear([mark]), CALL_SECONDS)
             pins = each.pins.items()
             each.pins = {name: (of, held) for name, (of, held) in pins if goes.isdisjoint(KEYS[of][:held])}
         self.least.update(goes)

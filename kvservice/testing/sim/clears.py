@@ -29,14 +29,14 @@ class Clears:
         return STARTED_AT + self._world.now
 
     async def apply(self, runtime: PoolRuntime, marks: Sequence[Mark]) -> None:
-        await runtime.clear(marks)
+        await runtime.clears.clear(marks)
         self._world.counters["clears_applied"] += 1
         self.applied += marks
 
     async def learn(self, runtime: PoolRuntime, others: Iterable[PoolRuntime]) -> None:
         """What a node does before it announces anything: it asks the others what was cleared while it was away."""
         marks = [mark for other in others for mark in other.state.freshness.marks.all()]
-        await runtime.take_marks(marks)
+        await runtime.clears.take(marks)
         self.applied += [mark for mark in dict.fromkeys(marks) if mark not in self.applied]
 
     def cleared_at(self, key: BlockKey) -> float:

@@ -54,7 +54,7 @@ async def read_and_end(pool: PoolRuntime, *, is_cleared: bool) -> None:
     await pool.seal(engine, items)
     assert len((await pool.acquire(engine, AcquireRequest(CHAIN, 0, 1.0))).blocks) == len(CHAIN)
     if is_cleared:
-        result = await pool.clear([Mark(MarkKind.EVERYTHING, time.time())])
+        result = await pool.clears.clear([Mark(MarkKind.EVERYTHING, time.time())])
         assert (result.blocks, result.reading) == (len(CHAIN), len(CHAIN))
     await pool.close()
 

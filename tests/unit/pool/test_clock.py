@@ -32,9 +32,9 @@ async def test_a_clock_that_was_set_right_is_believed(tmp_path: Path) -> None:
     try:
         mark = Mark(MarkKind.EVERYTHING, time.monotonic() + SINCE_1970)
         with pytest.raises(InvalidRequest, match="set the clocks"):
-            await pool.clear([mark])
+            await pool.clears.clear([mark])
         off = 0.0
-        assert (await pool.clear([mark])).blocks == 0
+        assert (await pool.clears.clear([mark])).blocks == 0
     finally:
         await pool.close()
 

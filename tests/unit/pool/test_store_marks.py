@@ -87,7 +87,7 @@ async def test_a_node_that_was_away_learns_of_a_clear_from_the_store(opened: Ope
     await away.close()
     there = await opened("there")
     await is_open(there)
-    await there.clear([everything()])
+    await there.clears.clear([everything()])
     await there.close()
     back = await opened("away")
     assert back.inventory() == [] and back.tier_states()[0].phase is TierPhase.OPEN
@@ -106,7 +106,7 @@ async def test_a_running_node_learns_of_a_clear_from_the_store(opened: Opened, m
     monkeypatch.setattr(ObjectTier, "load_marks", lambda tier: 1 / 0)
     await eventually_async(lambda: one.stats().counters.get("tier_objects_marks_failed", 0), "the store fails")
     monkeypatch.setattr(ObjectTier, "load_marks", load)
-    await other.clear([everything()])
+    await other.clears.clear([everything()])
     await eventually_async(lambda: one.inventory() == [], "what was there is gone")
     assert one.stats().counters["clears"] == 1
     await store(one)
@@ -117,10 +117,10 @@ async def test_a_running_node_learns_of_a_clear_from_the_store(opened: Opened, m
 async def test_a_clear_from_before_a_known_one_is_not_taken(opened: Opened) -> None:
     """Another node tells it that could not be reached at the later clear. What was stored since stays."""
     pool = await opened("n")
-    await pool.take_marks([Mark(MarkKind.EVERYTHING, time.time() - 3600.0)])
+    await pool.clears.take([Mark(MarkKind.EVERYTHING, time.time() - 3600.0)])
     await store(pool)
     before = time.time() - 7200.0
-    await pool.take_marks([Mark(MarkKind.EVERYTHING, before), Mark(MarkKind.TENANT, before, "acme")])
+    await pool.clears.take([Mark(MarkKind.EVERYTHING, before), Mark(MarkKind.TENANT, before, "acme")])
     assert len(pool.inventory()) == len(CHAIN) and pool.stats().counters["clears"] == 1
 
 
@@ -128,7 +128,7 @@ async def test_what_is_not_in_the_store_is_told_to_it(opened: Opened, tmp_path: 
     mark = everything()
     first = await opened("first")
     await is_open(first)
-    assert await first.take_marks([mark]) == (mark,), "of another node, which could not reach the store"
+    assert await first.clears.take([mark]) == (mark,), "of another node, which could not reach the store"
     folder = tmp_path / "store" / "a" / "marks"
     assert not folder.exists()
     await first._tiers._catch_up(OBJECTS)
@@ -152,7 +152,7 @@ async def test_a_clear_is_not_done_while_the_store_refuses_its_mark(
 
     monkeypatch.setattr(ObjectTier, "keep_marks", refuse)
     with pytest.raises(Unavailable, match=r"kept in a tier: .*the disk is full"):
-        await pool.clear([everything()])
+        await pool.clears.clear([everything()])
     assert pool.inventory() == [], "the blocks are gone all the same"
 
 
@@ -219,7 +219,7 @@ async def test_a_repeated_clear_costs_nothing_at_a_restart(
     await eventually_async(lambda: pool.tier_states()[1].phase is TierPhase.OPEN, "the disk is open")
     now = time.time()
     for ago in (60, 30):
-        await pool.clear([Mark(MarkKind.EVERYTHING, now - ago)])
+        await pool.clears.clear([Mark(MarkKind.EVERYTHING, now - ago)])
     await store(pool)
     await eventually_async(lambda: len(list((tmp_path / "disk").rglob("*.safetensors"))) == len(CHAIN), "written down")
     await pool.close()

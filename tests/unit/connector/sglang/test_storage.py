@@ -588,5 +588,5 @@ def test_a_clear_of_a_namespace_clears_states_of_ranks(thread: PoolThread, names
         assert made.store([], wanted(pages, [0, 1, 2, 3, 4, 5], pool)) == [True] * 6
     runtime = thread._runtime
     assert runtime is not None and len(runtime.inventory()) == 12
-    thread.loop.wait(runtime.clear([Mark(MarkKind.NAMESPACE, time.time(), namespace)]))
+    thread.loop.wait(runtime.clears.clear([Mark(MarkKind.NAMESPACE, time.time(), namespace)]))
     assert not runtime.inventory()
