@@ -109,8 +109,6 @@ class Holdings:
         self._warmer: Warmer | None = None
         self._answers: BoundedTable[tuple[int, BlockKey], tuple[float, LookupAnswer]] = BoundedTable(ANSWERS_MAX)
         self._calls: set[asyncio.Task[LookupAnswer]] = set()
-        self._addresses: tuple[str, ...] = ()
-        self._doubted: tuple[str, ...] = ()
         self._refreshed_at: float | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self.known = KnownNodes({})
@@ -125,7 +123,7 @@ class Holdings:
     async def refresh(self) -> None:
         """Find the service and ask its nodes. Keeps what was known if nobody answers. Never raises."""
         try:
-            addresses = self._believed(tuple(await asyncio.to_thread(self._find)))
+            addresses = tuple(await asyncio.to_thread(self._find))
             if addresses:
                 await self._connect(addresses)
                 found = await self._engine_stats.read(addresses, ENGINE_STATS_SECONDS, self.known.nodes)
@@ -187,16 +185,6 @@ class Holdings:
         if self._lookup is not None:
             await self._lookup.close()
 
-    def _believed(self, found: tuple[str, ...]) -> tuple[str, ...]:
-        """The addresses to use. The number of lookup partitions decides where keys are, and a supervisor that restarts
-        may name only some for a moment. So fewer addresses than before are used only if they are named twice in a
-        row."""
-        doubted, self._doubted = self._doubted, found
-        if len(found) < len(self._addresses) and found != doubted:
-            return self._addresses
-        self._addresses = found or self._addresses
-        return found
-
     async def _connect(self, addresses: tuple[str, ...]) -> None:
         if self._lookup is None:
             tls = await asyncio.to_thread(self._find_tls)
@@ -217,7 +205,8 @@ def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]
     """The addresses of the lookup partitions: those given, those from the service's supervisor on Ray, or those from a
     shard of this machine.
 
-    () if there is no service, or if there are several and no name is given. Blocks. Raises KVServiceError or OSError.
+    () if there is no service, if there are several and no name is given, or while the supervisor does not know all
+    partitions: their number decides where keys are. Blocks. Raises KVServiceError or OSError.
     """
     if addresses:
         return tuple(addresses)
@@ -227,8 +216,9 @@ def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]
         from kvservice.actors import deploy
 
         handle = deploy.find(service or ServiceConfig().service)
-        if handle is not None:
-            return tuple(row["address"] for row in handle.describe()["lookup_partitions"])
+        rows = [] if handle is None else handle.describe()["lookup_partitions"]
+        if handle is not None and len(rows) == handle.config()["lookup_partitions"]:
+            return tuple(row["address"] for row in rows)
     found = {record.lookup_addresses for record in find_shards(service or None) if record.lookup_addresses}
     return found.pop() if len(found) == 1 else ()
 
