@@ -19,7 +19,7 @@ from kvservice.pool.tiers import PoolTiers
 log = logging.getLogger("kvservice.pool")
 
 
-class Clears:
+class PoolClears:
     """`clear_blocks` has core give up the blocks of some marks, at once."""
 
     def __init__(

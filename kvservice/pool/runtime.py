@@ -54,7 +54,7 @@ from kvservice.observe import logs
 from kvservice.observe.failpoints import failpoint
 from kvservice.observe.timings import Timings
 from kvservice.pool.answers import PoolAnswers
-from kvservice.pool.clears import Clears
+from kvservice.pool.clears import PoolClears
 from kvservice.pool.digests import Digests
 from kvservice.pool.mark_files import MarkFiles
 from kvservice.pool.meeting import PeerMeetings
@@ -139,7 +139,7 @@ class PoolRuntime(PoolAnswers):
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         self._vanished = VanishedEngines(claim, lambda work: self._keep(self._loop.create_task(work)), self._dispatch)
         mark_files = MarkFiles(config.mark_files, config.wall_clock)
-        self.clears = Clears(state.freshness, mark_files, pool_tiers, clock, self._clear_blocks)
+        self.clears = PoolClears(state.freshness, mark_files, pool_tiers, clock, self._clear_blocks)
         self._name_files = NameFiles(config.name_files)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
