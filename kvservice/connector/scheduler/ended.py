@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvservice.connector.scheduler.handoff import WriterHandoffs
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.store_plan import StorePart
 from kvservice.connector.scheduler.stores import Stores
@@ -29,8 +30,9 @@ class _Waiting:
 
 
 class EndedRequests:
-    def __init__(self, stores: Stores) -> None:
+    def __init__(self, stores: Stores, handoffs: WriterHandoffs) -> None:
         self._stores = stores
+        self._handoffs = handoffs
         self._waiting: list[_Waiting] = []
         self._all_until = 0.0  # none is given up before
 
@@ -42,7 +44,7 @@ class EndedRequests:
         return not self._waiting
 
     def add(self, request: EngineRequest) -> None:
-        """It has blocks left to store. If it waits, it keeps what it has expected of the session."""
+        """It has blocks left to store. If it waits, it keeps what it has expected of the session, and its hand-off."""
         if len(self._waiting) < WAITING_MAX:
             self._waiting.append(_Waiting(request, request.stored))
 
@@ -77,4 +79,5 @@ class EndedRequests:
 
     def _drop(self, it: _Waiting) -> None:
         self._stores.expect(it.request, -it.request.expected)
+        self._handoffs.request_ended(it.request.writes)
         self._waiting.remove(it)

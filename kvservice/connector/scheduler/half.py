@@ -90,7 +90,7 @@ class SchedulerHalf:
         self._stores = Stores(
             session, self._grouping, self._known, self._handoffs, worker_count, self.counters, remember=remember_stored
         )
-        self._ended = EndedRequests(self._stores)
+        self._ended = EndedRequests(self._stores, self._handoffs)
         self._near = NearEviction(self._stores, self._known, evicting_blocks)
         self._loans = LoanBook(loan_seconds, worker_count, self.counters)
 
@@ -461,12 +461,12 @@ class SchedulerHalf:
         finally:
             if request.state is RequestState.ANSWERED:
                 self._end_promise(request)
-            if request not in self._ended:
-                self._session.expect(-request.expected)
             self._session.abandon(request_id)
             self._session.report(request.report())
             request.move(RequestEvent.END)
-            self._handoffs.request_ended(request.writes)
+            if request not in self._ended:
+                self._session.expect(-request.expected)
+                self._handoffs.request_ended(request.writes)
         return request.writes
 
     def _store_rest(

@@ -10,11 +10,13 @@ from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler import ended
 from kvservice.connector.scheduler.ended import WAIT_SECONDS_MAX
 from kvservice.connector.scheduler.half import IDLE_SECONDS, SchedulerHalf
-from kvservice.units import BlockHash
+from kvservice.connector.scheduler.handoff import Prefill
+from kvservice.units import BlockHash, HandoffId
 from tests.unit.connector.line import BLOCK, EngineBlocks, Line, hashes, keys_of, pool_info
 
 BLOCKS = 9  # of the request that ends
 ROOM = 4  # slots that the pool has at a time
+HANDOFF = HandoffId(b"h" * 16)
 
 
 def half_with(
@@ -34,10 +36,12 @@ def half_with(
     return half
 
 
-def end_request(half: SchedulerHalf, engine: EngineBlocks, prompt: int = 1) -> list[BlockHash]:
+def end_request(
+    half: SchedulerHalf, engine: EngineBlocks, prompt: int = 1, wants: Prefill | None = None
+) -> list[BlockHash]:
     """A request of full blocks, computed in one step, that has ended. The engine keeps its blocks in its cache."""
     chain = hashes(prompt, BLOCKS)
-    half.on_new_request("r", chain, 0.0, may_read=False)
+    half.on_new_request("r", chain, 0.0, may_read=False, wants=wants)
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
     half.finished("r", chain, BLOCKS * BLOCK, ids, store_rest=True)
@@ -122,6 +126,30 @@ def test_those_behind_one_that_finds_slots_wait_for_their_turn(monkeypatch: pyte
         end_request(half, engine, number)
     line.free = ROOM
     assert sum(step(half, number * WAIT_SECONDS_MAX / 2) for number in range(12)) == 2 * BLOCKS
+    check_over(half, line, engine)
+
+
+def test_handoff_is_open_until_its_last_block_is_stored() -> None:
+    line, engine = Line(slots=ROOM), EngineBlocks(32)
+    half = half_with(line, engine, Offload.EAGER)
+    end_request(half, engine, wants=Prefill(HANDOFF))
+    sealed_when_closed: list[int] = []
+    while half.has_pending_work(0.0):
+        step(half)
+        if HANDOFF in line.closed:
+            sealed_when_closed.append(len(line.sealed))
+    assert sealed_when_closed == [BLOCKS], "its reader waits for blocks that are still to come, and for no others"
+
+
+def test_handoff_that_finds_no_slots_is_closed_after_a_while() -> None:
+    line, engine = Line(slots=ROOM), EngineBlocks(32)
+    half = half_with(line, engine, Offload.EAGER)
+    end_request(half, engine, wants=Prefill(HANDOFF))
+    line.free = 0
+    for now in (1.0, 1.0 + WAIT_SECONDS_MAX):
+        assert HANDOFF not in line.closed
+        step(half, now)
+    assert HANDOFF in line.closed
     check_over(half, line, engine)
 
 
