@@ -28,7 +28,7 @@ from kvservice.errors import KVServiceError, TierError
 from kvservice.observe import tracing
 from kvservice.observe.timings import Timings
 from kvservice.pool.runtime_ports import MemoryPort, Report
-from kvservice.tier.base import KeepsMarks, Tier, TierRead, TierWrite, WriteResult
+from kvservice.tier.base import KeepsMarks, TellsTrouble, Tier, TierRead, TierWrite, WriteResult
 from kvservice.units import SlotIndex
 
 log = logging.getLogger("kvservice.pool")
@@ -230,7 +230,19 @@ class PoolTiers:
         return tuple(self._makers)
 
     def states(self) -> tuple[TierStatus, ...]:
-        return tuple(self._states.values())
+        """An open tier that gives and takes nothing for the moment counts as failed."""
+        return tuple(map(self._now, self._states.values()))
+
+    def _now(self, state: TierStatus) -> TierStatus:
+        tier = self._open.get(state.name)
+        if state.phase is not TierPhase.OPEN or not isinstance(tier, TellsTrouble):
+            return state
+        try:
+            trouble = tier.trouble()
+        except Exception as error:  # noqa: BLE001  a tier is code of others too
+            self._count_error(state.name, "errors", error)
+            return state
+        return TierStatus(state.name, TierPhase.FAILED, trouble) if trouble else state
 
     def counters(self) -> dict[str, int]:
         """All counters of the tiers, as tier_<name>_<what>."""

@@ -100,6 +100,15 @@ class Tier(Protocol):
 
 
 @runtime_checkable
+class TellsTrouble(Protocol):
+    """What a tier may do besides: say that it is open and gives and takes nothing for the moment."""
+
+    def trouble(self) -> str:
+        """Why; empty while it works. Returns at once, on any thread."""
+        ...
+
+
+@runtime_checkable
 class KeepsMarks(Protocol):
     """What a shared tier may do besides: keep the marks of clears for nodes that were away. Both methods block, raise
     TierError, and are called while the tier is open. It gives no block that it has had for as long as marks count

@@ -55,6 +55,7 @@ class BlockObjects:
         self._store: Any = None
         self._failures: tuple[type[Exception], ...] = ()
         self._breaker = Breaker()
+        self.trouble = ""  # why the store is left alone; empty while it answers
         self._looking = asyncio.Semaphore(LOOKS_AT_ONCE_MAX)
         self._prefixes: BoundedTable[BlockKey, float] = BoundedTable(PREFIXES_MAX)  # last block of one, until when
         self._believed: BoundedTable[BlockKey, tuple[bool, float]] = BoundedTable(KNOWN_MAX)  # is it there, until when
@@ -81,6 +82,7 @@ class BlockObjects:
             found = await self._marks().load()
         except self._failures as error:
             raise why_unusable(self._url, error) from error
+        self._answered()  # the pool asks every minute, so a store that came back is known also where nobody reads
         self._heard_of(found)
         self._known_marks.intersection_update(found)
         return found
@@ -217,13 +219,15 @@ class BlockObjects:
         if self._breaker.failures >= FAILURES_TO_OPEN:
             log.info("object_store_answers_again", extra={"url": self._url})
         self._breaker.succeeded()
+        self.trouble = ""
 
     def _failed(self, what: str, error: Exception) -> None:
         self._breaker.failed(time.monotonic())
         self.counters["store_failed"] += 1
         if self._breaker.failures == FAILURES_TO_OPEN:
+            self.trouble = str(why_unusable(self._url, error))
             self.counters["store_left_alone"] += 1
-            log.warning("object_store_left_alone", extra={"after": what, "error": str(why_unusable(self._url, error))})
+            log.warning("object_store_left_alone", extra={"after": what, "error": self.trouble})
 
 
 def _counts(meta: Any) -> bool:

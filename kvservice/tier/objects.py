@@ -189,6 +189,9 @@ class ObjectTier:
             asked.cancel()
             raise TierError(f"the object store did not answer within {MARKS_SECONDS:.0f} s, or was closed") from None
 
+    def trouble(self) -> str:
+        return self._objects.trouble
+
     def counters(self) -> Mapping[str, int]:
         return {**self._counters, **self._objects.counters, **self._coder.counters()}
 

@@ -210,6 +210,30 @@ async def test_a_tier_that_cannot_start_leaves_the_others_open() -> None:
     bench.memory.close()
 
 
+class TroubledTier(FakeTier):
+    said = ""
+
+    def trouble(self) -> str:
+        if self.said == "raise":
+            raise RuntimeError(self.said)
+        return self.said
+
+
+async def test_an_open_tier_in_trouble_is_told_as_failed() -> None:
+    tier = TroubledTier()
+    bench = Bench(tier)
+    await bench.open()
+    seen = []
+    for tier.said in ("", "the store is down", "raise", ""):
+        (state,) = bench.tiers.states()
+        seen.append((state.phase, state.detail))
+    well = (TierPhase.OPEN, "")
+    assert seen == [well, (TierPhase.FAILED, "the store is down"), well, well]
+    assert bench.tiers.counters()["tier_fake_errors"] == 1
+    await bench.tiers.close()
+    bench.memory.close()
+
+
 async def test_a_tier_that_is_down_for_the_moment_is_opened_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_tiers, "REOPEN_SECONDS_MIN", 0.01)
     down, wrong = FakeTier("down"), FakeTier("wrong")

@@ -260,7 +260,7 @@ def test_a_store_that_fails_is_left_alone_and_tried_again(
     for number in (1, 2, 3):
         assert blocks.read(blocks.block(number))[0] != (PullResult.OK,)
     assert blocks.write(4) == blocks.write(5) == blocks.write(6) == (WriteResult.FAILED,)
-    assert tier.counters()["store_left_alone"] == 1
+    assert tier.counters()["store_left_alone"] == 1 and f"{tmp_path}/store" in tier.trouble()
     before = tier.counters()["store_failed"]
     assert blocks.read(blocks.block(1))[0] == (PullResult.FAILED,)
     assert blocks.write(7) == (WriteResult.FAILED,) and blocks.probe(1) == 0
@@ -268,8 +268,23 @@ def test_a_store_that_fails_is_left_alone_and_tried_again(
     good.unlink()
     bad.rename(good)
     tier._objects._breaker.open_until = 0.0
-    assert blocks.read(blocks.block(1))[0] == (PullResult.OK,)
+    assert blocks.read(blocks.block(1))[0] == (PullResult.OK,) and not tier.trouble()
     assert blocks.write(7) == (WriteResult.OK,)
+
+
+def test_a_store_that_came_back_is_known_without_a_read(
+    tmp_path: Path, tier: ObjectTier, blocks: BlocksOfTier
+) -> None:
+    good, bad = tmp_path / "store" / "team", tmp_path / "store" / "aside"
+    blocks.write(1)
+    good.rename(bad)
+    good.write_bytes(b"")
+    blocks.write(4, 5, 6)
+    assert tier.trouble()
+    good.unlink()
+    bad.rename(good)
+    tier.load_marks()
+    assert not tier.trouble()
 
 
 @pytest.mark.parametrize(
