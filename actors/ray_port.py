@@ -3,11 +3,9 @@ Ctrl-C, and its errors do not say that TLS is the reason. Blocks, on the calling
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import ssl
-import time
 from pathlib import Path
 
 import grpc
@@ -19,6 +17,7 @@ from kvservice.units import bracketed
 ANSWER_SECONDS = 10.0  # for a cluster to answer. It takes milliseconds, and seconds on a machine that is overloaded.
 # A Ctrl-C that comes just before a wait begins is noticed when the wait ends.
 INTERRUPT_SECONDS = 0.2
+METHOD = "/kvservice.Are/YouThere"
 CONNECT_SECONDS = 3.0  # for a TCP connection, and for the beginning of TLS
 
 
@@ -34,7 +33,7 @@ def check_answers(host: str, port: int) -> None:
     except OSError as error:
         raise ConfigError(f"cannot read the certificate for Ray, {error.filename}: {error.strerror}") from error
     with channel:
-        if _is_ready(channel):
+        if _answers(channel):
             return
     if with_tls:
         raise ConfigError(
@@ -50,13 +49,17 @@ def check_answers(host: str, port: int) -> None:
     )
 
 
-def _is_ready(channel: grpc.Channel) -> bool:
-    ready, until = grpc.channel_ready_future(channel), time.monotonic() + ANSWER_SECONDS
-    while time.monotonic() < until:
-        with contextlib.suppress(grpc.FutureTimeoutError):
-            ready.result(INTERRUPT_SECONDS)
-            return True
-    return False
+def _answers(channel: grpc.Channel) -> bool:
+    """Whether a call comes back. Ray does not know the method, and says so."""
+    call = channel.unary_unary(METHOD).future(b"", timeout=ANSWER_SECONDS, wait_for_ready=True)
+    while True:
+        try:
+            call.result(INTERRUPT_SECONDS)
+        except grpc.FutureTimeoutError:
+            continue
+        except grpc.RpcError as error:
+            return error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+        return True
 
 
 def _channel(address: str, *, with_tls: bool) -> grpc.Channel:
