@@ -159,7 +159,7 @@ async def in_new_thread(work: Callable[[], dict[str, str]]) -> dict[str, str]:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
-@pytest.mark.parametrize(("node", "files_max"), [("a", 13), ("b", 20)], ids=["local", "remote"])
+@pytest.mark.parametrize(("node", "files_max"), [("a", 14), ("b", 21)], ids=["local", "remote"])
 async def test_a_hit_passes_few_files(nodes: Callable[[], Nodes], node: str, files_max: int) -> None:
     """Each file on the way is one more that a reader opens to follow a request."""
     place = nodes()

@@ -142,8 +142,10 @@ def check_keys(keys: Iterable[BlockKey]) -> None:
 
 def check_chain(keys: Sequence[BlockKey], count_max: int = KEYS_PER_REQUEST_MAX) -> None:
     """Raises InvalidRequest unless these are 1 to `count_max` keys of 16 bytes, each once."""
-    if not 0 < len(keys) <= count_max or len(set(keys)) < len(keys):
-        raise InvalidRequest(f"{len(keys)} keys: 1 to {count_max}, each once")
+    if not 0 < len(keys) <= count_max:
+        raise InvalidRequest(f"{len(keys)} keys are not 1 to {count_max}")
+    if len(set(keys)) < len(keys):
+        raise InvalidRequest(f"one of the {len(keys)} keys is there twice")
     check_keys(keys)
 
 

@@ -236,7 +236,7 @@ def test_an_engine_that_leaves_meanwhile_ends_the_fetch() -> None:
     ("keys", "hold", "timeout", "pin", "says"),
     [
         ((), 30.0, 5.0, "", "1 to 8192"),
-        (CHAIN[:1] * 2, 30.0, 5.0, "", "each once"),
+        (CHAIN[:1] * 2, 30.0, 5.0, "", "is there twice"),
         (CHAIN, 0.0, 5.0, "", "held for up to"),
         (CHAIN, HOLD_SECONDS_MAX + 1, 5.0, "", "held for up to"),
         (CHAIN, 30.0, 0.0, "", "timeout"),
