@@ -17,7 +17,7 @@ from kvservice.console.access import HEADERS
 from kvservice.console.feed import LISTENERS_MAX
 from kvservice.console.server import STATIC, Console
 from kvservice.console.settings import ConsoleSettings, token_of
-from kvservice.errors import ConfigError, Unavailable
+from kvservice.errors import ConfigError
 from kvservice.testing.eventually import eventually_async
 from tests.unit.console.pages import Pages
 
@@ -135,7 +135,7 @@ async def test_stop_ends_open_pages_at_once() -> None:
 async def test_a_port_that_is_taken_is_said() -> None:
     async with serving() as (console, _):
         another = Console(ConsoleSettings(TOKEN, port=console.port), Pages())
-        with pytest.raises(Unavailable, match="choose another --port"):
+        with pytest.raises(ConfigError, match="choose another --port"):
             await another.start()
         await another.stop()
 
