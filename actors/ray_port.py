@@ -51,7 +51,7 @@ def check_answers(host: str, port: int) -> None:
 
 def _answers(channel: grpc.Channel) -> bool:
     """Whether a call comes back. Ray does not know the method, and says so."""
-    call = channel.unary_unary(METHOD).future(b"", timeout=ANSWER_SECONDS, wait_for_ready=True)
+    call = channel.unary_unary(METHOD, None, None).future(b"", timeout=ANSWER_SECONDS, wait_for_ready=True)
     while True:
         try:
             call.result(INTERRUPT_SECONDS)

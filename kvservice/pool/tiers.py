@@ -234,7 +234,7 @@ class PoolTiers:
         return tuple(map(self._now, self._states.values()))
 
     def _now(self, state: TierStatus) -> TierStatus:
-        tier = self._open.get(state.name)
+        tier: object = self._open.get(state.name)
         if state.phase is not TierPhase.OPEN or not isinstance(tier, TellsTrouble):
             return state
         try:

@@ -272,9 +272,7 @@ def test_a_store_that_fails_is_left_alone_and_tried_again(
     assert blocks.write(7) == (WriteResult.OK,)
 
 
-def test_a_store_that_came_back_is_known_without_a_read(
-    tmp_path: Path, tier: ObjectTier, blocks: BlocksOfTier
-) -> None:
+def test_a_store_that_came_back_is_known_without_a_read(tmp_path: Path, tier: ObjectTier, blocks: BlocksOfTier) -> None:
     good, bad = tmp_path / "store" / "team", tmp_path / "store" / "aside"
     blocks.write(1)
     good.rename(bad)
