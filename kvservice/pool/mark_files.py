@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
-from kvservice.aio import DaemonThreads, in_thread, within
 from kvservice.core.block.marks import (
     FUTURE_SECONDS_MAX,
     MARK_SECONDS,
@@ -24,6 +22,7 @@ from kvservice.core.block.marks import (
     without_repeated,
 )
 from kvservice.errors import ConfigError, Unavailable
+from kvservice.pool.newest_write import NewestWrite
 from kvservice.private_files import write_private
 
 log = logging.getLogger("kvservice.pool")
@@ -57,9 +56,8 @@ class MarkFiles:
     def __init__(self, paths: Sequence[Path], wall_clock: Callable[[], float] = time.time) -> None:
         self._paths = tuple(paths)
         self._wall_clock = wall_clock
-        self._newest: tuple[Mark, ...] = ()  # to keep
         self._keeping = asyncio.Lock()
-        self._is_keeping = threading.Lock()
+        self._newest = NewestWrite(self.keep, "kvservice-keep-marks")
 
     def load(self) -> tuple[Mark, ...]:
         """The marks of all files. One that is damaged, or cannot be read, counts as a clear of everything now: in doubt
@@ -83,19 +81,13 @@ class MarkFiles:
     async def keep_in_time(self, marks: Sequence[Mark]) -> None:
         """`keep`, on a thread, one after the other. Raises Unavailable also when it takes longer than KEEP_SECONDS."""
         async with self._keeping:
-            self._newest = tuple(marks)
             try:
-                await within(KEEP_SECONDS, in_thread(self._keep_newest, DaemonThreads("kvservice-keep-marks")))
+                await self._newest.write(tuple(marks), KEEP_SECONDS)
             except asyncio.TimeoutError:
                 where = ", ".join(map(str, self._paths))
                 raise Unavailable(
                     f"the marks of what was cleared are not kept after {KEEP_SECONDS:.0f} s: {where}"
                 ) from None
-
-    def _keep_newest(self) -> None:
-        """One after the other, and never what was there before: a thread that hung may go on much later."""
-        with self._is_keeping:
-            self.keep(self._newest)
 
     def keep(self, marks: Sequence[Mark]) -> None:
         """Write all files anew. Raises Unavailable when one cannot be written: a restart might forget the marks."""

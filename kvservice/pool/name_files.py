@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvservice.aio import DaemonThreads, in_thread, within
 from kvservice.core.block.engine_names import EngineNames, pack_names, unpack_names
+from kvservice.pool.newest_write import NewestWrite
 from kvservice.private_files import write_private
 
 log = logging.getLogger("kvservice.pool")
@@ -29,8 +28,7 @@ class NameFiles:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
         self._kept: EngineNames = {}
-        self._newest: EngineNames = {}  # to keep
-        self._is_writing = threading.Lock()
+        self._newest = NewestWrite(self._write, "kvservice-keep-names")
 
     def load(self) -> EngineNames:
         for path in self._paths:
@@ -40,25 +38,22 @@ class NameFiles:
 
     async def keep(self, names: EngineNames) -> None:
         """Write the files anew, if that changes them. Returns when they are on the disk, or after KEEP_SECONDS."""
-        self._newest = names
         if self._paths and names != self._kept:
             try:
-                await within(KEEP_SECONDS, in_thread(self._write_newest, DaemonThreads("kvservice-keep-names")))
+                await self._newest.write(names, KEEP_SECONDS)
             except asyncio.TimeoutError:
                 log.warning("engine_names_not_kept", extra={"error": f"the disk takes more than {KEEP_SECONDS:.0f} s"})
 
-    def _write_newest(self) -> None:
-        """One after the other, and never what was there before: a thread that hung may go on much later."""
-        with self._is_writing:
-            names = kept = self._newest
-            for path in self._paths:
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    write_private(path, pack_names(names))
-                except OSError as error:
-                    # Some of a block's names are worse than none: a clear by another name would not reach it.
-                    log.warning("engine_names_not_kept", extra={"path": str(path), "error": str(error)})
-                    with contextlib.suppress(OSError):
-                        path.unlink(missing_ok=True)
-                    kept = {}  # the next attach tries again
-            self._kept = kept
+    def _write(self, names: EngineNames) -> None:
+        kept = names
+        for path in self._paths:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_private(path, pack_names(names))
+            except OSError as error:
+                # Some of a block's names are worse than none: a clear by another name would not reach it.
+                log.warning("engine_names_not_kept", extra={"path": str(path), "error": str(error)})
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+                kept = {}  # the next attach tries again
+        self._kept = kept
