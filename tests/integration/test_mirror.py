@@ -53,6 +53,12 @@ def found(answer: LookupAnswer) -> int:
     return sum(run.count for run in answer.runs)
 
 
+def announcing(announcer: Announcer, addresses: list[str]) -> tuple[AnnouncePump, asyncio.Task[None]]:
+    """Node x tells the lookup partitions what it has, in this task."""
+    pump = AnnouncePump(announcer, addresses, lambda: Holder(NodeId("x"), "x:1", BootEpoch(1)), 1.0, lambda: None)
+    return pump, asyncio.create_task(pump.run())
+
+
 def knows(reader: LookupClient, keys: Sequence[BlockKey]) -> bool:
     answer = reader.resolve_here(keys)
     return answer is not None and found(answer) == len(keys)
@@ -200,8 +206,7 @@ async def test_a_partition_that_did_not_fit_and_goes_is_found_again(
     server = LookupServer("127.0.0.1:0", allow_plaintext=True)
     addresses = [await server.start()]
     announcer = Announcer(1, lambda: [(key, SpanRoute(0)) for key in chain(seed=1, count=2000)])
-    pump = AnnouncePump(announcer, addresses, lambda: Holder(NodeId("x"), "x:1", BootEpoch(1)), 1.0, lambda: None)
-    running = asyncio.create_task(pump.run())
+    pump, running = announcing(announcer, addresses)
     await eventually_async(lambda: announcer.is_synced(0), "an announced node")
     size = mirror_bytes(ROWS_MIN)
     mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, size, epoch=1)
@@ -229,8 +234,7 @@ async def test_a_part_that_does_not_fit_takes_no_other_with_it(tmp_path: Path, m
     addresses = [await server.start() for server in servers]
     held = {key: SpanRoute(part) for part in range(2) for key in chain(seed=part, count=3000)}
     announcer = Announcer(2, lambda: held.items())
-    pump = AnnouncePump(announcer, addresses, lambda: Holder(NodeId("x"), "x:1", BootEpoch(1)), 1.0, lambda: None)
-    running = asyncio.create_task(pump.run())
+    pump, running = announcing(announcer, addresses)
     await eventually_async(lambda: announcer.is_synced(0) and announcer.is_synced(1), "an announced node")
     size = mirror_bytes(1024)  # for 5,160 keys
     mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, size, epoch=1)
@@ -258,8 +262,7 @@ async def test_a_node_that_announces_anew_needs_no_second_number(
     server = LookupServer("127.0.0.1:0", allow_plaintext=True)
     addresses = [await server.start()]
     announcer = Announcer(1, lambda: [(key, SpanRoute(0)) for key in chain(seed=1, count=100)])
-    pump = AnnouncePump(announcer, addresses, lambda: Holder(NodeId("x"), "x:1", BootEpoch(1)), 1.0, lambda: None)
-    running = asyncio.create_task(pump.run())
+    pump, running = announcing(announcer, addresses)
     mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, 64 << 20, epoch=1)
     assert mirror is not None
     mirror.start()

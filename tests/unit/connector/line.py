@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count, takewhile
 
+from kvservice.connector.options import Offload
 from kvservice.connector.plan import PoolInfo
+from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.core.block.window_groups import group_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, MissReason, RequestReport, SealItem
 from kvservice.core.segment.geometry import Geometry, slot_index
@@ -26,6 +28,7 @@ from kvservice.units import (
 )
 
 BLOCK = 16
+WINDOW = 4  # blocks that the engine takes next and that are looked at
 LAYOUT = SlotLayout(layer_count=2, kv_head_count=2, cell_bytes=1024, block_tokens=BLOCK)
 GEOMETRY = Geometry(1 << 20, 8)
 
@@ -275,3 +278,22 @@ class Line:
 
     def attach(self, number: int, boot: int = 1) -> None:
         self.attachment = attachment(number, boot)
+
+
+def half_with(
+    line: Line, engine: EngineBlocks, offload: Offload = Offload.EAGER, kind: type[SchedulerHalf] = SchedulerHalf
+) -> SchedulerHalf:
+    """A scheduler half that looks into the engine's own cache."""
+    half = kind(
+        line,
+        keys_of,
+        pool_info,
+        block_tokens=BLOCK,
+        worker_count=1,
+        offload=offload,
+        fetch_timeout_seconds=2.0,
+        evicting_blocks=WINDOW,
+    )
+    half.pin_with(engine)
+    half.read_cache(engine)
+    return half

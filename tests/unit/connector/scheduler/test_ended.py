@@ -12,28 +12,11 @@ from kvservice.connector.scheduler.ended import WAIT_SECONDS_MAX
 from kvservice.connector.scheduler.half import IDLE_SECONDS, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.units import BlockHash, HandoffId
-from tests.unit.connector.line import BLOCK, EngineBlocks, Line, hashes, keys_of, pool_info
+from tests.unit.connector.line import BLOCK, EngineBlocks, Line, half_with, hashes, keys_of
 
 BLOCKS = 9  # of the request that ends
 ROOM = 4  # slots that the pool has at a time
 HANDOFF = HandoffId(b"h" * 16)
-
-
-def half_with(
-    line: Line, engine: EngineBlocks, offload: Offload = Offload.LAZY, kind: type[SchedulerHalf] = SchedulerHalf
-) -> SchedulerHalf:
-    half = kind(
-        line,
-        keys_of,
-        pool_info,
-        block_tokens=BLOCK,
-        worker_count=1,
-        offload=offload,
-        fetch_timeout_seconds=2.0,
-    )
-    half.pin_with(engine)
-    half.read_cache(engine)
-    return half
 
 
 def end_request(
@@ -79,7 +62,7 @@ def test_ended_request_stores_all_its_blocks_in_turns(offload: Offload) -> None:
 
 def test_idle_engine_goes_on_for_blocks_that_wait_for_slots() -> None:
     line, engine = Line(slots=ROOM), EngineBlocks(32)
-    half = half_with(line, engine)
+    half = half_with(line, engine, Offload.LAZY)
     end_request(half, engine)
     step(half)
     assert line.expected == BLOCKS - ROOM, "the session reserves slots for them"
@@ -89,7 +72,7 @@ def test_idle_engine_goes_on_for_blocks_that_wait_for_slots() -> None:
 
 def test_waiting_blocks_are_not_pinned() -> None:
     line, engine = Line(slots=0), EngineBlocks(BLOCKS)
-    half = half_with(line, engine)
+    half = half_with(line, engine, Offload.LAZY)
     end_request(half, engine)
     assert not engine.pinned
     assert engine.free_blocks() == BLOCKS, "the engine may take them"
@@ -97,7 +80,7 @@ def test_waiting_blocks_are_not_pinned() -> None:
 
 def test_blocks_that_the_engine_took_end_the_store() -> None:
     line, engine = Line(slots=ROOM), EngineBlocks(32)
-    half = half_with(line, engine)
+    half = half_with(line, engine, Offload.LAZY)
     chain = end_request(half, engine)
     step(half)
     del engine.held[6]  # of the sixth block
@@ -108,7 +91,7 @@ def test_blocks_that_the_engine_took_end_the_store() -> None:
 
 def test_pool_without_slots_is_waited_for_for_a_while() -> None:
     line, engine = Line(slots=ROOM), EngineBlocks(32)
-    half = half_with(line, engine)
+    half = half_with(line, engine, Offload.LAZY)
     end_request(half, engine)
     step(half, 1.0)
     line.free = 0
@@ -121,7 +104,7 @@ def test_pool_without_slots_is_waited_for_for_a_while() -> None:
 def test_those_behind_one_that_finds_slots_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ended, "LOOK_BLOCKS_MAX", 2)
     line, engine = Line(slots=0), EngineBlocks(32)
-    half = half_with(line, engine)
+    half = half_with(line, engine, Offload.LAZY)
     for number in range(2):
         end_request(half, engine, number)
     line.free = ROOM
@@ -155,7 +138,7 @@ def test_handoff_that_finds_no_slots_is_closed_after_a_while() -> None:
 
 def test_reset_drops_what_ended_requests_have_left() -> None:
     line, engine = Line(slots=ROOM), EngineBlocks(32)
-    half = half_with(line, engine)
+    half = half_with(line, engine, Offload.LAZY)
     end_request(half, engine)
     step(half)
     half.reset(b"another term")
@@ -165,7 +148,7 @@ def test_reset_drops_what_ended_requests_have_left() -> None:
 
 def test_ended_request_is_stored_anew_in_a_new_pool() -> None:
     line, engine = Line(slots=ROOM), EngineBlocks(32)
-    half = half_with(line, engine)
+    half = half_with(line, engine, Offload.LAZY)
     chain = end_request(half, engine)
     step(half)
     line.lose()
@@ -179,7 +162,7 @@ def test_ended_request_is_stored_anew_in_a_new_pool() -> None:
 
 def test_request_with_the_same_name_has_books_of_its_own() -> None:
     line, engine = Line(slots=ROOM), EngineBlocks(32)
-    half = half_with(line, engine)
+    half = half_with(line, engine, Offload.LAZY)
     end_request(half, engine)
     end_request(half, engine)
     assert sum(step(half) for _ in range(5)) == BLOCKS
@@ -189,7 +172,7 @@ def test_request_with_the_same_name_has_books_of_its_own() -> None:
 def test_step_looks_for_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ended, "LOOK_BLOCKS_MAX", 3)
     line, engine = Line(slots=ROOM), EngineBlocks(32)
-    half = half_with(line, engine)
+    half = half_with(line, engine, Offload.LAZY)
     for number in range(2):
         end_request(half, engine, number)
     assert [step(half) for _ in range(4)] == [ROOM, 3, 3, 3]
@@ -198,7 +181,7 @@ def test_step_looks_for_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPat
 def test_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ended, "WAITING_MAX", 1)
     line, engine = Line(slots=0), EngineBlocks(32)
-    half = half_with(line, engine)
+    half = half_with(line, engine, Offload.LAZY)
     for number in range(3):
         end_request(half, engine, number)
     assert line.expected == BLOCKS, "of the first one"
@@ -206,7 +189,7 @@ def test_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layerwise_engine_believes_no_block_of_an_ended_request() -> None:
     line, engine = Line(slots=ROOM), EngineBlocks(32)
-    half = half_with(line, engine, kind=LayerwiseScheduler)
+    half = half_with(line, engine, Offload.LAZY, LayerwiseScheduler)
     end_request(half, engine)
     assert [step(half), step(half)] == [ROOM, 0]
     check_over(half, line, engine)

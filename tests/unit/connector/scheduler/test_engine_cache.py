@@ -13,27 +13,7 @@ from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.units import HandoffId
-from tests.unit.connector.line import BLOCK, EngineBlocks, Line, hashes, keys_of, pool_info
-
-WINDOW = 4  # blocks that the engine takes next and that are looked at
-
-
-def half_with(
-    line: Line, engine: EngineBlocks, offload: Offload = Offload.EAGER, kind: type[SchedulerHalf] = SchedulerHalf
-) -> SchedulerHalf:
-    half = kind(
-        line,
-        keys_of,
-        pool_info,
-        block_tokens=BLOCK,
-        worker_count=1,
-        offload=offload,
-        fetch_timeout_seconds=2.0,
-        evicting_blocks=WINDOW,
-    )
-    half.pin_with(engine)
-    half.read_cache(engine)
-    return half
+from tests.unit.connector.line import BLOCK, WINDOW, EngineBlocks, Line, half_with, hashes, keys_of
 
 
 def step(half: SchedulerHalf, *scheduled: tuple, preempted: tuple[str, ...] = ()) -> StepPlan:  # type: ignore[type-arg]
