@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import resource
 import time
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from kvservice.cli.output import counted
 from kvservice.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from kvservice.testing.sim.schedule import Schedule
 
 NUMBERS = (
     ("blocks stored", "blocks_stored"),
@@ -32,10 +36,7 @@ def tell(seed: int, *, whole: bool) -> bool:
         with Console(stderr=True).status("looking for the smallest schedule that still fails"):
             schedule = minimise(schedule)
     outcome = run_schedule(schedule, tell=True)
-    console.print(
-        f"seed {schedule.seed}: {schedule.nodes} nodes of {schedule.slabs * 4} blocks, {schedule.engines} engines, "
-        f"{counted(schedule.lookups, 'lookup partition')}, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
-    )
+    console.print(_described(schedule, f", {schedule.engines} engines"))
     for fault in schedule.faults:
         console.print(f"  {fault}", markup=False)
     for line in outcome.story:
@@ -51,10 +52,7 @@ def wide(seed: int, nodes: int, *, whole: bool) -> bool:
 
     console = Console(highlight=False, soft_wrap=True)
     schedule = make_wide_schedule(seed, nodes)
-    console.print(
-        f"seed {schedule.seed}: {schedule.nodes} nodes of {schedule.slabs * 4} blocks with an engine each, "
-        f"{counted(schedule.lookups, 'lookup partition')}, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
-    )
+    console.print(_described(schedule, " with an engine each"))
     begun = time.process_time()
     with Console(stderr=True).status(f"playing {nodes} nodes"):
         outcome = run_schedule(schedule, tell=whole)
@@ -68,6 +66,13 @@ def wide(seed: int, nodes: int, *, whole: bool) -> bool:
         f"{memory:.0f} MiB"
     )
     return _judged(console, outcome.violation, "nothing went wrong")
+
+
+def _described(schedule: Schedule, engines: str) -> str:
+    return (
+        f"seed {schedule.seed}: {schedule.nodes} nodes of {schedule.slabs * 4} blocks{engines}, "
+        f"{counted(schedule.lookups, 'lookup partition')}, {len(schedule.asks)} requests, {len(schedule.faults)} faults"
+    )
 
 
 def _judged(console: Console, violation: str, good: str) -> bool:
