@@ -191,9 +191,10 @@ class NixlTransport:
         for handle, peer in self._peers.items():
             if peer.description == description:
                 return handle
-        if any(peer.description == description for peer in self._leaving.values()):
-            # NIXL forgets the open transfers of an agent that is added again, although they still write.
-            raise TransferError("reads from the peer's last connection are still in flight")
+        # NIXL forgets the open transfers of an agent that is added again, although they still write. A peer that lies
+        # may bring the agent of another one.
+        if any(peer.name.encode() in metadata for peer in (*self._peers.values(), *self._leaving.values())):
+            raise TransferError("it names an agent that is connected, or whose reads are still in flight")
         breaker = self._unreachable.get(description)
         if breaker is not None and not breaker.allows(time.monotonic()):
             raise TransferError("the peer could not be reached, and is not tried again yet")

@@ -29,7 +29,7 @@ from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.eventually import NotInTime, eventually
 from kvservice.transfer.base import Copy, PeerHandle, TransferOutcome
 from kvservice.transfer.job import PullItem, PullJob
-from kvservice.transfer.nixl import NixlTransport, nixl_available
+from kvservice.transfer.nixl import _CRC_BYTES, _DESCRIPTION, NixlTransport, _crc, nixl_available
 from kvservice.transfer.puller import Puller
 from kvservice.transfer.ways import pack_ways
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
@@ -149,6 +149,23 @@ def test_peer_can_be_connected_again_once_its_reads_have_ended(peer: Peer, reade
     os.kill(peer.process.pid, signal.SIGCONT)
     finish(transport)
     transport.post_read(transport.connect(peer.description), [Copy(START, START, MiB)])
+    assert finish(transport) == [TransferOutcome.DONE]
+    transport.close()
+
+
+def test_no_peer_ends_a_read_by_naming_its_agent(peer: Peer, reader: Segment) -> None:
+    """NIXL forgets the reads of an agent that is added again, and they still write what they were to write."""
+    transport = NixlTransport(reader, "reader")
+    handle = read_from_stopped(transport, peer)
+    magic, base, length, _ = _DESCRIPTION.unpack_from(peer.description)
+    metadata = peer.description[_DESCRIPTION.size :]
+    head = _DESCRIPTION.pack(magic, base + PAYLOAD, length, 0)[:-_CRC_BYTES]
+    with pytest.raises(TransferError, match="names an agent"):
+        transport.connect(head + _crc(head, metadata) + metadata)
+    assert finish(transport, 0.5) == [], "reported as ended although the peer can still send the bytes"
+    os.kill(peer.process.pid, signal.SIGCONT)
+    assert finish(transport) == [TransferOutcome.DONE]
+    transport.post_read(handle, [Copy(START, START, MiB)])
     assert finish(transport) == [TransferOutcome.DONE]
     transport.close()
 
