@@ -147,6 +147,7 @@ class Puller:
 
     def start(self) -> None:
         """Make the transport, if there is one, on its thread. Blocks until that is done, and raises what it raised."""
+        self._digesting.submit(int)  # starts the helper now, because later the system may have no thread left
         self._thread.start()
         self._started.result()
 

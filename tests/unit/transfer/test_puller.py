@@ -508,3 +508,14 @@ def test_reads_that_were_given_up_take_no_processor(rig: Rig) -> None:
     assert rig.faults.polls - before < 50
     rig.faults.hold = False
     assert rig.writes_ended.get(timeout=10) == 7
+
+
+def test_a_puller_needs_no_thread_after_its_start(rig: Rig) -> None:
+    threading.stack_size(1 << 46)  # that no system has memory for
+    try:
+        with pytest.raises(RuntimeError, match="thread"):
+            threading.Thread(target=int).start()
+        assert rig.pull([rig.publish(0, key(0))]) == (OK,)
+    finally:
+        threading.stack_size(0)
+    assert rig.pull([rig.publish(1, key(1))]) == (OK,)
