@@ -291,31 +291,34 @@ static uint64_t copy_block(Walk *walk, size_t total, uint64_t seed)
 /* -- memory that goes away ---- */
 
 static __thread sigjmp_buf *way_out; /* of a copy that runs on this thread */
-static __thread int is_passing_on;
+static __thread int is_passed_on;    /* since the last copy of this thread */
 static struct sigaction before_us;
 
 static void on_bus_error(int number, siginfo_t *info, void *context)
 {
     if (way_out)
         siglongjmp(*way_out, 1);
+    /* Not of a copy: go on as without us. A handler that knows us as its own predecessor, as faulthandler may, ends with giving
+     * the signal back. */
     int is_default = !(before_us.sa_flags & SA_SIGINFO) && (before_us.sa_handler == SIG_DFL || before_us.sa_handler == SIG_IGN);
-    if (is_default || is_passing_on) { /* not of a copy: end as without us */
+    if (is_default || is_passed_on) {
         signal(number, SIG_DFL);
         raise(number);
         return;
     }
-    is_passing_on = 1;
+    is_passed_on = 1;
+    sigaction(number, &before_us, NULL); /* until the next copy: it may be called again, or take itself away */
     if (before_us.sa_flags & SA_SIGINFO)
         before_us.sa_sigaction(number, info, context);
     else
         before_us.sa_handler(number);
-    is_passing_on = 0;
 }
 
 static void watch(void)
 {
     struct sigaction now, ours = {.sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO | SA_ONSTACK};
     sigemptyset(&ours.sa_mask);
+    is_passed_on = 0;
     if (sigaction(SIGBUS, NULL, &now) == 0 && !((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_bus_error)) {
         before_us = now;
         sigaction(SIGBUS, &ours, NULL);

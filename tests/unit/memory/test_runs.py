@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -116,3 +119,42 @@ def test_memory_that_is_gone_is_an_error_and_no_signal(which: str) -> None:
     os.ftruncate(descriptor, 1 << 20)
     copies[which]()
     os.close(descriptor)
+
+
+BUS_ERROR = """
+import faulthandler, mmap, os, signal
+from kvservice.core.segment.native import native
+def copy():
+    native.copy_one(memoryview(bytearray(512)), bytes(512), 0)
+{before}
+descriptor = os.memfd_create("cut")
+os.ftruncate(descriptor, 1 << 16)
+mapped = mmap.mmap(descriptor, 1 << 16)
+os.ftruncate(descriptor, 0)
+mapped[0]
+"""
+
+
+@pytest.mark.skipif(native is None, reason="there was no compiler at the installation")
+@pytest.mark.parametrize("before", ["copy()", "faulthandler.enable()", "copy(); faulthandler.enable(); copy()"])
+def test_a_bus_error_outside_of_a_copy_ends_the_process(before: str) -> None:
+    """faulthandler gives the signal back to whoever was there before it, which are the copies that it stands before."""
+    ended = subprocess.run(
+        [sys.executable, "-c", BUS_ERROR.format(before=before)], capture_output=True, timeout=30, check=False
+    )
+    assert ended.returncode == -signal.SIGBUS
+    assert ended.stderr.count(b"Fatal Python error") == ("faulthandler" in before)
+
+
+@pytest.mark.skipif(native is None, reason="there was no compiler at the installation")
+def test_a_handler_of_bus_errors_gets_each_that_is_of_no_copy() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGBUS, lambda number, _: seen.append(number))
+    try:
+        for _ in range(3):
+            runs.copy_runs(*[address(np.zeros(8, np.uint8))] * 2, *[np.array([0])] * 3)
+            signal.raise_signal(signal.SIGBUS)
+            signal.raise_signal(signal.SIGBUS)
+    finally:
+        signal.signal(signal.SIGBUS, before)
+    assert seen == [signal.SIGBUS] * 6
