@@ -263,8 +263,9 @@ static uint64_t copy_block(Walk *walk, size_t total, uint64_t seed)
         if (here) {
             int past = level->alignment && (uintptr_t)to % level->alignment == 0;
             level->stripes(sums, from, to, here, done % STRIPES_OF_BLOCK, secret, past);
-            memcpy(seen, from + (here - 1) * STRIPE, STRIPE);
             done += here, walk->at += here * STRIPE;
+            if (done == stripes) /* what was stored: the source may be another one by now */
+                memcpy(seen, to + (here - 1) * STRIPE, STRIPE);
         } else { /* a stripe of several runs */
             copy_across(walk, seen, STRIPE);
             memcpy(words, seen, STRIPE);

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,6 +73,17 @@ def test_every_level_of_the_processor_agrees_with_the_library(compiled: OnePass)
             target = memoryview(bytearray(length + 3))[length % 4 :][:length]
             assert copy_and_digest(target, payload[:length], KEY) == digest_payload(payload[:length], KEY)
             assert target == payload[:length]
+
+
+@pytest.mark.parametrize("length", [4096, 4097, 4159])
+def test_the_digest_is_of_what_was_stored(compiled: OnePass, length: int) -> None:
+    """Whoever writes the source meanwhile: here each store changes what is behind it in the source."""
+    for level in compiled.levels():
+        compiled.use(level)
+        shared = memoryview(bytearray(bytes(range(251)) * 20))
+        target = shared[8 : 8 + length]
+        digest = compiled.copy_one(target, shared[:length], 5)
+        assert digest == xxhash.xxh3_64_intdigest(target, seed=5)
 
 
 @pytest.mark.parametrize("found", [None, ModuleType("_one_pass")], ids=["no compiler", "another build"])
