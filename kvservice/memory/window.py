@@ -71,7 +71,10 @@ class ReadWindow:
             flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
             for at in range(0, self._size, _ENDED_BYTES):
                 length = min(_ENDED_BYTES, self._size - at)
-                _map(self._address + at, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, _ended(), 0)
+                try:
+                    _map(self._address + at, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, _ended(), 0)
+                except SegmentError:  # the kernel maps no more for this process: then its own pages take memory
+                    ctypes.memset(self._address + at, 0xFF, length)
 
 
 def _runs(offsets: Sequence[int], stride: int) -> Iterator[tuple[int, int]]:
