@@ -199,7 +199,8 @@ async def _round(client: OperatorClient, members: Members, marks: Sequence[Mark]
             return ClearedNode(node, error=error.message)
         return ClearedNode(node, blocks, size, reading, tier_blocks)
 
-    nodes = await asyncio.gather(*[one(node, address) for node, address in sorted(members.shards.items())])
+    asked = {**members.hidden, **members.shards}
+    nodes = await asyncio.gather(*[one(node, address) for node, address in sorted(asked.items())])
     problems = [f"lookup partition {address} does not answer: it may know more nodes" for address in members.silent]
     problems += [f"node {node} is registered on this machine, and nobody listens" for node in sorted(members.gone)]
     complete = not problems and not any(node.error or node.reading for node in nodes)
@@ -222,7 +223,7 @@ def draw(report: ClearReport) -> RenderableType:
     elif any(node.reading for node in report.nodes):
         lines.append(Text("Requests still read cleared blocks; no new one gets them. --wait waits for these."))
     else:
-        lines.append(Text("Not complete. A node that was not reached asks the others when it starts."))
+        lines.append(Text("Not complete. A node that was not reached asks the others when it is back."))
     if report.note:
         lines.append(Text(printable(report.note)))
     return Group(*lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ class Members:
     silent: tuple[str, ...]  # lookup partitions that did not answer
     tls: Any  # TlsFiles; None if the service has no TLS
     hints: dict[str, str] = field(default_factory=dict)  # by address: why TLS made a call fail, and what to do
+    hidden: dict[str, str] = field(default_factory=dict)  # by node: silent for the directory, which still knows it
 
     def channel(self, address: str) -> grpc.Channel:
         """A channel to one of these addresses. The caller closes it."""
@@ -65,50 +67,54 @@ def _members_here(service: str) -> Members:
         raise NoService(unknown_service(service))
     newest = max(records, key=lambda record: (is_listening(record.socket), record.epoch))
     tls = tls_beside(newest)
-    shards, silent, hints = _ask_lookups(newest.lookup_addresses, tls)
+    shards, hidden, silent, hints = _ask_lookups(newest.lookup_addresses, tls)
     live = [record for record in records if is_listening(record.socket)]
     shards.update({record.node_id: record.rpc_address for record in live})
     gone: dict[str, str] = {record.node_id: record.peer_address for record in records if record not in live}
     local = tuple(record.node_id for record in live)
-    return Members(service, shards, local, gone, newest.lookup_addresses, tuple(silent), tls, hints)
+    hidden = {node: address for node, address in hidden.items() if node not in shards and node not in gone}
+    return Members(service, shards, local, gone, newest.lookup_addresses, tuple(silent), tls, hints, hidden)
 
 
 def _members_from_afar(lookup: tuple[str, ...]) -> Members:
     tls = tls_beside()
-    shards, silent, hints = _ask_lookups(lookup, tls)
+    shards, hidden, silent, hints = _ask_lookups(lookup, tls)
     if len(silent) == len(lookup):
         advice = "; ".join(sorted(set(hints.values())))
         if not advice and tls is None:
             advice = "if the service has TLS, name the folder of your certificate with KVSERVICE_TLS_DIR"
         raise NoService(f"no lookup partition answers at {', '.join(lookup)}{'; ' if advice else ''}{advice}")
-    return Members(f"at {lookup[0]}", shards, (), {}, lookup, tuple(silent), tls, hints)
+    return Members(f"at {lookup[0]}", shards, (), {}, lookup, tuple(silent), tls, hints, hidden)
 
 
-def _ask_lookups(addresses: Sequence[str], tls: Any) -> tuple[dict[str, str], list[str], dict[str, str]]:
-    """Returns where the shards of live nodes are reached, the addresses that did not answer, and why TLS made a call
-    fail, by address."""
+def _ask_lookups(
+    addresses: Sequence[str], tls: Any
+) -> tuple[dict[str, str], dict[str, str], list[str], dict[str, str]]:
+    """Returns where the shards of live nodes are reached and where those of hidden ones were, the addresses that did
+    not answer, and why TLS made a call fail, by address."""
     from kvservice.auth.tls import open_blocking_channel
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
     shards: dict[str, str] = {}
+    hidden: dict[str, str] = {}
     silent: list[str] = []
     hints: dict[str, str] = {}
 
-    def ask(address: str) -> list[tuple[str, str]]:
+    def ask(address: str) -> Sequence[Any]:
         try:
             with open_blocking_channel(address, tls) as channel:
                 stub = lookup_pb2_grpc.LookupServiceStub(channel)
-                reply = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)
+                nodes: Sequence[Any] = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS).nodes
+                return nodes
         except grpc.RpcError as error:
             silent.append(address)
             note_hint(hints, address, error)
-            return []
-        return [(row.node.node_id, row.node.peer_address) for row in reply.nodes if row.alive]
+            return ()
 
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        for found in pool.map(ask, addresses):
-            shards.update(found)
-    return shards, silent, hints
+        for row in itertools.chain.from_iterable(pool.map(ask, addresses)):
+            (shards if row.alive else hidden)[row.node.node_id] = row.node.peer_address
+    return shards, {node: hidden[node] for node in hidden.keys() - shards.keys()}, silent, hints
 
 
 def services_here(*, live_only: bool = False) -> list[str]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 
@@ -20,7 +21,7 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.announce import Announcer, Update
-from kvservice.core.directory.membership import HIDE_SECONDS
+from kvservice.core.directory.membership import HIDE_SECONDS, patience
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.lookup.service import OUTCOMES
@@ -42,7 +43,8 @@ _OUTCOMES = {said: outcome for outcome, said in OUTCOMES.items()}
 
 class AnnouncePump:
     """`node` returns who this shard is now. `on_fenced` is called once, on the loop, when a newer boot of this node is
-    heard of. Without the node's `secret` no other process can announce the node meanwhile.
+    heard of. Without the node's `secret` no other process can announce the node meanwhile. `on_return` is called when
+    the directory may have hidden the node and has heard of it again, also the first time.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class AnnouncePump:
         tls: TlsFiles | None = None,
         secret: bytes = b"",
         rng: random.Random | None = None,
+        on_return: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._announcer = announcer
         self._addresses = _checked(addresses, announcer)
@@ -69,6 +72,10 @@ class AnnouncePump:
         self._kicks = [asyncio.Event() for _ in self._addresses]
         self._tasks: list[asyncio.Task[None]] = []
         self._told_fenced = False
+        self._on_return = on_return
+        self._hide_seconds, _ = patience(heartbeat_seconds)
+        self._heard_at = -math.inf  # when the last announcement left that some lookup partition answered
+        self._returned = asyncio.Event()
 
     async def run(self) -> None:
         """Announce until `stop`, cancellation, or a newer boot of this node."""
@@ -76,9 +83,11 @@ class AnnouncePump:
         self._tasks = tasks = [loop.create_task(self._serve(partition)) for partition in range(len(self._addresses))]
         if not tasks:
             return
+        returns = loop.create_task(self._tell_returns())
         try:
             await asyncio.wait(tasks)
         finally:
+            await end_tasks([returns])
             await self._end_tasks()
 
     def kick(self) -> None:
@@ -137,10 +146,25 @@ class AnnouncePump:
             sent_at = self._clock()
             if await self._deliver(partition, update, failures):
                 failures, heard_at = 0, sent_at
+                self._note_heard(sent_at)
             else:
                 failures += 1
                 pause = min(BACKOFF_SECONDS_FIRST * 2 ** min(failures - 1, 10), BACKOFF_SECONDS_MAX)
                 await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
+
+    def _note_heard(self, sent_at: float) -> None:
+        if self._clock() - self._heard_at >= self._hide_seconds:
+            self._returned.set()
+        self._heard_at = max(self._heard_at, sent_at)
+
+    async def _tell_returns(self) -> None:
+        while self._on_return is not None:
+            await self._returned.wait()
+            self._returned.clear()
+            try:
+                await self._on_return()
+            except Exception:  # task boundary: nothing else tells of the next return
+                log.exception("return_failed")
 
     async def _deliver(self, partition: int, update: Update, failures: int) -> bool:
         """Send one update. Returns whether the lookup partition answered."""

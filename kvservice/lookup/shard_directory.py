@@ -6,7 +6,7 @@ Satisfies pool.runtime.DirectoryPort. Runs on the shard's event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from kvservice.aio import end_tasks
 from kvservice.auth.tls import TlsFiles
@@ -42,10 +42,23 @@ class ShardDirectory:
         self._farewell = asyncio.Lock()
         self._has_left = False
 
-    def start(self, node: Callable[[], Holder], heartbeat_seconds: float, on_fenced: Callable[[], None]) -> None:
+    def start(
+        self,
+        node: Callable[[], Holder],
+        heartbeat_seconds: float,
+        on_fenced: Callable[[], None],
+        on_return: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._node = node
         self._pump = AnnouncePump(
-            self._announcer, self._addresses, node, heartbeat_seconds, on_fenced, tls=self._tls, secret=self._secret
+            self._announcer,
+            self._addresses,
+            node,
+            heartbeat_seconds,
+            on_fenced,
+            tls=self._tls,
+            secret=self._secret,
+            on_return=on_return,
         )
         self._task = asyncio.get_running_loop().create_task(self._pump.run())
         if self._mirror is not None:

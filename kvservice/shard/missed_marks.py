@@ -1,4 +1,5 @@
-"""What was cleared while a node was away: it asks all other nodes before it says what it holds."""
+"""What was cleared while a node was away: it asks all other nodes before it says what it holds, and when the directory
+has heard of it again, because a clear asks the nodes that the directory knows."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
 from kvservice.client.operator import OperatorClient
 from kvservice.core.block.marks import Mark
-from kvservice.errors import InvalidRequest, KVServiceError
+from kvservice.errors import InvalidRequest, KVServiceError, Unavailable
+from kvservice.pool.clears import PoolClears
 from kvservice.units import NodeId
 from kvservice.wire.codec import decode_live_nodes
 from kvservice.wire.status import error_from_rpc, readable
@@ -23,6 +25,20 @@ log = logging.getLogger("kvservice.shard")
 
 ASK_SECONDS = 2.0  # for one round of calls; a node that takes longer is down, and those that answer know its marks
 AT_ONCE_MAX = 32  # nodes asked in parallel
+
+
+class MissedMarks:
+    def __init__(self, node_id: NodeId, clears: PoolClears, tls: TlsFiles | None) -> None:
+        self._node_id = node_id
+        self._clears = clears
+        self._tls = tls
+
+    async def take(self, lookups: Sequence[str]) -> None:
+        """Clear what others have cleared. Never raises: what does not answer is left out, and logged."""
+        try:
+            await self._clears.take(await marks_of_others(self._node_id, lookups, self._tls))
+        except Unavailable as error:  # a node must not keep others from starting by a clock that is wrong
+            log.error("marks_not_taken", extra={"reason": error.message})
 
 
 async def marks_of_others(node_id: NodeId, lookups: Sequence[str], tls: TlsFiles | None) -> tuple[Mark, ...]:

@@ -51,7 +51,7 @@ from kvservice.pool.tier_factory import open_coders
 from kvservice.pool.tier_specs import disk_bytes, disk_folder, find_tiers, marks_beside, names_beside
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.engine_socket import EngineSocket
-from kvservice.shard.missed_marks import marks_of_others
+from kvservice.shard.missed_marks import MissedMarks
 from kvservice.shard.operator import OperatorServicer
 from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.server_config import DEV_SHM, ShardServerConfig
@@ -184,10 +184,8 @@ class ShardServer:
             peers=PeerClient(ways, config.node_id, tls=self._tls, secret=secret),
         )
         discovery.keep_epoch(directory, self._pool.epoch)
-        try:
-            await self._pool.clears.take(await marks_of_others(config.node_id, config.lookup_addresses, self._tls))
-        except Unavailable as error:  # a node must not keep others from starting by a clock that is wrong
-            log.error("marks_not_taken", extra={"reason": error.message})
+        missed = MissedMarks(config.node_id, self._pool.clears, self._tls)
+        await missed.take(config.lookup_addresses)
         self._authenticator = Authenticator(tenants, self._pool)
         self._authenticator.start()
         await self._listen(socket_path)
@@ -195,7 +193,9 @@ class ShardServer:
         self._register(config.lookup_addresses)
         (directory / discovery.KEPT_NAME).unlink(missing_ok=True)  # the record says where the memory is
         if self._directory is not None:
-            self._directory.start(self.holder, settings.heartbeat_seconds, self._superseded)
+            self._directory.start(
+                self.holder, settings.heartbeat_seconds, self._superseded, lambda: missed.take(self._lookup_addresses)
+            )
 
     def leave(self, timeout_seconds: float, handover: bool, exit: bool) -> DrainProgress:
         """Begin to leave the service, or continue. Returns at once with the progress; call it again for more.

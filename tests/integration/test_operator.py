@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,10 @@ from typer.testing import CliRunner
 
 import kvservice
 from kvservice.cli.main import app
+from kvservice.client.members import find_members
 from kvservice.client.operator import OperatorClient
 from kvservice.core.block.keys import block_keys, chain_hashes
+from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.messages import EngineKind
 from kvservice.serve.warmer import Warmer
 from kvservice.testing.cluster import LocalCluster
@@ -45,6 +50,18 @@ class Service:
         lookup = [word for address in self.cluster.lookup_addresses for word in ("--lookup", address)]
         done = CliRunner().invoke(app, [*words, *lookup, "-o", "json"])
         return done.exit_code, json.loads(done.stdout) if done.exit_code in (0, 1) and done.stdout else done.output
+
+    def clear_at(self, node: str, mark: Mark) -> None:
+        """At this node alone, as by an operator to whom the directory names no other."""
+
+        async def ask() -> None:
+            client = OperatorClient()
+            try:
+                await client.clear(self.cluster.record(node).rpc_address, [mark])
+            finally:
+                await client.close()
+
+        asyncio.run(ask())
 
     def leased(self, node: str) -> int:
         return self.cluster.accounting(node).slots["leased"]
@@ -145,8 +162,13 @@ def test_a_pin_is_of_one_prompt(service: Service) -> None:
     assert code == 2 and "use a name for each" in said
 
 
+def hidden(service: Service, node: str) -> bool:
+    """Whether the directory has missed so many heartbeats of the node that it names it to nobody."""
+    return node in find_members(None, service.cluster.lookup_addresses).hidden
+
+
 def test_a_clear_says_whom_it_did_not_reach(service: Service) -> None:
-    """One that was away asks the others before it says what it holds. It is the last test: it ends a node."""
+    """One that was away asks the others before it says what it holds. It ends a node, as tests below do."""
     cluster = service.cluster
     service.writer.put(TOKENS, np.zeros((8, 1024), "float32"))
     cluster.kill("n1")
@@ -162,3 +184,30 @@ def test_a_clear_says_whom_it_did_not_reach(service: Service) -> None:
     code, report = service.run("clear", "--prompt", str(service.prompt), "--model", MODEL, "--wait", "60")
     assert (code, report["complete"]) == (0, True)
     assert service.run("clear", "--model", MODEL, "--everything")[0] == 2
+
+
+def test_a_node_that_hung_learns_what_was_cleared_meanwhile(service: Service) -> None:
+    cluster = service.cluster
+    eventually(lambda: service.reader.is_attached, "the program at n1 to attach again")
+    service.reader.put(TOKENS, np.zeros((8, 1024), "float32"))
+    with service.reader.get(TOKENS) as hit:
+        assert len(hit) == 8
+    before = cluster.stats("n1").counters["clears"]
+    os.kill(cluster.pid("n1"), signal.SIGSTOP)
+    try:
+        eventually(lambda: hidden(service, "n1"), "n1 to be hidden")
+        service.clear_at("n0", Mark(MarkKind.MODEL, time.time(), MODEL))
+    finally:
+        os.kill(cluster.pid("n1"), signal.SIGCONT)
+    eventually(lambda: cluster.stats("n1").counters["clears"] > before, "n1 to ask what was cleared")
+    with service.reader.get(TOKENS) as hit:
+        assert len(hit) == 0
+
+
+def test_a_clear_is_not_complete_without_a_node_that_just_fell_silent(service: Service) -> None:
+    service.cluster.kill("n1")
+    eventually(lambda: hidden(service, "n1"), "n1 to be hidden")
+    code, report = service.run("clear", "--everything")
+    assert (code, report["complete"], [row["node"] for row in report["nodes"] if row["error"]]) == (1, False, ["n1"])
+    code, seen = service.run("status")
+    assert (code, {node["node_id"]: node["state"] for node in seen["nodes"]}) == (1, {"n0": "ok", "n1": "silent"})
