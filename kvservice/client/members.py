@@ -28,7 +28,7 @@ class Members:
     lookups: tuple[str, ...]  # of all lookup partitions, in their order
     silent: tuple[str, ...]  # lookup partitions that did not answer
     tls: Any  # TlsFiles; None if the service has no TLS
-    hints: dict[str, str] = field(default_factory=dict)  # by address: why TLS made a call fail, and what to do
+    hints: dict[str, str] = field(default_factory=dict)  # by address: why a call failed, and what to do
     hidden: dict[str, str] = field(default_factory=dict)  # by node: silent for the directory, which still knows it
 
     def channel(self, address: str) -> grpc.Channel:
@@ -91,7 +91,7 @@ def _ask_lookups(
     addresses: Sequence[str], tls: Any
 ) -> tuple[dict[str, str], dict[str, str], list[str], dict[str, str]]:
     """Returns where the shards of live nodes are reached and where those of hidden ones were, the addresses that did
-    not answer, and why TLS made a call fail, by address."""
+    not answer, and why a call failed, by address."""
     from kvservice.auth.tls import open_blocking_channel
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
@@ -163,7 +163,7 @@ def tls_beside(record: Any = None) -> Any:
 
 
 def note_hint(hints: dict[str, str], address: str, error: Any) -> None:
-    """Note what to do about a failed call, if TLS is the reason."""
+    """Note what to do about a failed call, if its text says."""
     from kvservice.wire.status import connect_hint
 
     hint = connect_hint(str(error.details()) if isinstance(error, grpc.Call) else str(error))

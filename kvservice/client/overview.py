@@ -569,7 +569,7 @@ def _percent(part: int, whole: int) -> float:
 
 def _short(error: grpc.aio.AioRpcError) -> str:
     """'unavailable' or 'deadline exceeded': the code says more to an operator than gRPC's text, unless that is about
-    TLS or a token."""
+    TLS, a token or a wrong address."""
     details = error.details() or ""
     name = error.code().name.lower().replace("_", " ")
     said = details if error.code() is grpc.StatusCode.UNAUTHENTICATED else connect_hint(details)

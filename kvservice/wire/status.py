@@ -28,7 +28,12 @@ _BY_CODE: dict[grpc.StatusCode, type[KVServiceError]] = {
 }
 
 # Texts of gRPC 1.76 and later; tests/integration/test_tls.py causes each of them.
-_TLS_SIGNS = (
+_SIGNS = (
+    (
+        "Method not found!",
+        "what listens there knows no such call: it is another part of the service, such as a shard in place of a "
+        "lookup partition. Correct the address",
+    ),
     (
         "WRONG_VERSION_NUMBER",
         "this side uses TLS and the other does not: give all processes of the service the same KVSERVICE_TLS_DIR",
@@ -97,11 +102,11 @@ def readable(reply: R | None, what: str) -> R:
 
 
 def connect_hint(details: str) -> str:
-    """What to do about a connection that failed because of TLS; "" for any other failure.
+    """What to do about a call that failed because of TLS, or of an address of another part; "" for any other failure.
 
-    gRPC reports all of them as UNAVAILABLE with a text of its TLS library.
+    gRPC reports those of TLS as UNAVAILABLE with a text of its TLS library.
     """
-    return next((hint for sign, hint in _TLS_SIGNS if sign in details), "")
+    return next((hint for sign, hint in _SIGNS if sign in details), "")
 
 
 def _metadata(pairs: Iterable[Any] | None) -> dict[str, str]:

@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvservice.client.block_list import BlockFilter, BlockList, BlockReader
+from kvservice.client.members import find_members
 from kvservice.client.overview import DRAINING, OK, SILENT, Overview, OverviewReader, as_json
 from kvservice.client.shard import ShardClient
 from kvservice.core.store.slots import SHOWN_STATES
-from kvservice.errors import FingerprintMismatch, InvalidRequest
+from kvservice.errors import FingerprintMismatch, InvalidRequest, NoService
 from kvservice.testing.cluster import LocalCluster
 from kvservice.units import MiB
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
@@ -128,3 +129,16 @@ async def test_blocks_of_all_nodes_are_listed_and_filtered(cluster: LocalCluster
     for wrong in (BlockFilter(states=("molten",)), BlockFilter(key_prefix="xyz")):
         with pytest.raises(InvalidRequest):
             await blocks_of(cluster, wrong)
+
+
+async def test_a_shard_in_place_of_a_lookup_partition_is_told_as_such(cluster: LocalCluster) -> None:
+    shard = cluster.record("n0").peer_address
+    reader = OverviewReader()
+    try:
+        seen = await reader.read(cluster.service, [shard])
+    finally:
+        await reader.close()
+    told = "it is another part of the service, such as a shard in place of a lookup partition"
+    assert told in seen.lookups[0].error and told in " ".join(seen.problems)
+    with pytest.raises(NoService, match=told):
+        find_members(None, [shard])
