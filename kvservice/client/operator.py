@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import CallMetadata, Token
@@ -18,6 +19,7 @@ from kvservice.core.block.marks import MARKS_MAX, Mark
 from kvservice.core.messages import EngineKind, Pin, WarmRequest, WarmResult
 from kvservice.wire.clearing import decode_cleared, decode_marks, encode_marks
 from kvservice.wire.codec import decode_engine_stats
+from kvservice.wire.figures import check_figures
 from kvservice.wire.holding import decode_pins, decode_warmed, encode_pin, encode_warm
 from kvservice.wire.status import error_from_rpc, readable
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
@@ -25,7 +27,7 @@ from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 CALL_SECONDS = 5.0  # of a call that a shard answers from memory; then it counts as silent
 CLEAR_SECONDS = 30.0  # a shard looks at each of its blocks, and writes its marks down
 SLACK_SECONDS = 1.0  # for the network, after the time that the shard was given
-T = TypeVar("T", covariant=True)
+T = TypeVar("T", bound=Message, covariant=True)
 
 
 class _Rpc(Protocol[T]):
@@ -81,6 +83,8 @@ class OperatorClient:
     async def _ask(self, address: str, rpc: _Rpc[T], request: object, seconds: float) -> T:
         metadata = self._channels.metadata_for(address)
         try:
-            return readable(await rpc(request, timeout=seconds, metadata=metadata), f"the shard at {address}")
+            reply = readable(await rpc(request, timeout=seconds, metadata=metadata), f"the shard at {address}")
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"the shard at {address}") from error
+        check_figures(reply, f"the shard at {address}")
+        return reply

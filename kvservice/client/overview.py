@@ -29,6 +29,7 @@ from kvservice.core.messages import UsageRow
 from kvservice.core.store.blocks import EVICTED
 from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import ConfigError, InvalidRequest
+from kvservice.wire.figures import check_figures
 from kvservice.wire.status import connect_hint, readable
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
@@ -290,6 +291,7 @@ class OverviewReader:
         try:
             metadata = self._channels.metadata_for(address)
             reply = readable(await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout, metadata=metadata), address)
+            check_figures(reply, address)
         except grpc.aio.AioRpcError as error:
             return _NodeAnswer(node_id, address, error=_short(error))
         except (ConfigError, InvalidRequest) as error:

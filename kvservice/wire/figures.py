@@ -5,7 +5,11 @@ Times travel as ages, because clocks differ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
 
 from kvservice.core.block.keys import KEY_BYTES
 from kvservice.core.block.tenants import TenantUsage
@@ -23,6 +27,23 @@ SLOTS_MAX = 1 << 32  # a slot's index has 32 bits
 KEY_DIGITS_MAX = 32  # of a block's key in hex
 DRIFT_TOLD_MAX = 1e6  # an infinite drift is no number of JSON
 DETAIL_CHARS_MAX = 500  # of why a tier failed; a person reads it on a line or two
+
+
+def check_figures(reply: Message, what: str) -> None:
+    """Raises InvalidRequest when one of them is infinite or no number, which no table and no JSON has."""
+    for field, value in reply.ListFields():
+        if not _is_finite(value):
+            raise InvalidRequest(f"{what}: the answer cannot be read: its {field.name} has a number that is none")
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Message):
+        return all(_is_finite(part) for _, part in value.ListFields())
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    return not isinstance(value, Sequence) or isinstance(value, str | bytes) or all(map(_is_finite, value))
 
 
 def encode_tenant(usage: TenantUsage) -> shard_pb2.TenantNumbers:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from kvservice.client import engine_link
 from kvservice.client.block_list import BlockFilter, BlockReader
 from kvservice.client.engine_stats import EngineStatsReader
 from kvservice.client.operator import OperatorClient
-from kvservice.client.overview import OverviewReader
+from kvservice.client.overview import SILENT, OverviewReader, as_json
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import Attachment, Holder, SealItem, SealStatus
@@ -77,6 +79,28 @@ async def served() -> AsyncIterator[tuple[Scripted, str]]:
     await server.start()
     yield scripted, f"127.0.0.1:{port}"
     await server.stop(0)
+
+
+class Figures(shard_pb2_grpc.AdminServiceServicer, shard_pb2_grpc.OperatorServiceServicer):
+    """A shard with these figures, which says the number of each thing that it lists."""
+
+    def __init__(self, stats: shard_pb2.StatsReply, number: float) -> None:
+        self._stats, self._number = stats, number
+
+    async def Stats(
+        self, request: shard_pb2.StatsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> shard_pb2.StatsReply:
+        return self._stats
+
+    async def ListBlocks(
+        self, request: shard_pb2.ListBlocksRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> shard_pb2.ListBlocksReply:
+        return shard_pb2.ListBlocksReply(blocks=[shard_pb2.ListedBlock(age_seconds=self._number)])
+
+    async def ListPins(
+        self, request: shard_pb2.ListPinsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> shard_pb2.ListPinsReply:
+        return shard_pb2.ListPinsReply(pins=[shard_pb2.Pinned(age_seconds=self._number)])
 
 
 class Nonsense(grpc.GenericRpcHandler):
@@ -140,6 +164,28 @@ async def test_who_only_looks_is_told_of_answers_that_cannot_be_read() -> None:
         assert "cannot be read" in str(await blocks.read({"n0": address}, BlockFilter(), 10))
         for reader in (router, overviews, blocks):
             await reader.close()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+async def test_figures_that_are_no_numbers_cannot_be_read(number: float) -> None:
+    """No table and no JSON has them."""
+    window = shard_pb2.CounterWindow(name="1m", counters={"acquires": 1}, seconds=number)
+    for stats in (shard_pb2.StatsReply(uptime_seconds=number), shard_pb2.StatsReply(windows=[window])):
+        server, overviews, blocks, operator = grpc.aio.server(), OverviewReader(), BlockReader(), OperatorClient()
+        figures = Figures(stats, number)
+        shard_pb2_grpc.add_AdminServiceServicer_to_server(figures, server)
+        shard_pb2_grpc.add_OperatorServiceServicer_to_server(figures, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        overview = await overviews.read("s", [], {"n0": address}, 20.0)
+        assert (overview.nodes[0].state, "cannot be read: its " in overview.nodes[0].error) == (SILENT, True)
+        assert json.dumps(as_json(overview), allow_nan=False)
+        assert "cannot be read: its blocks" in str(await blocks.read({"n0": address}, BlockFilter(), 10))
+        with pytest.raises(InvalidRequest, match="cannot be read: its pins"):
+            await operator.pins(address)
+        for client in (overviews, blocks, operator):
+            await client.close()
+        await server.stop(0)
 
 
 @pytest.mark.parametrize("attributes", ['{"message": "x", "self": "y"}', "[1]", "null", "[" * 4000])
