@@ -71,6 +71,7 @@ def draw(state: dict[str, Any]) -> RenderableType:
         ]
     for node in state["silent_nodes"]:
         lines.append(f"[red]node {plain(node)} did not answer, so what it knows is missing here[/]")
+    lines += [f"[red]left out, because it cannot be read: {plain(what)}[/]" for what in state["unreadable"]]
     lines += [f"[red]lookup partition {plain(address)} did not answer[/]" for address in state["silent_lookups"]]
     lines += [f"→ {plain(hint)}" for hint in state["hints"]]
     return Group(*parts, *(Text.from_markup(line) for line in lines))

@@ -23,7 +23,7 @@ from kvservice.core.block.keys import KEY_BYTES, KEYS_PER_REQUEST_MAX, unpack_ke
 from kvservice.core.explain.diagnosis import BlockHistory, Evidence, RecordedRequest, count_outcomes, diagnose
 from kvservice.core.explain.records import Explanation, HistoryEntry, SourceRun
 from kvservice.core.messages import EngineKind, MissReason
-from kvservice.errors import Unauthenticated
+from kvservice.errors import InvalidRequest, Unauthenticated
 from kvservice.units import BlockKey
 from kvservice.wire.explain import decode_report, encode_explanation, encode_history
 from kvservice.wire.status import error_from_rpc
@@ -137,6 +137,15 @@ class PoolWitness:
         return {self._node: (reply, time.monotonic())}
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Engines of a node that share blocks."""
+
+    node: str
+    model: str
+    fingerprint: Fingerprint
+
+
 @dataclass(slots=True)
 class ShardAnswers:
     """What the shards answered about an id."""
@@ -144,12 +153,23 @@ class ShardAnswers:
     replies: dict[str, Any]  # ExplainReply by node
     heard_at: dict[str, float]  # when each answer came, on this machine's monotonic clock
     silent: list[str]
+    models: list[ServedModel]  # of all nodes
+    unreadable: list[str]  # what is left out of `models`, and why
 
     @classmethod
     def of(cls, found: Answers) -> ShardAnswers:
         answered = {node: reply for node, (reply, _) in found.items() if reply is not None}
         silent = sorted(node for node in found if node not in answered)
-        return cls(answered, {node: at for node, (_, at) in found.items()}, silent)
+        models: list[ServedModel] = []
+        unreadable: list[str] = []
+        for node, row in ((node, row) for node, reply in sorted(answered.items()) for row in reply.models):
+            try:
+                fingerprint = Fingerprint.of({field.name: field.value for field in row.fingerprint.fields})
+            except InvalidRequest as error:
+                unreadable.append(f"engines of {row.model} at node {node}: {error.message}")
+            else:
+                models.append(ServedModel(node, row.model, fingerprint))
+        return cls(answered, {node: at for node, (_, at) in found.items()}, silent, models, unreadable)
 
     def records(self) -> list[tuple[str, Any]]:
         return [(node, record) for node, reply in sorted(self.replies.items()) for record in reply.records]
@@ -189,6 +209,7 @@ def explain(witnesses: Witnesses, request_id: str) -> dict[str, Any]:
             for row in reply.refused
         ],
         "silent_nodes": answers.silent,
+        "unreadable": answers.unreadable,
     }
 
 
@@ -304,7 +325,7 @@ def _gather_evidence(
         for _, row, at in _rows(witnesses.lost(packed, age), "lost"):
             age_then = row.age_seconds - (at - asked_at)
             lost[missing[0] + row.index] = BlockHistory(row.node_id, "gone", age_then, row.cause)
-    return Evidence(entries, lost, _other_fingerprints(answers, node, record))
+    return Evidence(entries, lost, _other_fingerprints(answers, record))
 
 
 def _rows(found: Answers, field: str) -> Iterable[tuple[str, Any, float]]:
@@ -313,17 +334,13 @@ def _rows(found: Answers, field: str) -> Iterable[tuple[str, Any, float]]:
             yield name, row, at
 
 
-def _other_fingerprints(answers: ShardAnswers, node: str, record: Any) -> tuple[str, ...]:
+def _other_fingerprints(answers: ShardAnswers, record: Any) -> tuple[str, ...]:
     """Nodes that serve the same model under another fingerprint, each with the difference."""
-
-    def of(row: Any) -> Fingerprint:
-        return Fingerprint.of({field.name: field.value for field in row.fingerprint.fields})
-
-    models = [(name, row, of(row)) for name, reply in sorted(answers.replies.items()) for row in reply.models]
-    mine = next((print_ for _, _, print_ in models if print_.digest.hex() == record.fingerprint), None)
-    found = [
-        f"node {name} serves {row.model} with another one: {print_.difference(mine)}"
-        for name, row, print_ in models
-        if row.model == record.model and mine is not None and print_ != mine
-    ]
-    return tuple(found)
+    mine = next((one.fingerprint for one in answers.models if one.fingerprint.digest.hex() == record.fingerprint), None)
+    if mine is None:
+        return ()
+    return tuple(
+        f"node {one.node} serves {one.model} with another one: {one.fingerprint.difference(mine)}"
+        for one in answers.models
+        if one.model == record.model and one.fingerprint != mine
+    )

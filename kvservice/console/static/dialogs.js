@@ -47,6 +47,7 @@ function explained(state, ask) {
     ];
   }
   const silent = state.silent_nodes.map((node) => h("p", { class: "notice warn" }, `Node ${node} did not answer, so what it knows is missing here.`));
+  silent.push(...state.unreadable.map((what) => h("p", { class: "notice warn" }, `Left out, because it cannot be read: ${what}`)));
   if (!state.requests.length) {
     const minutes = Math.round(state.keep_seconds / 60);
     return [

@@ -18,6 +18,7 @@ def said(**changes: object) -> str:
         "keep_seconds": 600.0,
         "refused_engines": [],
         "silent_nodes": [],
+        "unreadable": [],
         "silent_lookups": [],
         "hints": [],
         "hosts": {},
@@ -35,3 +36,7 @@ def test_without_an_answer_no_time_is_named() -> None:
     told = said(keep_seconds=0.0, silent_nodes=["a"])
     assert "no node answered, so nothing is known of a request 'cmpl-1'" in told and "minutes" not in told
     assert "node a did not answer" in told
+
+
+def test_what_cannot_be_read_is_left_out_and_named() -> None:
+    assert "left out, because it cannot be read: engines of m" in said(unreadable=["engines of m"])

@@ -14,11 +14,11 @@ from kvservice.wire.v1 import shard_pb2
 class Witness:
     """One node with one record."""
 
-    def __init__(self, record: shard_pb2.RequestRecord) -> None:
-        self.record = record
+    def __init__(self, record: shard_pb2.RequestRecord, *models: shard_pb2.AttachedModel) -> None:
+        self.record, self.models = record, models
 
     def requests(self, request_id: str) -> Answers:
-        return {"n": (shard_pb2.ExplainReply(records=[self.record]), time.monotonic())}
+        return {"n": (shard_pb2.ExplainReply(records=[self.record], models=self.models), time.monotonic())}
 
     def histories(self, keys: bytes, age_seconds: float) -> Answers:
         return {}
@@ -42,3 +42,10 @@ class Witness:
 def test_odd_record_is_explained_as_far_as_it_goes(record: shard_pb2.RequestRecord, key: str, found: int) -> None:
     record.request_id = "r"
     assert explain(Witness(record), "r")["requests"][0]["blocks"][key] == found
+
+
+def test_engines_that_cannot_be_read_end_no_explanation() -> None:
+    record = shard_pb2.RequestRecord(request_id="r", keys=bytes(32), promised=2, answered=True)
+    state = explain(Witness(record, shard_pb2.AttachedModel(model="m")), "r")
+    assert state["requests"][0]["blocks"]["local"] == 2
+    assert state["unreadable"] == ["engines of m at node n: a fingerprint has 1 to 512 fields, not 0"]
