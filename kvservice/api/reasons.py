@@ -10,7 +10,7 @@ NO_POOL = "unavailable"
 WORDS: dict[str, str] = {
     MissReason.NEVER_STORED.value: "no node is known to have it",
     MissReason.TIER_NOT_OPEN.value: "no node is known to have it, and a tier that may have it was not open",
-    MissReason.TIER_NOT_ASKED.value: "no node is known to have it, and a tier that may have it is busy or too slow",
+    MissReason.TIER_NOT_ASKED.value: "no node is known to have it, and a tier that may have it fails, is busy or slow",
     MissReason.DEADLINE.value: "it did not come within the timeout",
     MissReason.SLOWER_THAN_RECOMPUTE.value: "fetching it would take longer than computing it",
     MissReason.LOOKUP_FAILED.value: "the lookup service did not answer",

@@ -111,7 +111,7 @@ class MissReason(Enum):
     NONE = "none"
     NEVER_STORED = "never_stored"  # the directory knows no holder
     TIER_NOT_OPEN = "tier_not_open"  # nobody else is known to have it, and a tier of this node was not open
-    TIER_NOT_ASKED = "tier_not_asked"  # nor a tier that may have it: it owes an answer, or computing is faster
+    TIER_NOT_ASKED = "tier_not_asked"  # nor a tier that may have it: it fails, owes an answer or is slow
     DEADLINE = "deadline"  # the block did not arrive before the engine's deadline
     SLOWER_THAN_RECOMPUTE = "slower_than_recompute"  # not fetched: by the measured bandwidth, computing is faster
     LOOKUP_FAILED = "lookup_failed"  # the lookup service did not answer

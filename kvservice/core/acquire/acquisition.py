@@ -98,7 +98,7 @@ class Acquisition:
     runs: tuple[HolderRun, ...] = ()  # the directory's answer
     is_complete: bool = True  # whether every part of the directory has answered
     probed: dict[str, int] = field(default_factory=dict)  # by shared tier: the end of the run that it has
-    not_asked: str = ""  # a shared tier that was left out, as a node: it owes an answer, or computing is faster
+    not_asked: str = ""  # a shared tier, as a node, that was left out or could not say what it has
     probes_from: int = 0  # the index that the probes began at
     asked_at: float = 0.0
     handed_from: int | None = None  # index of the first block that it waited for in a hand-off

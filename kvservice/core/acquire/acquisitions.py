@@ -220,6 +220,8 @@ class Acquisitions:
         end = start + event.count
         if event.is_end:
             self._tiers.lacks_shared(event.tier, acquisition.request.keys[end:])
+        else:  # it may have more, and could not say so in time
+            acquisition.not_asked = tier_holder(event.tier).node_id
         if event.count:
             self._tiers.has_shared(event.tier, acquisition.request.keys[start:end])
         else:

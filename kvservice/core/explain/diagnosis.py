@@ -91,14 +91,15 @@ _OF_TIER = {
     MissCause.OWNER_GONE: "{} failed to read it",
     MissCause.CORRUPT: "what {} gave did not match its digest",
     MissCause.TIER_NOT_OPEN: "no node had it, and {}, which may have it, was not open: see `kvservice status`",
-    MissCause.TIER_NOT_ASKED: "no node had it, and {}, which may have it, was not asked: it owes an answer, or was "
-    "measured to be slower than recomputing",
+    MissCause.TIER_NOT_ASKED: "no node had it, and {}, which may have it, could not be asked: it fails or owes an "
+    "answer (see `kvservice status`), or was measured to be slower than recomputing",
 }
 _DROPPED = {  # evictions that made room for nobody
     EvictionCause.CORRUPT.value: "found its bytes wrong {} before",
     EvictionCause.CLEARED.value: "cleared it {} before, as `kvservice clear` said",
     EvictionCause.AGED.value: "dropped it {} before, because it was older than max_age_seconds",
 }
+_GONE_EVERYWHERE = (EvictionCause.CLEARED.value, EvictionCause.AGED.value)  # from tiers too
 _SINCE = "; the engine that asked has stored it since"
 _WITHOUT_TIER = {
     MissReason.TIER_NOT_OPEN: MissCause.TIER_NOT_OPEN,
@@ -279,13 +280,13 @@ def _from_history(request: RecordedRequest, evidence: Evidence, index: int) -> D
     ends += [evidence.lost[index]] if index in evidence.lost else []
     ends = [entry for entry in ends if entry.age_seconds + CLOSE_SECONDS > age]
     last = min(ends, key=lambda entry: entry.age_seconds, default=None)
-    if last is not None and last.cause in _OF_NODE:
-        return _missed(index, MissCause.OWNER_GONE, last.node, f"node {last.node} {_OF_NODE[last.cause]}")
     if last is not None:
-        text = _evicted(last, max(last.age_seconds - age, 0.0))
-        return Diagnosis(
-            index, 1, BlockOutcome.MISSED, last.node, MissCause.EVICTED, text, last.cause or "unknown", last.caused_by
-        )
+        found = _lost(index, last, age)
+        without = None if last.cause in _GONE_EVERYWHERE else _WITHOUT_TIER.get(request.miss)
+        if without is None:
+            return found
+        text = f"{_OF_TIER[without].format(request.miss_node)}; {found.text}"
+        return replace(found, node=request.miss_node, miss_cause=without, text=text)
     later = [entry for entry in entries if entry.state != "gone" and entry.engine]
     first = max(later, key=lambda entry: entry.age_seconds, default=None)  # had it first after the request
     if first is not None and first.engine != request.engine and _was_beside(first, request):
@@ -303,6 +304,16 @@ def _from_history(request: RecordedRequest, evidence: Evidence, index: int) -> D
         return _missed(index, without, request.miss_node, _OF_TIER[without].format(request.miss_node))
     own = first is not None and first.engine == request.engine
     return _missed(index, MissCause.NEVER_STORED, "", _TEXT[MissCause.NEVER_STORED] + (_SINCE if own else ""))
+
+
+def _lost(index: int, last: BlockHistory, age_seconds: float) -> Diagnosis:
+    """How the last node that had the block lost it."""
+    if last.cause in _OF_NODE:
+        return _missed(index, MissCause.OWNER_GONE, last.node, f"node {last.node} {_OF_NODE[last.cause]}")
+    text = _evicted(last, max(last.age_seconds - age_seconds, 0.0))
+    return Diagnosis(
+        index, 1, BlockOutcome.MISSED, last.node, MissCause.EVICTED, text, last.cause or "unknown", last.caused_by
+    )
 
 
 def _was_beside(entry: BlockHistory, request: RecordedRequest) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -251,9 +252,29 @@ def test_a_block_with_wrong_bytes_is_said_to_be_so() -> None:
         (MissReason.PEER_FAILED, MissCause.OWNER_GONE, "~disk failed to read it"),
         (MissReason.CORRUPT, MissCause.CORRUPT, "what ~disk gave did not match"),
         (MissReason.TIER_NOT_OPEN, MissCause.TIER_NOT_OPEN, "~disk, which may have it, was not open"),
-        (MissReason.TIER_NOT_ASKED, MissCause.TIER_NOT_ASKED, "~disk, which may have it, was not asked"),
+        (MissReason.TIER_NOT_ASKED, MissCause.TIER_NOT_ASKED, "~disk, which may have it, could not be asked"),
     ],
 )
 def test_a_miss_of_a_tier_names_the_tier(miss: MissReason, miss_cause: MissCause, text: str) -> None:
     found, said = cause_of(replace(REQUEST, miss=miss, miss_node="~disk"))
     assert found is miss_cause and text in said
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        ("pressure", "which may have it, could not be asked: .*; node n1 evicted it 12.5 s before$"),
+        ("restarted", "which may have it, could not be asked: .*; node n1 restarted without it$"),
+    ],
+)
+def test_a_tier_that_may_have_it_is_named_before_its_loss(cause: str, text: str) -> None:
+    """A larger pool would not have been needed, had the tier answered."""
+    asked = replace(REQUEST, miss=MissReason.TIER_NOT_ASKED, miss_node="~objects")
+    found, said = cause_of(asked, BlockHistory("n1", "gone", 72.5, cause))
+    assert found is MissCause.TIER_NOT_ASKED and re.search(text, said)
+
+
+@pytest.mark.parametrize("cause", ["cleared", "aged"])
+def test_no_tier_may_have_what_was_dropped_everywhere(cause: str) -> None:
+    asked = replace(REQUEST, miss=MissReason.TIER_NOT_ASKED, miss_node="~objects")
+    assert cause_of(asked, BlockHistory("n1", "gone", 72.5, cause))[0] is MissCause.EVICTED

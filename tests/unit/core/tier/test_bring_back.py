@@ -161,7 +161,7 @@ def test_a_shared_tier_is_asked_beside_the_directory() -> None:
     assert harness.resolves[-1].op == op and isinstance(harness.tier_work.pop(), act.Probe)
     harness.resolved(op)
     assert harness.open(op) and not harness.reads("objects")
-    harness.probed(op, 3)
+    harness.probed(op, 3, is_end=True)
     read = harness.reads("objects")[0]
     assert [(block.key, block.position) for block, _ in read.items] == [(key, i) for i, key in enumerate(CHAIN[:3])]
     harness.brought(read, OK)
@@ -189,7 +189,7 @@ def test_nobody_waits_for_the_store_when_a_node_has_all() -> None:
 def test_a_store_that_has_nothing_costs_a_miss() -> None:
     harness, engine = on_disk(OBJECTS, has_directory=False)
     op = harness.acquire(engine, make_chain(3, "other"))
-    harness.probed(op, 0)
+    harness.probed(op, 0, is_end=True)
     assert harness.result(op).miss is MissReason.NEVER_STORED
     harness.probed(999, 4)
 
@@ -235,6 +235,19 @@ def test_what_a_store_no_longer_has_is_written_into_it_again() -> None:
     harness.brought(harness.reads("objects")[0], OK)
     harness.store(engine, chain, 1)
     assert [block.key for write in harness.writes("objects") for block, _ in write.items] == [chain[1]]
+
+
+@pytest.mark.parametrize(
+    ("is_end", "miss"), [(True, MissReason.NEVER_STORED), (False, MissReason.TIER_NOT_ASKED)], ids=["lacks", "silent"]
+)
+def test_a_store_that_cannot_say_may_have_the_block(is_end: bool, miss: MissReason) -> None:
+    harness, engine = on_disk(OBJECTS, has_directory=False)
+    op = harness.next_op()
+    harness.send(ev.Acquire(op, engine, AcquireRequest(tuple(CHAIN), 0, 5.0, request_id="r")))
+    harness.probed(op, 0, is_end=is_end)
+    assert harness.result(op).miss is miss
+    (record,) = harness.state.explain("r", harness.now).records
+    assert record.miss_node == ("" if is_end else "~objects")
 
 
 def test_a_store_that_cannot_say_has_lost_nothing() -> None:
@@ -358,7 +371,7 @@ def test_a_shared_tier_that_is_not_open_is_not_asked() -> None:
     assert harness.result(op).miss is MissReason.TIER_NOT_OPEN and not harness.tier_work
     harness.send(ev.TierFound("objects", ()))
     op = harness.acquire(harness.attach(), CHAIN)
-    harness.probed(op, 0)
+    harness.probed(op, 0, is_end=True)
     assert harness.result(op).miss is MissReason.NEVER_STORED
 
 
