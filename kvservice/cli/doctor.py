@@ -245,7 +245,7 @@ def shared_memory() -> Iterator[Check]:
     if room >= config.pool_bytes and left + held >= config.pool_bytes:
         yield Check("shared_memory", OK, detail)
     elif room >= config.pool_bytes:
-        detail += f"; {pool}: the machine has only {format_bytes(left)} of memory left"
+        detail += f"; {pool}: this machine or container has only {format_bytes(left)} of memory left"
         yield Check("shared_memory", PROBLEM if chosen else WARNING, detail, f"end what takes its memory, or {LOWER}")
     elif room < SHM_BYTES_MIN:
         yield Check("shared_memory", PROBLEM, detail, SHM_ADVICE)

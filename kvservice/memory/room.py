@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvservice.units import GiB, KiB, MiB, div_ceil, format_bytes
@@ -10,13 +11,18 @@ from kvservice.units import GiB, KiB, MiB, div_ceil, format_bytes
 LOWER = "lower the pool size (`pool_bytes` of a service, `memory` of an embedded pool)"
 MIRROR_ROOM = 512 * MiB  # what the mirror beside a pool may grow to by default
 
+_VERSIONS = (  # of cgroups: the files of the limit and the usage, and how memory.stat names what is below, too
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+
 
 def how_to_make_room(directory: Path, needed: int, total: int, free: int) -> str:
     """Advice for a pool of `needed` bytes in this file system of `total` bytes, `free` of them free. What is used there
     stays."""
     size, memory = total - free + needed + MIRROR_ROOM, machine_memory()
     if size > memory:
-        return f"this machine has only {format_bytes(memory)} of memory; {LOWER}"
+        return f"this machine or container has only {format_bytes(memory)} of memory; {LOWER}"
     return (
         f"make it larger (mount -o remount,size={div_ceil(size, GiB)}G {directory}; docker run --shm-size; in "
         f"Kubernetes an emptyDir with medium: Memory and a sizeLimit), or {LOWER}"
@@ -24,10 +30,50 @@ def how_to_make_room(directory: Path, needed: int, total: int, free: int) -> str
 
 
 def machine_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """What there is for this process: of the machine, or of the container that it runs in."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(group.limit_bytes for group in cgroups())])
 
 
 def free_memory() -> int:
     """What the kernel can still give before it ends processes to get more."""
     sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return sum(int(sizes[name].split()[0]) * KiB for name in ("MemAvailable", "SwapFree"))
+    available, swap = (int(sizes[name].split()[0]) * KiB for name in ("MemAvailable", "SwapFree"))
+    return min([available, *(group.free_bytes for group in cgroups())]) + swap
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroup:
+    """A control group with a limit of memory, as a container has one."""
+
+    limit_bytes: int
+    free_bytes: int  # with the files that the kernel drops for others
+
+
+def cgroups(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[Cgroup]:
+    """Those of this process and above it that limit memory, of either version. Within a container that sees paths of
+    its host, the container's own is at the top."""
+    folders: list[Path] = []
+    try:
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                top = root / "memory" if controllers else root
+                own = top / path.lstrip("/")
+                folders += [each for each in (own, *own.parents) if each == top or top in each.parents]
+    except (OSError, ValueError):  # a machine without them
+        return []
+    return [group for group in map(_cgroup, folders) if group is not None]
+
+
+def _cgroup(folder: Path) -> Cgroup | None:
+    """None when it does not limit memory, or is not there."""
+    for limit, usage, kind in _VERSIONS:
+        try:
+            limit_bytes, used = (int((folder / name).read_text()) for name in (limit, usage))
+            sizes = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            files = sum(int(sizes.get(f"{kind}{which}_file", 0)) for which in ("active", "inactive"))
+        except (OSError, ValueError):  # the other version, or "max"
+            continue
+        return Cgroup(limit_bytes, max(limit_bytes - used + files, 0))
+    return None

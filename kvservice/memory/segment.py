@@ -512,8 +512,8 @@ def _reserve(descriptor: int, directory: Path, size: int, is_given_up: Callable[
                 piece, left = min(PIECE_BYTES, size - start), room.free_memory()
                 if left < piece:  # the kernel would end processes for it, and this one first
                     raise SegmentError(
-                        f"memory is short: {format_bytes(size)} needed, and after {format_bytes(start)} the machine "
-                        f"has only {format_bytes(left)} left; end what takes its memory, or {room.LOWER}",
+                        f"memory is short: {format_bytes(size)} needed, and after {format_bytes(start)} this machine "
+                        f"or container has only {format_bytes(left)} left; end what takes its memory, or {room.LOWER}",
                         needed_bytes=size,
                         free_bytes=left,
                     )

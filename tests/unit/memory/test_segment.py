@@ -51,7 +51,7 @@ def test_all_memory_is_reserved_at_creation(path: Path) -> None:
 def test_too_small_shared_memory_is_a_clear_error(path: Path) -> None:
     """The error has numbers and a way out."""
     with pytest.raises(
-        SegmentError, match=r"too small.*needed.*free.*this machine has only .* of memory; lower"
+        SegmentError, match=r"too small.*needed.*free.*this machine or container has only .* of memory; lower"
     ) as caught:
         Segment.create(path, plan_geometry(100_000 * GiB), "node")
     assert caught.value.attributes["needed_bytes"] > caught.value.attributes["free_bytes"]  # type: ignore[operator]
