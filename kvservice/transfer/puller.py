@@ -26,7 +26,7 @@ from kvservice.core.acquire.pulls import PULL_BLOCKS_MAX
 from kvservice.core.events import PullResult
 from kvservice.core.segment.copy_runs import Offsets, merge_runs
 from kvservice.core.segment.digest import digest_payload
-from kvservice.core.segment.geometry import HEADER_BYTES, PAGE_BYTES
+from kvservice.core.segment.geometry import HEADER_BYTES
 from kvservice.core.segment.header_checks import are_as_located, is_as_located
 from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment
@@ -34,6 +34,7 @@ from kvservice.observe.failpoints import failpoint
 from kvservice.transfer import mapped
 from kvservice.transfer.base import Completion, Copy, PeerHandle, TransferId, TransferOutcome, Transport
 from kvservice.transfer.connections import AnyPeer, Connections
+from kvservice.transfer.greetings import Greetings, OnMet
 from kvservice.transfer.job import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.transfer.mapped import MappedPeer
 from kvservice.transfer.scratch import SCRATCH_HEADERS, Scratch
@@ -65,24 +66,12 @@ BROKEN_SECONDS = 0.05  # between two polls of a transport that raises, so that i
 assert PULL_BLOCKS_MAX <= SCRATCH_HEADERS, "the headers of one pull must fit into the scratch area"
 assert PIECE_BYTES <= BATCH_BYTES_MIN <= BATCH_BYTES_MAX <= IN_FLIGHT_BYTES_MAX
 
-GREETING_HEADERS = PAGE_BYTES // HEADER_BYTES  # of scratch: what is read of a peer to greet it
-
-
-@dataclass(frozen=True, slots=True)
-class _Greeting:
-    """The read that opens a new connection: transports finish their own wiring at the first one."""
-
-    peer: NodeId
-    handle: PeerHandle
-    scratch: int  # index of its first scratch header
-    on_met: Callable[[bool], None]
-
 
 @dataclass(frozen=True, slots=True)
 class _Errand:
     """Something to do for the thread."""
 
-    begin: Callable[[Transport | None], None]
+    begin: Callable[[], None]
     refuse: Callable[[], None]  # the thread has ended
 
 
@@ -134,9 +123,9 @@ class Puller:
         self._thread = threading.Thread(target=self._run, name="kvservice-puller", daemon=True)
         self._digesting = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kvservice-verify")
         self._active: list[_Active] = []
-        self._greetings: dict[TransferId, _Greeting] = {}
         self._greeted_at = 0.0
         self._scratch = Scratch()
+        self._greetings = Greetings(self._scratch, segment.geometry.scratch_offset)
         self._silence = Silence()
         self._name = ""
         self._description = b""
@@ -174,20 +163,20 @@ class Puller:
         assert 0 < len(job.items) <= SCRATCH_HEADERS, f"{len(job.items)} blocks in one pull"
         failed = (PullResult.FAILED,) * len(job.items)
         self._put(
-            partial(self._begin, job=job, on_done=on_done, on_writes_ended=on_writes_ended),
+            partial(self._begin, job, on_done, on_writes_ended),
             partial(self._call, on_done, job.job_id, failed),
         )
 
-    def greet(self, peer: NodeId, epoch: BootEpoch, description: bytes, on_met: Callable[[bool], None]) -> None:
+    def greet(self, peer: NodeId, epoch: BootEpoch, description: bytes, on_met: OnMet) -> None:
         """Connect to a peer and read one page, so that its first pull finds a way that is open. Never blocks. May be
         called from any thread.
 
         `on_met(whether)` is called when the read has ended, which may be never if the peer stopped.
         """
-        begin = partial(self._greet, peer=peer, epoch=epoch, description=description, on_met=on_met)
+        begin = partial(self._greet, peer, epoch, description, on_met)
         self._put(begin, partial(self._call, on_met, False))
 
-    def _put(self, begin: Callable[[Transport | None], None], refuse: Callable[[], None]) -> None:
+    def _put(self, begin: Callable[[], None], refuse: Callable[[], None]) -> None:
         self._inbox.put(_Errand(begin, refuse))
         if self._ended:
             self._refuse_inbox()
@@ -204,7 +193,7 @@ class Puller:
 
     def _run(self) -> None:
         try:
-            transport = None if self._make_transport is None else self._make_transport()
+            self._transport = transport = None if self._make_transport is None else self._make_transport()
             ways = {mapped.NAME: mapped.describe(self._segment)} if self._maps_peers else {}
             if transport is not None:
                 ways[transport.name] = transport.describe()
@@ -216,18 +205,18 @@ class Puller:
         self._started.set_result(None)
         try:
             while not self._stopping:
-                self._take_jobs(transport)
-                if (self._active or self._greetings) and not self._step(transport) and not self._is_idle:
+                self._take_jobs()
+                if (self._active or self._greetings) and not self._step() and not self._is_idle:
                     time.sleep(POLL_SECONDS)
                 self._connections.let_go_of_the_gone([active.peer for active in self._active])
         finally:
-            self._end(transport)
+            self._end()
 
-    def _end(self, transport: Transport | None) -> None:
+    def _end(self) -> None:
         """Answer everything as FAILED. After the transport is closed, nothing writes any more."""
         try:
-            if transport is not None:
-                transport.close()
+            if self._transport is not None:
+                self._transport.close()
         except Exception as error:  # noqa: BLE001  thread boundary: callers still wait for their answers
             self._count_error("transport_close_failed", error)
         self._connections.close()
@@ -236,9 +225,8 @@ class Puller:
             if PullResult.STUCK in active.results.values():
                 self._call(active.on_writes_ended, active.job.job_id)
         self._active.clear()
-        for greeting in self._greetings.values():
+        for greeting in self._greetings.give_up():
             self._call(greeting.on_met, False)
-        self._greetings.clear()
         self._ended = True
         self._refuse_inbox()
 
@@ -271,7 +259,7 @@ class Puller:
         """Whether nobody waits: all that is in flight was given up, or greets a peer."""
         return all(active.answered and active.is_reading for active in self._active)
 
-    def _take_jobs(self, transport: Transport | None) -> None:
+    def _take_jobs(self) -> None:
         """Take all jobs that have arrived. Waits a little when there is nothing else to do."""
         try:
             is_greeting = bool(self._greetings) and self._clock() < self._greeted_at + QUICK_SECONDS
@@ -279,14 +267,12 @@ class Puller:
             entry = self._inbox.get(timeout=wait) if self._is_idle else self._inbox.get_nowait()
             while True:
                 if entry is not None:
-                    entry.begin(transport)
+                    entry.begin()
                 entry = self._inbox.get_nowait()
         except queue.Empty:
             return
 
-    def _begin(
-        self, transport: Transport | None, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback
-    ) -> None:
+    def _begin(self, job: PullJob, on_done: DoneCallback, on_writes_ended: WritesEndedCallback) -> None:
         try:
             peer = self._connections.connect(job.peer, job.peer_epoch, job.description)
         except Exception as error:  # noqa: BLE001  thread boundary: one peer's failure must not end the thread
@@ -294,57 +280,40 @@ class Puller:
             self._count("connect_failed")
             self._call(on_done, job.job_id, (PullResult.FAILED,) * len(job.items))
             return
-        if transport is not None and not isinstance(peer, MappedPeer) and self._silence.is_long(peer):
-            self._count("peers_silent")
-            self._call(on_done, job.job_id, (PullResult.FAILED,) * len(job.items))
-            self._greet_over(transport, job.peer, peer, lambda is_met: None)  # its answer ends the silence
-            return
-        way = mapped.NAME if transport is None or isinstance(peer, MappedPeer) else transport.name
+        way = mapped.NAME
+        if self._transport is not None and not isinstance(peer, MappedPeer):
+            if self._silence.is_long(peer):
+                self._count("peers_silent")
+                self._call(on_done, job.job_id, (PullResult.FAILED,) * len(job.items))
+                self._greet_over(job.peer, peer, lambda is_met: None)  # its answer ends the silence
+                return
+            way = self._transport.name
         self._active.append(_Active(job, on_done, on_writes_ended, peer, way, bytearray(len(job.items))))
 
-    def _greet(
-        self,
-        transport: Transport | None,
-        peer: NodeId,
-        epoch: BootEpoch,
-        description: bytes,
-        on_met: Callable[[bool], None],
-    ) -> None:
+    def _greet(self, peer: NodeId, epoch: BootEpoch, description: bytes, on_met: OnMet) -> None:
         try:
             handle = self._connections.connect(peer, epoch, description)
         except Exception as error:  # noqa: BLE001  thread boundary: one peer's failure must not end the thread
             log.info("greeting_failed", extra={"peer": peer, "error": str(error)})
             self._call(on_met, False)
             return
-        if transport is None or isinstance(handle, MappedPeer):
+        if isinstance(handle, MappedPeer):
             self._call(on_met, True)  # mapped: there is nothing to wire up
         else:
-            self._greet_over(transport, peer, handle, on_met)
+            self._greet_over(peer, handle, on_met)
 
-    def _greet_over(
-        self, transport: Transport, peer: NodeId, handle: PeerHandle, on_met: Callable[[bool], None]
-    ) -> None:
-        is_open = any(greeting.peer == peer for greeting in self._greetings.values())
-        scratch = None if is_open else self._scratch.take(GREETING_HEADERS)
-        if scratch is None:  # it has not answered the last one, or pulls take all the space
+    def _greet_over(self, peer: NodeId, handle: PeerHandle, on_met: OnMet) -> None:
+        assert self._transport is not None, "the peer was connected through it"
+        if self._greetings.begin(self._transport, peer, handle, on_met):
+            self._greeted_at = self._clock()
+        else:
             self._call(on_met, False)
-            return
-        local = self._segment.geometry.scratch_offset + scratch * HEADER_BYTES
-        try:
-            transfer = transport.post_read(handle, [Copy(0, local, PAGE_BYTES)])
-        except Exception as error:  # noqa: BLE001  thread boundary, as above
-            log.info("greeting_failed", extra={"peer": peer, "error": str(error)})
-            self._scratch.give(scratch, GREETING_HEADERS)
-            self._call(on_met, False)
-            return
-        self._greetings[transfer] = _Greeting(peer, handle, scratch, on_met)
-        self._greeted_at = self._clock()
 
-    def _step(self, transport: Transport | None) -> bool:
+    def _step(self) -> bool:
         """One round over all jobs. False when nothing changed."""
         moved = False
         try:
-            completions = [] if transport is None else transport.poll()
+            completions = [] if self._transport is None else self._transport.poll()
         except Exception as error:  # noqa: BLE001  thread boundary: open jobs have failed, later ones may succeed
             self._count_error("poll_errors", error)
             for active in self._active:
@@ -358,7 +327,7 @@ class Puller:
             self._complete(completion)
         for active in list(self._active):
             try:
-                moved |= self._advance(transport, active)
+                moved |= self._advance(active)
             except Exception as error:  # noqa: BLE001  thread boundary: this job fails, the others continue
                 self._count_error("job_errors", error)
                 self._fail_rest(active)
@@ -367,9 +336,8 @@ class Puller:
 
     def _complete(self, completion: Completion) -> None:
         done = completion.outcome is TransferOutcome.DONE
-        greeting = self._greetings.pop(completion.transfer, None)
+        greeting = self._greetings.end(completion.transfer)
         if greeting is not None:
-            self._scratch.give(greeting.scratch, GREETING_HEADERS)
             self._silence.heard(greeting.handle, self._clock())
             if not done:
                 self._connections.drop(greeting.peer, greeting.handle)
@@ -396,7 +364,7 @@ class Puller:
                 self._connections.drop(active.job.peer, active.peer)  # the next job starts with a new connection
             return
 
-    def _advance(self, transport: Transport | None, active: _Active) -> bool:
+    def _advance(self, active: _Active) -> bool:
         """Advance one job as far as it goes now. True when something changed."""
         job = active.job
         if active.answered:
@@ -406,12 +374,12 @@ class Puller:
             self._fail_rest(active)
         if isinstance(active.peer, MappedPeer):
             return self._copy_slice(active, active.peer)
-        assert transport is not None, "the peer was connected through it"
         moved = False
         if active.next_item < len(job.items):
-            moved |= self._post_batch(transport, active)  # one per round: the previous one may have landed in its call
+            # One per round: the previous one may have landed in its call.
+            moved |= self._post_batch(active, active.peer)
         if active.payloads_done and active.headers is None and not active.headers_read and not active.results:
-            moved |= self._post_headers(transport, active)
+            moved |= self._post_headers(active, active.peer)
         elif active.payloads_done and active.pieces:
             self._verify_piece(active)  # this thread has nothing else to do for the job
             moved = True
@@ -420,7 +388,7 @@ class Puller:
             moved = True
         return moved
 
-    def _post_batch(self, transport: Transport, active: _Active) -> bool:
+    def _post_batch(self, active: _Active, peer: PeerHandle) -> bool:
         """Post the next batch. False when enough is in flight."""
         job = active.job
         flying = sum(map(len, active.in_flight.values())) * job.payload_bytes
@@ -437,14 +405,12 @@ class Puller:
             self._segment.geometry.payload_offsets([item.destination for item in items], job.payload_bytes),
             job.payload_bytes,
         )
-        assert not isinstance(active.peer, MappedPeer)
-        active.in_flight[transport.post_read(active.peer, copies)] = batch
-        self._silence.began(active.peer, self._clock())
+        active.in_flight[self._post(peer, copies)] = batch
         active.next_item = batch.stop
         failpoint("shard.read")
         return True
 
-    def _post_headers(self, transport: Transport, active: _Active) -> bool:
+    def _post_headers(self, active: _Active, peer: PeerHandle) -> bool:
         items = active.job.items
         active.scratch = self._scratch.take(len(items))
         if active.scratch is None:
@@ -452,10 +418,14 @@ class Puller:
         start = self._segment.geometry.scratch_offset + active.scratch * HEADER_BYTES
         remote = active.job.geometry.header_offsets([item.handle.slot for item in items])
         local = start + HEADER_BYTES * np.arange(len(items))
-        assert not isinstance(active.peer, MappedPeer)
-        active.headers = transport.post_read(active.peer, _merged(remote, local, HEADER_BYTES))
-        self._silence.began(active.peer, self._clock())
+        active.headers = self._post(peer, _merged(remote, local, HEADER_BYTES))
         return True
+
+    def _post(self, peer: PeerHandle, copies: list[Copy]) -> TransferId:
+        assert self._transport is not None, "the peer was connected through it"
+        transfer = self._transport.post_read(peer, copies)
+        self._silence.began(peer, self._clock())
+        return transfer
 
     def _copy_slice(self, active: _Active, peer: MappedPeer) -> bool:
         """Copy the next slice of a job from a mapped peer; behind the last one, judge the job. It always moves."""
