@@ -7,7 +7,7 @@ then by one request first, so that a dead node does not cost every request a con
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,14 +17,14 @@ from kvservice.auth.identity import proofs_of, shard_audience
 from kvservice.auth.tls import TlsFiles
 from kvservice.breaker import Breaker
 from kvservice.client.channels import Channels
+from kvservice.core.actions import Follow, Locate, Offer, ReleaseRemote
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.bounded_table import NODES_MAX, BoundedTable
-from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
+from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
 from kvservice.core.segment.geometry import Geometry
-from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
 from kvservice.observe import tracing
-from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
+from kvservice.units import BootEpoch, NodeId
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located, encode_refs
 from kvservice.wire.leaving import decode_taken, encode_take_over
 from kvservice.wire.serving import CHANNEL_OPTIONS
@@ -49,39 +49,13 @@ class PeerPort(Protocol):
 
     async def handshake(self, holder: Holder, timeout: float) -> PeerInfo: ...
 
-    async def locate(
-        self, holder: Holder, keys: tuple[BlockKey, ...], timeout: float, wait_seconds: float = 0.0
-    ) -> LocateResult: ...
+    async def locate(self, wanted: Locate) -> LocateResult: ...
 
-    async def follow(
-        self,
-        holder: Holder,
-        handoff: HandoffId,
-        keys: tuple[BlockKey, ...],
-        wait_seconds: float,
-        timeout: float,
-    ) -> FollowResult: ...
+    async def follow(self, holder: Holder, wanted: Follow, timeout: float) -> FollowResult: ...
 
-    async def release(
-        self,
-        holder: Holder,
-        epoch: BootEpoch,
-        lease_id: LeaseId,
-        timeout: float,
-        suspects: Sequence[BlockRef] = (),
-    ) -> None:
-        """`suspects` are leased slots that did not hold what was leased."""
-        ...
+    async def release(self, lease: ReleaseRemote, timeout: float) -> None: ...
 
-    async def take_over(
-        self,
-        peer: Holder,
-        leaver: Holder,
-        payload_bytes: int,
-        items: Sequence[TakeOverItem],
-        wait_seconds: float,
-        timeout: float,
-    ) -> TakeOverResult: ...
+    async def take_over(self, leaver: Holder, offer: Offer, timeout: float) -> TakeOverResult: ...
 
     async def room(self, holder: Holder, timeout: float) -> Peer: ...
 
@@ -134,60 +108,41 @@ class PeerClient:
             raise StaleEpoch(f"node {holder.node_id} restarted: epoch {info.epoch}, the directory said {holder.epoch}")
         return info
 
-    async def locate(
-        self, holder: Holder, keys: tuple[BlockKey, ...], timeout: float, wait_seconds: float = 0.0
-    ) -> LocateResult:
+    async def locate(self, wanted: Locate) -> LocateResult:
+        holder, keys = wanted.holder, pack_keys(wanted.keys)
         request = shard_pb2.LocateRequest(
-            epoch=holder.epoch, keys=pack_keys(keys), reader=self._reader, wait_seconds=wait_seconds
+            epoch=holder.epoch, keys=keys, reader=self._reader, wait_seconds=wanted.wait_seconds
         )
-        reply = await self._call(
-            holder, lambda stub: stub.Locate(request, timeout=timeout, metadata=self._proof(holder)), "locate"
-        )
-        return decode_located(reply, keys)
+        timeout, proof = wanted.timeout_seconds, self._proof(holder)
+        reply = await self._call(holder, lambda stub: stub.Locate(request, timeout=timeout, metadata=proof), "locate")
+        return decode_located(reply, wanted.keys)
 
-    async def follow(
-        self,
-        holder: Holder,
-        handoff: HandoffId,
-        keys: tuple[BlockKey, ...],
-        wait_seconds: float,
-        timeout: float,
-    ) -> FollowResult:
+    async def follow(self, holder: Holder, wanted: Follow, timeout: float) -> FollowResult:
         request = shard_pb2.FollowRequest(
-            epoch=holder.epoch, handoff=handoff, keys=pack_keys(keys), reader=self._reader, wait_seconds=wait_seconds
+            epoch=holder.epoch,
+            handoff=wanted.handoff.handoff_id,
+            keys=pack_keys(wanted.keys),
+            reader=self._reader,
+            wait_seconds=wanted.wait_seconds,
         )
         reply = await self._call(
             holder, lambda stub: stub.Follow(request, timeout=timeout, metadata=self._proof(holder)), "follow"
         )
-        return decode_followed(reply, keys)
+        return decode_followed(reply, wanted.keys)
 
-    async def release(
-        self,
-        holder: Holder,
-        epoch: BootEpoch,
-        lease_id: LeaseId,
-        timeout: float,
-        suspects: Sequence[BlockRef] = (),
-    ) -> None:
+    async def release(self, lease: ReleaseRemote, timeout: float) -> None:
         request = shard_pb2.ReleaseLocatedRequest(
-            epoch=epoch, lease_id=lease_id, reader=self._reader, suspects=encode_refs(suspects)
+            epoch=lease.epoch, lease_id=lease.lease_id, reader=self._reader, suspects=encode_refs(lease.suspects)
         )
+        proof = self._proof(lease.holder)
         await self._call(
-            holder, lambda stub: stub.ReleaseLocated(request, timeout=timeout, metadata=self._proof(holder)), "release"
+            lease.holder, lambda stub: stub.ReleaseLocated(request, timeout=timeout, metadata=proof), "release"
         )
 
-    async def take_over(
-        self,
-        peer: Holder,
-        leaver: Holder,
-        payload_bytes: int,
-        items: Sequence[TakeOverItem],
-        wait_seconds: float,
-        timeout: float,
-    ) -> TakeOverResult:
-        request = encode_take_over(leaver, peer.epoch, payload_bytes, items, wait_seconds)
-        reply = await self._call(peer, lambda stub: stub.TakeOver(request, timeout=timeout), "take over")
-        return decode_taken(reply, len(items))
+    async def take_over(self, leaver: Holder, offer: Offer, timeout: float) -> TakeOverResult:
+        request = encode_take_over(leaver, offer)
+        reply = await self._call(offer.peer, lambda stub: stub.TakeOver(request, timeout=timeout), "take over")
+        return decode_taken(reply, len(offer.items))
 
     async def room(self, holder: Holder, timeout: float) -> Peer:
         """How many bytes a node could take over.

@@ -154,9 +154,7 @@ class RemoteShards:
                     self._on_asked(action.holder.node_id)
                     await self._meet(self._peers, action.holder, action.timeout_seconds)
                     sent_at = self._clock()
-                    result = await self._peers.locate(
-                        action.holder, action.keys, action.timeout_seconds, action.wait_seconds
-                    )
+                    result = await self._peers.locate(action)
                     span.set(leased=sum(handle is not None for handle in result.handles))
                 except KVServiceError as error:
                     self._counters["locate_failed"] += 1
@@ -186,13 +184,7 @@ class RemoteShards:
                 self._on_asked(holder.node_id)
                 await self._meet(self._peers, holder, FOLLOW_SLACK_SECONDS)
                 sent_at = self._clock()
-                result = await self._peers.follow(
-                    holder,
-                    action.handoff.handoff_id,
-                    action.keys,
-                    action.wait_seconds,
-                    action.wait_seconds + FOLLOW_SLACK_SECONDS,
-                )
+                result = await self._peers.follow(holder, action, action.wait_seconds + FOLLOW_SLACK_SECONDS)
         except KVServiceError as error:
             log.info("follow_failed", extra={"node": holder.node_id, "error": str(error)})
         return ev.Followed(action.follow, action.op, holder, result, sent_at)
@@ -215,10 +207,7 @@ class RemoteShards:
         leaver = None if self._directory is None else self._directory.self_holder()
         try:
             if self._peers is not None and leaver is not None:
-                timeout = action.wait_seconds + OFFER_SLACK_SECONDS
-                result = await self._peers.take_over(
-                    action.peer, leaver, action.payload_bytes, action.items, action.wait_seconds, timeout
-                )
+                result = await self._peers.take_over(leaver, action, action.wait_seconds + OFFER_SLACK_SECONDS)
         except KVServiceError as error:
             log.info("take_over_failed", extra={"node": action.peer.node_id, "error": str(error)})
         return ev.Offered(action.offer, result)
@@ -250,7 +239,7 @@ class RemoteShards:
         if self._peers is None:
             return
         try:
-            await self._peers.release(action.holder, action.epoch, action.lease_id, RELEASE_SECONDS, action.suspects)
+            await self._peers.release(action, RELEASE_SECONDS)
         except KVServiceError:
             self._counters["remote_release_failed"] += 1  # the peer's lease expires
 

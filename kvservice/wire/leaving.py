@@ -7,34 +7,33 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
+from kvservice.core.actions import Offer
 from kvservice.core.block.keys import pack_keys, unpack_keys
 from kvservice.core.block.tenants import TAG_MAX
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import Holder, TakeOverItem, TakeOverResult
 from kvservice.core.store.blocks import NO_KEY
 from kvservice.errors import InvalidRequest
-from kvservice.units import BootEpoch, SpanRoute
+from kvservice.units import SpanRoute
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.v1 import shard_pb2
 
 _COUNT = re.compile(r"[0-9]{1,18}")  # isdigit() accepts more than int() does
 
 
-def encode_take_over(
-    leaver: Holder, epoch: BootEpoch, payload_bytes: int, items: Sequence[TakeOverItem], wait_seconds: float
-) -> shard_pb2.TakeOverRequest:
+def encode_take_over(leaver: Holder, offer: Offer) -> shard_pb2.TakeOverRequest:
+    items = offer.items
     return shard_pb2.TakeOverRequest(
         leaver=encode_holder(leaver),
-        epoch=epoch,
-        payload_bytes=payload_bytes,
+        epoch=offer.peer.epoch,
+        payload_bytes=offer.payload_bytes,
         keys=pack_keys(item.key for item in items),
         parents=pack_keys(item.parent or NO_KEY for item in items),
         positions=[item.position for item in items],
         routes=[item.route for item in items],
         idle_seconds=[item.idle_seconds for item in items],
-        wait_seconds=wait_seconds,
+        wait_seconds=offer.wait_seconds,
         account_tags=[item.account_tag for item in items] if any(item.account_tag for item in items) else [],
     )
 

@@ -11,6 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.client.peer import PeerClient
 from kvservice.config import ServiceConfig
+from kvservice.core.actions import Follow, Locate
+from kvservice.core.messages import Handoff
 from kvservice.errors import Exhausted
 from kvservice.lookup import watch
 from kvservice.lookup.server import LookupServer
@@ -50,8 +52,8 @@ async def test_calls_that_wait_are_bounded_and_starve_no_short_ones(
     keys = chain(seed=1, count=2)
 
     def follow(number: int) -> asyncio.Future[object]:
-        handoff = HandoffId(bytes([number]) * 16)
-        return asyncio.ensure_future(peers.follow(holder, handoff, keys, 10.0, 20.0))
+        handoff = Handoff(HandoffId(bytes([number]) * 16), holder.node_id)
+        return asyncio.ensure_future(peers.follow(holder, Follow(0, 0, handoff, keys, 10.0), 20.0))
 
     try:
         waiting = [follow(number + 1) for number in range(WAITERS)]
@@ -59,7 +61,7 @@ async def test_calls_that_wait_are_bounded_and_starve_no_short_ones(
         with pytest.raises(Exhausted, match=f"{WAITERS} calls like Follow are under way"):
             await follow(99)
         assert not any(one.done() for one in waiting)
-        await peers.locate(holder, keys, CALL_SECONDS)
+        await peers.locate(Locate(0, holder, keys, CALL_SECONDS))
         async with grpc.aio.insecure_channel(holder.peer_address) as channel:
             admin = shard_pb2_grpc.AdminServiceStub(channel)
             assert not (await admin.Stats(shard_pb2.StatsRequest(), timeout=CALL_SECONDS)).draining

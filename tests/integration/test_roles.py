@@ -16,7 +16,8 @@ from kvservice.auth.tls import TlsFiles, open_channel
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
-from kvservice.core.messages import Holder, SealStatus, TakeOverItem
+from kvservice.core.actions import Follow, Locate, Offer, ReleaseRemote
+from kvservice.core.messages import Handoff, Holder, SealStatus, TakeOverItem
 from kvservice.discovery import SECRET_NAME, node_directory, node_secret
 from kvservice.errors import ConfigError, Forbidden, KVServiceError, Unavailable
 from kvservice.lookup.server import LookupServer
@@ -24,7 +25,7 @@ from kvservice.shard.server import ShardServer
 from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
-from kvservice.units import BootEpoch, LeaseId, MiB, NodeId, SpanRoute
+from kvservice.units import BootEpoch, HandoffId, LeaseId, MiB, NodeId, SpanRoute
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import common_pb2, lookup_pb2, lookup_pb2_grpc
 from kvservice.wire.versions import PROTOCOL_VERSION
@@ -134,16 +135,16 @@ async def test_a_lease_is_released_by_the_reader_that_has_it(cluster: LocalClust
     assert await engine.store(keys) == [SealStatus.SEALED] * 6
     holder = holder_of(cluster, "n0")
     mine, thief, other = [PeerClient("shm", N1, secret=secret) for secret in (b"m" * 32, b"", b"t" * 32)]
-    located = await mine.locate(holder, keys, CALL_SECONDS)
+    located = await mine.locate(Locate(0, holder, keys, CALL_SECONDS))
     for forger in (thief, other):
-        await forger.locate(holder, keys, CALL_SECONDS)  # in the same name: a lease of its own
+        await forger.locate(Locate(0, holder, keys, CALL_SECONDS))  # in the same name: a lease of its own
         with pytest.raises(Forbidden, match="is not this reader's"):
-            await forger.release(holder, holder.epoch, located.lease_id, CALL_SECONDS)
+            await forger.release(ReleaseRemote(holder, holder.epoch, located.lease_id), CALL_SECONDS)
     assert cluster.accounting("n0").leases == 3
-    await mine.release(holder, holder.epoch, located.lease_id, CALL_SECONDS)
+    await mine.release(ReleaseRemote(holder, holder.epoch, located.lease_id), CALL_SECONDS)
     assert cluster.accounting("n0").leases == 2
     assert cluster.stats("n0").counters["peer_forbidden"] == 2
-    await mine.release(holder, holder.epoch, LeaseId(999_999), CALL_SECONDS)  # ended already: as ever
+    await mine.release(ReleaseRemote(holder, holder.epoch, LeaseId(999_999)), CALL_SECONDS)  # ended already: as ever
     for client in (mine, thief, other):
         await client.close()
     await leave(engine)
@@ -154,8 +155,9 @@ async def test_nothing_is_taken_over_from_a_node_that_does_not_leave(cluster: Lo
     n0, n1 = holder_of(cluster, "n0"), holder_of(cluster, "n1")
     forger = PeerClient("shm", NodeId("n7"))
     items = [TakeOverItem(key, None, index, SpanRoute(1), 1.0) for index, key in enumerate(chain(seed=12, count=4))]
+    offer = Offer(0, n1, LAYOUT.payload_bytes, tuple(items), 1.0)
     with pytest.raises(Forbidden, match="n0 says that it does not leave"):
-        await forger.take_over(n1, n0, LAYOUT.payload_bytes, items, 1.0, CALL_SECONDS)
+        await forger.take_over(n0, offer, CALL_SECONDS)
     assert cluster.stats("n1").counters["takeover_forged"] == 1
     await forger.close()
 
@@ -264,12 +266,13 @@ async def test_a_nodes_certificate_speaks_for_that_node_alone(tmp_path: Path) ->
     async with service(tmp_path / "s", own, lookup_directory=everybody) as (lookup, holder):
         peers, stranger = PeerClient("shm", N1, tls=other), PeerClient("shm", N0, tls=other)
         forged = Holder(NodeId("n3"), "127.0.0.1:1", BootEpoch(1))
+        followed = Follow(0, 0, Handoff(HandoffId(b"h" * 16), holder.node_id), chain(seed=1, count=2), 0.1)
         attempts = {
             "announce": announce(lookup, forged, other),
             "leave": announce(lookup, forged, other, leaving=True),
-            "locate": stranger.locate(holder, chain(seed=1, count=2), CALL_SECONDS),
-            "follow": stranger.follow(holder, b"h" * 16, chain(seed=1, count=2), 0.1, CALL_SECONDS),  # type: ignore[arg-type]
-            "take over": peers.take_over(holder, holder, LAYOUT.payload_bytes, [], 0.1, CALL_SECONDS),
+            "locate": stranger.locate(Locate(0, holder, chain(seed=1, count=2), CALL_SECONDS)),
+            "follow": stranger.follow(holder, followed, CALL_SECONDS),
+            "take over": peers.take_over(holder, Offer(0, holder, LAYOUT.payload_bytes, (), 0.1), CALL_SECONDS),
         }
         for what, attempt in attempts.items():
             with pytest.raises(KVServiceError, match="this certificate is of node n1, not of") as error:
@@ -280,8 +283,8 @@ async def test_a_nodes_certificate_speaks_for_that_node_alone(tmp_path: Path) ->
             counters = (await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=CALL_SECONDS)).counters
         assert counters["announce_wrong_certificate"] == 2
         with pytest.raises(Forbidden, match="this certificate is of node n1"):
-            await stranger.release(holder, holder.epoch, LeaseId(1), CALL_SECONDS)
-        await peers.locate(holder, chain(seed=1, count=2), CALL_SECONDS)  # in its own name
+            await stranger.release(ReleaseRemote(holder, holder.epoch, LeaseId(1)), CALL_SECONDS)
+        await peers.locate(Locate(0, holder, chain(seed=1, count=2), CALL_SECONDS))  # in its own name
         moved = TlsFiles(write(tmp_path / "moved", nodes=("n5",), addresses=("10.0.0.5",)))
         with pytest.raises(Forbidden, match=r"for address 10\.0\.0\.5"):
             await announce(lookup, Holder(NodeId("n5"), "127.0.0.1:1", BootEpoch(1)), moved)

@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.client.operator import OperatorClient
 from kvservice.client.shard import ShardClient
+from kvservice.core.actions import Offer
 from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.block.window_groups import Window, WindowGroup
 from kvservice.core.messages import Holder, SealItem, TakeOverItem
@@ -241,10 +242,13 @@ async def add_to_menu(menu: Menu, engine: Engine, seed: int, cluster: LocalClust
         shard_pb2.SealRequest(items=items),
         encode_take_over(
             Holder(NodeId("n1"), n1.peer_address, n1.epoch),
-            n0.epoch,
-            LAYOUT.payload_bytes,
-            [TakeOverItem(key, None, i, SpanRoute(1), 1.0) for i, key in enumerate(keys)],
-            0.1,
+            Offer(
+                0,
+                Holder(NodeId("n0"), n0.peer_address, n0.epoch),
+                LAYOUT.payload_bytes,
+                tuple(TakeOverItem(key, None, i, SpanRoute(1), 1.0) for i, key in enumerate(keys)),
+                0.1,
+            ),
         ),
         encode_fingerprint(spec(f"fuzzed{seed % 3}").fingerprint),
         *requests_about(n0.epoch, b"".join(keys), handoff),

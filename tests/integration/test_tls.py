@@ -26,6 +26,7 @@ from kvservice.client.overview import OverviewReader
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
+from kvservice.core.actions import Locate
 from kvservice.core.messages import AcquireResult, Holder, MissReason, SealStatus
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.client import LookupClient
@@ -106,7 +107,7 @@ async def test_a_client_with_a_certificate_reaches_everything(files: Path, tmp_p
         await eventually_async(lambda: asking.members(CALL_SECONDS), "the announcement of the shard, over TLS too")
         assert (await asking.resolve(KEYS, 0, CALL_SECONDS)).complete
         assert (await peers.handshake(holder, CALL_SECONDS)).epoch == holder.epoch
-        located = await peers.locate(holder, KEYS, CALL_SECONDS)
+        located = await peers.locate(Locate(0, holder, KEYS, CALL_SECONDS))
         assert located.handles == (None,) * len(KEYS)
         assert (await peers.room(holder, CALL_SECONDS)).holder == holder
         assert set(await reader.read([lookup], CALL_SECONDS) or {}) == {NODE}

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from kvservice.client.peer import PeerInfo
 from kvservice.core import actions as act
 from kvservice.core.directory.announce import Announcer
-from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverItem, TakeOverResult
-from kvservice.core.segment.refs import BlockRef
+from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
 from kvservice.errors import StaleEpoch, Unavailable
 from kvservice.lookup.client import LookupAnswer
 from kvservice.pool.remote import Heard
@@ -18,7 +17,7 @@ from kvservice.pool.runtime import PoolRuntime
 from kvservice.testing.sim.calls import SimCaller
 from kvservice.testing.sim.lookup import LookupPartition, ask_directory
 from kvservice.testing.sim.parts import NodeParts
-from kvservice.units import BlockKey, BootEpoch, HandoffId, LeaseId, NodeId, SpanRoute
+from kvservice.units import BlockKey, NodeId, SpanRoute
 
 T = TypeVar("T")
 WATCH_SECONDS = 1.0  # between two looks of a node at the members: news come while something happens, and cost little
@@ -114,47 +113,21 @@ class SimPeers:
             raise StaleEpoch(f"{holder.node_id} restarted: epoch {memory.epoch}, the directory said {holder.epoch}")
         return PeerInfo(holder.epoch, memory.geometry, b"")
 
-    async def locate(
-        self, holder: Holder, keys: tuple[BlockKey, ...], timeout: float, wait_seconds: float = 0.0
-    ) -> LocateResult:
-        me, epoch = self._node.node_id, holder.epoch
-        return await self._call(holder, timeout, lambda runtime: runtime.locate(me, epoch, keys, wait_seconds))
+    async def locate(self, wanted: act.Locate) -> LocateResult:
+        asked = (self._node.node_id, wanted.holder.epoch, wanted.keys, wanted.wait_seconds)
+        return await self._call(wanted.holder, wanted.timeout_seconds, lambda runtime: runtime.locate(*asked))
 
-    async def follow(
-        self,
-        holder: Holder,
-        handoff: HandoffId,
-        keys: tuple[BlockKey, ...],
-        wait_seconds: float,
-        timeout: float,
-    ) -> FollowResult:
-        me, epoch = self._node.node_id, holder.epoch
-        return await self._call(holder, timeout, lambda runtime: runtime.follow(me, epoch, handoff, keys, wait_seconds))
+    async def follow(self, holder: Holder, wanted: act.Follow, timeout: float) -> FollowResult:
+        asked = (self._node.node_id, holder.epoch, wanted.handoff.handoff_id, wanted.keys, wanted.wait_seconds)
+        return await self._call(holder, timeout, lambda runtime: runtime.follow(*asked))
 
-    async def release(
-        self,
-        holder: Holder,
-        epoch: BootEpoch,
-        lease_id: LeaseId,
-        timeout: float,
-        suspects: Sequence[BlockRef] = (),
-    ) -> None:
-        me = self._node.node_id
-        await self._call(holder, timeout, lambda runtime: runtime.release_located(me, epoch, lease_id, suspects))
+    async def release(self, lease: act.ReleaseRemote, timeout: float) -> None:
+        told = (self._node.node_id, lease.epoch, lease.lease_id, lease.suspects)
+        await self._call(lease.holder, timeout, lambda runtime: runtime.release_located(*told))
 
-    async def take_over(
-        self,
-        peer: Holder,
-        leaver: Holder,
-        payload_bytes: int,
-        items: Sequence[TakeOverItem],
-        wait_seconds: float,
-        timeout: float,
-    ) -> TakeOverResult:
-        epoch = peer.epoch
-        result = await self._call(
-            peer, timeout, lambda runtime: runtime.take_over(epoch, leaver, payload_bytes, tuple(items), wait_seconds)
-        )
+    async def take_over(self, leaver: Holder, offer: act.Offer, timeout: float) -> TakeOverResult:
+        asked = (offer.peer.epoch, leaver, offer.payload_bytes, offer.items, offer.wait_seconds)
+        result = await self._call(offer.peer, timeout, lambda runtime: runtime.take_over(*asked))
         self._node.world.counters["blocks_spilled"] += sum(result.kept)
         return result
 

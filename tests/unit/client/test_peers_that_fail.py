@@ -21,7 +21,8 @@ from kvservice.client.operator import OperatorClient
 from kvservice.client.overview import SILENT, OverviewReader, as_json
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
-from kvservice.core.messages import Attachment, Holder, SealItem, SealStatus
+from kvservice.core.actions import Follow, Locate
+from kvservice.core.messages import Attachment, Handoff, Holder, SealItem, SealStatus
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import (
     DeadlineExceeded,
@@ -138,8 +139,8 @@ async def test_answers_that_cannot_be_read_are_failures() -> None:
         holder = Holder(NodeId("peer"), address, BootEpoch(1))
         calls: list[Awaitable[object]] = [
             peers.handshake(holder, 20.0),
-            peers.locate(holder, CHAIN, 20.0),
-            peers.follow(holder, HandoffId(b"h" * 16), CHAIN, 0.0, 20.0),
+            peers.locate(Locate(0, holder, CHAIN, 20.0)),
+            peers.follow(holder, Follow(0, 0, Handoff(HandoffId(b"h" * 16), holder.node_id), CHAIN, 0.0), 20.0),
             peers.room(holder, 20.0),
             operator.pins(address),
         ]
@@ -193,7 +194,7 @@ async def test_no_attribute_of_a_refusal_hides_its_reason(attributes: str) -> No
     async with answering(Nonsense(attributes)) as address:
         peers = PeerClient("shm", NodeId("me"))
         with pytest.raises(Exhausted, match="no"):
-            await peers.locate(Holder(NodeId("peer"), address, BootEpoch(1)), CHAIN, 20.0)
+            await peers.locate(Locate(0, Holder(NodeId("peer"), address, BootEpoch(1)), CHAIN, 20.0))
         await peers.close()
 
 
@@ -215,7 +216,7 @@ async def test_a_peer_that_refuses_is_asked_again_a_failed_one_not(
     try:
         for _ in range(FAILURES_TO_OPEN + 2):
             with pytest.raises(KVServiceError):
-                await peers.locate(holder, CHAIN, 20.0)
+                await peers.locate(Locate(0, holder, CHAIN, 20.0))
     finally:
         await peers.close()
     assert scripted.calls == FAILURES_TO_OPEN + 2 * is_asked_again
@@ -229,12 +230,12 @@ async def test_calls_that_fail_together_open_a_breaker_once(served: tuple[Script
     holder = Holder(NodeId("peer"), address, BootEpoch(1))
     calls_under_way = 4 * FAILURES_TO_OPEN
     try:
-        calls = [peers.locate(holder, CHAIN, 20.0) for _ in range(calls_under_way)]
+        calls = [peers.locate(Locate(0, holder, CHAIN, 20.0)) for _ in range(calls_under_way)]
         await asyncio.gather(*calls, return_exceptions=True)
         assert scripted.calls == calls_under_way
         now += OPEN_SECONDS_FIRST
         with pytest.raises(KVServiceError, match="as the test says"):
-            await peers.locate(holder, CHAIN, 20.0)
+            await peers.locate(Locate(0, holder, CHAIN, 20.0))
     finally:
         await peers.close()
 
@@ -250,12 +251,12 @@ async def test_after_a_pause_one_request_tries_a_peer(served: tuple[Scripted, st
     try:
         for _ in range(FAILURES_TO_OPEN):
             with pytest.raises(Unavailable):
-                await peers.locate(holder, CHAIN, 20.0)
+                await peers.locate(Locate(0, holder, CHAIN, 20.0))
         now += OPEN_SECONDS_FIRST
-        calls = [peers.locate(holder, CHAIN, 20.0) for _ in range(9)]
+        calls = [peers.locate(Locate(0, holder, CHAIN, 20.0)) for _ in range(9)]
         await asyncio.gather(*calls, return_exceptions=True)
         assert scripted.calls == FAILURES_TO_OPEN + 1
-        await asyncio.gather(peers.locate(holder, CHAIN, 20.0), return_exceptions=True)
+        await asyncio.gather(peers.locate(Locate(0, holder, CHAIN, 20.0)), return_exceptions=True)
         is_answer = then is not grpc.StatusCode.UNAVAILABLE
         assert scripted.calls == FAILURES_TO_OPEN + 1 + is_answer
     finally:

@@ -6,11 +6,12 @@ import math
 
 import pytest
 
+from kvservice.core.actions import Offer
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import TakeOverItem, TakeOverResult
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import make_chain, make_holder
-from kvservice.units import BootEpoch, SpanRoute
+from kvservice.units import SpanRoute
 from kvservice.wire.leaving import decode_items, decode_progress, decode_taken, encode_progress, encode_take_over
 from kvservice.wire.v1 import shard_pb2
 
@@ -19,17 +20,18 @@ ITEMS = tuple(
     TakeOverItem(key, CHAIN[place - 1] if place else None, place, SpanRoute(9), 2.5 * place)
     for place, key in enumerate(CHAIN)
 )
+OFFER = Offer(1, make_holder(epoch=3), 4096, ITEMS, 5.0)
 
 
 def test_an_offer_comes_out_as_it_went_in() -> None:
-    message = encode_take_over(make_holder(), BootEpoch(3), 4096, ITEMS, 5.0)
+    message = encode_take_over(make_holder(), OFFER)
     assert decode_items(shard_pb2.TakeOverRequest.FromString(message.SerializeToString())) == ITEMS
     assert (message.epoch, message.payload_bytes, message.wait_seconds) == (3, 4096, 5.0)
 
 
 @pytest.mark.parametrize("field", ["keys", "parents", "positions", "routes", "idle_seconds"])
 def test_lists_of_different_lengths_are_refused(field: str) -> None:
-    message = encode_take_over(make_holder(), BootEpoch(3), 4096, ITEMS, 5.0)
+    message = encode_take_over(make_holder(), OFFER)
     shorter = getattr(message, field)[:-16] if field in ("keys", "parents") else getattr(message, field)[:-1]
     message.ClearField(field)  # type: ignore[arg-type]
     if isinstance(shorter, bytes):
@@ -42,7 +44,7 @@ def test_lists_of_different_lengths_are_refused(field: str) -> None:
 
 @pytest.mark.parametrize("idle", [-1.0, math.nan, math.inf])
 def test_idle_times_are_numbers_of_seconds(idle: float) -> None:
-    message = encode_take_over(make_holder(), BootEpoch(3), 4096, ITEMS, 5.0)
+    message = encode_take_over(make_holder(), OFFER)
     message.idle_seconds[0] = idle
     with pytest.raises(InvalidRequest):
         decode_items(message)

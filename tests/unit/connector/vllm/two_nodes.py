@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvservice.client.peer import PeerInfo
+from kvservice.core.actions import Follow, Locate, Offer, ReleaseRemote
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -30,7 +31,6 @@ from kvservice.core.messages import (
     SealItem,
     SealStatus,
     Statement,
-    TakeOverItem,
     TakeOverResult,
     WarmRequest,
     WarmResult,
@@ -44,7 +44,7 @@ from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.testing.eventually import eventually, patience
 from kvservice.testing.fake_directory import FakeDirectory, FakeLookup
 from kvservice.transfer.puller import Puller
-from kvservice.units import AttachmentId, BlockKey, BootEpoch, HandoffId, LeaseId, NodeId
+from kvservice.units import AttachmentId, BootEpoch, HandoffId, LeaseId, NodeId
 
 T = TypeVar("T")
 NODES = (NodeId("n0"), NodeId("n1"))
@@ -324,43 +324,21 @@ class NodePeers:
             raise StaleEpoch(f"{holder.node_id} restarted")
         return PeerInfo(runtime.epoch, runtime.geometry, runtime.describe_transport())
 
-    async def locate(
-        self, holder: Holder, keys: tuple[BlockKey, ...], timeout: float, wait_seconds: float = 0.0
-    ) -> LocateResult:
-        result: LocateResult = await self._call(holder, timeout, "locate", self._node, holder.epoch, keys, wait_seconds)
+    async def locate(self, wanted: Locate) -> LocateResult:
+        asked = (self._node, wanted.holder.epoch, wanted.keys, wanted.wait_seconds)
+        result: LocateResult = await self._call(wanted.holder, wanted.timeout_seconds, "locate", *asked)
         return result
 
-    async def follow(
-        self,
-        holder: Holder,
-        handoff: HandoffId,
-        keys: tuple[BlockKey, ...],
-        wait_seconds: float,
-        timeout: float,
-    ) -> FollowResult:
-        arguments = (self._node, holder.epoch, handoff, keys, wait_seconds)
-        result: FollowResult = await self._call(holder, timeout, "follow", *arguments)
+    async def follow(self, holder: Holder, wanted: Follow, timeout: float) -> FollowResult:
+        asked = (self._node, holder.epoch, wanted.handoff.handoff_id, wanted.keys, wanted.wait_seconds)
+        result: FollowResult = await self._call(holder, timeout, "follow", *asked)
         return result
 
-    async def release(
-        self,
-        holder: Holder,
-        epoch: BootEpoch,
-        lease_id: LeaseId,
-        timeout: float,
-        suspects: Sequence[BlockRef] = (),
-    ) -> None:
-        await self._call(holder, timeout, "release_located", self._node, epoch, lease_id, suspects)
+    async def release(self, lease: ReleaseRemote, timeout: float) -> None:
+        told = (self._node, lease.epoch, lease.lease_id, lease.suspects)
+        await self._call(lease.holder, timeout, "release_located", *told)
 
-    async def take_over(
-        self,
-        peer: Holder,
-        leaver: Holder,
-        payload_bytes: int,
-        items: Sequence[TakeOverItem],
-        wait_seconds: float,
-        timeout: float,
-    ) -> TakeOverResult:
+    async def take_over(self, leaver: Holder, offer: Offer, timeout: float) -> TakeOverResult:
         raise Unavailable("nobody takes anything over here")
 
     async def room(self, holder: Holder, timeout: float) -> Peer:
