@@ -130,8 +130,9 @@ def _type_name(kind: object) -> str:
 
 
 def _is_tensor(value: object) -> bool:
-    torch = sys.modules.get("torch")  # who has a tensor has imported it
-    return torch is not None and isinstance(value, torch.Tensor)
+    # Who has a tensor has imported torch. While another thread imports it, it has no tensors yet.
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def _from_torch(tensor: Any, wanted: str) -> Array:

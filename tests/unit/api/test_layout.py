@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -100,3 +102,20 @@ def test_tokens_have_the_same_bytes_in_every_form() -> None:
 def test_what_is_no_row_of_tokens_is_refused(tokens: object) -> None:
     with pytest.raises(InvalidRequest):
         pack_tokens(tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.processes
+def test_arrays_are_taken_while_another_thread_imports_torch() -> None:
+    """For seconds torch is there and has no tensors."""
+    program = (
+        "import sys, threading, numpy, kvservice\n"
+        "from kvservice.api.layout import pack_tokens\n"
+        "layout, blocks = kvservice.Layout(4, (3,)), numpy.zeros((2, 3), 'float32')\n"
+        "thread = threading.Thread(target=__import__, args=('torch',))\n"
+        "thread.start()\n"
+        "while thread.is_alive():\n"
+        "    layout.blocks_of(blocks), pack_tokens(range(8))\n"
+        "assert 'torch' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr[-1000:]
