@@ -136,11 +136,14 @@ class Segments:
         with self._lock:
             if key not in self._mapped:
                 segment = Segment.attach(Path(path), geometry)
-                if segment.current_epoch() != epoch:
+                try:
+                    if segment.current_epoch() != epoch:
+                        raise SegmentError(f"{path} belongs to another boot of its shard, not to {epoch}")
+                    segment.map_ahead(ENGINE_AHEAD_BYTES)
+                    self._mapped[key] = _Mapped(segment, self._device.adopt(segment))
+                except BaseException:
                     segment.close()
-                    raise SegmentError(f"{path} belongs to another boot of its shard, not to {epoch}")
-                segment.map_ahead(ENGINE_AHEAD_BYTES)
-                self._mapped[key] = _Mapped(segment, self._device.adopt(segment))
+                    raise
             self._mapped[key].users += 1
             return self._mapped[key].segment
 
@@ -154,7 +157,10 @@ class Segments:
             if mapped.users:
                 return
             del self._mapped[key]
-        threading.Thread(target=_unmap, args=(mapped,), name="kvservice-copy-unmap", daemon=True).start()
+        try:
+            threading.Thread(target=_unmap, args=(mapped,), name="kvservice-copy-unmap", daemon=True).start()
+        except RuntimeError:  # the system has no thread left, and nobody else would ever unmap it
+            _unmap(mapped)
 
 
 def _unmap(mapped: _Mapped) -> None:
