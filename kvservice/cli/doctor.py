@@ -68,6 +68,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
     {"cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "sshfs", "afs"}
 )
 ON_RAY = "read its log; `kvservice down` and `kvservice up` start it again"
+WITHOUT_RAY = "read its log where it runs; if it has ended, start it there again as before"
 RAY_TOKEN = Path("~/.ray/auth_token")
 RAY_CURRENT = Path("/tmp/ray/ray_current_cluster")  # the file in which `ray start` notes the address that "auto" means
 
@@ -437,6 +438,7 @@ def ray_cluster() -> Iterator[Check]:
 def service_parts() -> Iterator[Check]:
     """Yields a row for every shard and lookup partition of the services that are registered on this machine."""
     from kvservice.actors.leftovers import is_ray_node, is_running
+    from kvservice.cli.lifecycle import ALONE
     from kvservice.cli.status import collect
     from kvservice.client.lookup_overview import misplaced
     from kvservice.discovery import HOW_TO_START, find_shards
@@ -448,10 +450,12 @@ def service_parts() -> Iterator[Check]:
     for service in services:
         seen = collect(service)
         dead = {record.node_id: record for record in records if record.service == service and not is_running(record)}
-        again = next((_start_again(record) for record in dead.values() if not is_ray_node(record.node_id)), ON_RAY)
+        on_ray = any(record.service == service and is_ray_node(record.node_id) for record in records)
+        elsewhere = ON_RAY if on_ray else WITHOUT_RAY
+        again = _start_again(dead[ALONE]) if ALONE in dead else elsewhere
         rows = [("lookup", lookup.address, lookup.error, again) for lookup in seen.lookups]
         for node in seen.nodes:
-            advice = _start_again(found) if (found := dead.get(NodeId(node.node_id))) else ON_RAY
+            advice = _start_again(found) if (found := dead.get(NodeId(node.node_id))) else elsewhere
             rows.append(("shard", f"{node.label} at {node.address}", node.error, advice))
         for kind, where, error, advice in rows:
             status = PROBLEM if error else OK

@@ -268,6 +268,15 @@ def test_every_part_of_a_running_service_has_its_row(monkeypatch: pytest.MonkeyP
     assert kinds.count("lookup") >= 1
 
 
+@pytest.mark.processes
+def test_a_part_without_ray_is_not_started_again_on_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalCluster(nodes=1, transport="shm") as cluster:
+        monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+        cluster.kill("lookup0")
+        (lost,) = [check for check in doctor.guarded(doctor.service_parts) if check.status == PROBLEM]
+    assert "start it there again" in lost.advice and "kvservice up" not in lost.advice
+
+
 @pytest.mark.parametrize(
     ("files", "uid", "lingers", "status"),
     [
