@@ -2,8 +2,8 @@
 
 It holds what the watch streams of all lookup partitions said, and how recent that is. Owns the layout of the memory and
 the decisions: what an event changes, and what may be answered. The segment and the streams belong to others. Pure; one
-writer. Readers take no lock. A torn write gives a reader at worst a wrong hint, as any answer of the directory may be:
-bytes are verified wherever they come from.
+writer. Readers take no lock: a lookup during which a record was written is done again. What is torn all the same is at
+worst a wrong hint, as any answer of the directory may be: bytes are verified wherever they come from.
 
     0       head, 4 KiB     magic, layout, epoch of the writer, sizes, versions
     4 KiB   feeds           per lookup partition: state, and when it was last heard of (monotonic, ns)
@@ -44,7 +44,7 @@ STALE_SECONDS = 3.0  # a silent partition's part is not used: the directory itse
 NODES_AT = 2 * PAGE  # offset in bytes
 SETS_AT = NODES_AT + NODES_MAX * NODE_BYTES
 TABLE_AT = SETS_AT + SETS_MAX * SET_BYTES
-READS_MAX = 3  # of one lookup, while the writer changes what numbers stand for; the last one counts in any case
+READS_MAX = 3  # of one lookup, while the writer changes what numbers stand for; then the lookup partition is asked
 AHEAD_ROWS = 8192  # rows made usable before they are needed, so that no event waits for memory
 SWEEP_KEYS = 4096  # keys visited by one call of sweep: some milliseconds
 assert STALE_SECONDS >= HIDE_SECONDS, "a mirror must not be stale before its nodes are hidden"
@@ -252,20 +252,22 @@ class MirrorWriter:
             name = address = b""
             counts = False
         body = _NODE.pack(0, counts, 0, len(name), len(address), node.epoch)[4:] + name + address
-        start = NODES_AT + bit * NODE_BYTES
-        self._buffer[start : start + 4 + len(body)] = zlib.crc32(body).to_bytes(4, "little") + body
+        self._write(_NODES_VERSION, NODES_AT + bit * NODE_BYTES, zlib.crc32(body).to_bytes(4, "little") + body)
         self._records[bit] = (node, counts)
-        self._words[_NODES_VERSION] += 1
 
     def _write_set(self, number: int, mask: int) -> None:
         if number >= SETS_MAX:
             self.counters["mirror_sets_not_named"] += 1
             return
         bits = list(islice(bits_of(mask), SET_HOLDERS_MAX))
-        _SET.pack_into(
-            self._buffer, SETS_AT + number * SET_BYTES, len(bits), *bits, *[0] * (SET_HOLDERS_MAX - len(bits))
-        )
-        self._words[_SETS_VERSION] += 1
+        record = _SET.pack(len(bits), *bits, *[0] * (SET_HOLDERS_MAX - len(bits)))
+        self._write(_SETS_VERSION, SETS_AT + number * SET_BYTES, record)
+
+    def _write(self, version: int, start: int, record: bytes) -> None:
+        """The version grows on both sides: a lookup that read a number before the record changed reads it again."""
+        self._words[version] += 1
+        self._buffer[start : start + len(record)] = record
+        self._words[version] += 1
 
     def check_invariants(self) -> None:
         """Recounts everything."""
@@ -326,13 +328,12 @@ class MirrorReader:
 
     def resolve(self, packed: bytes) -> list[HolderRun] | None:
         """The holders of these keys, as Directory.resolve. None when that is not known for one of the keys."""
-        runs = None
         for _ in range(READS_MAX):
             self._refresh()
             runs = self._resolve(packed)
             if self._versions == self._written:  # else a number that was read may stand for another set by now
-                break
-        return runs
+                return runs
+        return None
 
     def _resolve(self, packed: bytes) -> list[HolderRun] | None:
         runs: list[HolderRun] = []

@@ -95,3 +95,60 @@ def test_a_number_that_gets_another_meaning_is_read_again(memory: memoryview, mo
 
     monkeypatch.setattr(mirror, "number_runs", slow_read)
     assert reader.resolve(CHAIN[0]) == [HolderRun(0, 1, (make_holder("a"), make_holder("b")))]
+
+
+class LateWords:
+    """The head of a mirror whose writer is stopped between a set's record and the version that tells of it."""
+
+    def __init__(self, words: memoryview, memory: memoryview, number: int) -> None:
+        self._words, self._memory = words, memory
+        self._record = slice(
+            mirror.SETS_AT + number * mirror.SET_BYTES, mirror.SETS_AT + (number + 1) * mirror.SET_BYTES
+        )
+        self._before = bytes(memory[self._record])
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._words[index])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        if index != mirror._SETS_VERSION or bytes(self._memory[self._record]) == self._before:
+            self._words[index] = value
+
+
+def test_a_number_whose_meaning_is_being_written_is_read_again(
+    memory: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The set of a key that has gone to another one is written, and its version is not there yet."""
+    writer, reader = live_writer(memory), MirrorReader(memory.toreadonly())
+    key, other, *rest = make_chain(4)
+    a, b, c = map(make_holder, "abc")
+    for holder, keys in ((a, [key, rest[0]]), (b, rest), (c, rest[1:])):
+        writer.apply(0, MirrorEvent(holder, pack_keys(keys)), 1.0)
+    read, number = mirror.number_runs, mirror.number_runs(writer._table, key)[0][1]
+
+    def slow_read(table: BlockTable, packed: bytes) -> list[tuple[int, int]]:
+        monkeypatch.setattr(mirror, "number_runs", read)
+        found = read(table, packed)
+        writer.apply(0, MirrorEvent(b, key), 1.0)  # nothing else has its number now
+        writer._words = LateWords(writer._words, memory, number)  # type: ignore[assignment]
+        writer.apply(0, MirrorEvent(c, other), 1.0)
+        return found
+
+    monkeypatch.setattr(mirror, "number_runs", slow_read)
+    assert reader.resolve(key) == [HolderRun(0, 1, (a, b))]
+    assert read(writer._table, other) == [(0, number)], "it has the number that the key had"
+
+
+def test_numbers_that_never_rest_are_unknown(memory: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup partition is asked, rather than told a wrong node."""
+    writer, reader = live_writer(memory), MirrorReader(memory.toreadonly())
+    read = mirror.number_runs
+
+    def slow_read(table: BlockTable, packed: bytes) -> list[tuple[int, int]]:
+        found = read(table, packed)
+        writer.apply(0, MirrorEvent(make_holder("a"), packed), 1.0)
+        writer.apply(0, MirrorEvent(make_holder("a"), b"", packed), 1.0)
+        return found
+
+    monkeypatch.setattr(mirror, "number_runs", slow_read)
+    assert reader.resolve(CHAIN[0]) is None
