@@ -23,10 +23,11 @@ def stepped_time() -> float:
 
 
 def main() -> None:
-    from kvservice.cli import processes
     from kvservice.cli.main import app
+    from kvservice.shard import process
+    from kvservice.shard.server import ShardServer
 
-    processes.run_shard = partial(processes.run_shard, wall_clock=stepped_time)
+    process.ShardServer = partial(ShardServer, wall_clock=stepped_time)  # type: ignore[assignment,misc]
     app(prog_name="kvservice")
 
 
