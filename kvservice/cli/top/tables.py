@@ -196,94 +196,36 @@ def tier_rows(seen: Overview, trends: Trends) -> Iterator[Row]:
             )
 
 
+def _columns(titles: str) -> tuple[Column, ...]:
+    """The columns with these titles. A star marks one of numbers."""
+    return tuple(Column(title.removeprefix("*"), title.startswith("*")) for title in titles.split(", "))
+
+
 VIEWS: dict[str, TopView] = {
     "nodes": TopView(
         "Nodes",
-        (
-            Column("node"),
-            Column("state"),
-            Column("memory used", True),
-            Column("hits", True),
-            Column("hits now", True),
-            Column("loaded/s", True),
-            Column("stored/s", True),
-            Column("read/s", True),
-            Column("evicted/s", True),
-            Column("reserved", True),
-        ),
+        _columns("node, state, *memory used, *hits, *hits now, *loaded/s, *stored/s, *read/s, *evicted/s, *reserved"),
         node_rows,
     ),
     "models": TopView(
-        "Models",
-        (
-            Column("model"),
-            Column("namespace"),
-            Column("fingerprint"),
-            Column("engines", True),
-            Column("hits", True),
-            Column("blocks asked", True),
-            Column("nodes"),
-        ),
-        model_rows,
+        "Models", _columns("model, namespace, fingerprint, *engines, *hits, *blocks asked, nodes"), model_rows
     ),
     "engines": TopView(
-        "Engines",
-        (
-            Column("engine"),
-            Column("node"),
-            Column("model"),
-            Column("tenant"),
-            Column("attached for", True),
-            Column("prefill", True),
-        ),
-        engine_rows,
-        (1, False),
+        "Engines", _columns("engine, node, model, tenant, *attached for, *prefill"), engine_rows, (1, False)
     ),
     "tenants": TopView(
-        "Tenants",
-        (
-            Column("tenant"),
-            Column("used", True),
-            Column("quota", True),
-            Column("of quota", True),
-            Column("hits", True),
-            Column("filling", True),
-            Column("refused", True),
-        ),
-        tenant_rows,
-        (1, True),
+        "Tenants", _columns("tenant, *used, *quota, *of quota, *hits, *filling, *refused"), tenant_rows, (1, True)
     ),
     "requests": TopView(
         "Slowest requests",
-        (
-            Column("request"),
-            Column("node"),
-            Column("model"),
-            Column("took", True),
-            Column("blocks asked", True),
-            Column("hit", True),
-            Column("ended by"),
-            Column("ago", True),
-        ),
+        _columns("request, node, model, *took, *blocks asked, *hit, ended by, *ago"),
         request_rows,
         (3, True),
     ),
     "tiers": TopView(
         "Tiers",
-        (
-            Column("node"),
-            Column("tier"),
-            Column("state"),
-            Column("blocks", True),
-            Column("used", True),
-            Column("of", True),
-            Column("waiting", True),
-            Column("written", True),
-            Column("read back", True),
-            Column("hits", True),
-            Column("busy", True),
-            Column("dropped", True),
-            Column("failed", True),
+        _columns(
+            "node, tier, state, *blocks, *used, *of, *waiting, *written, *read back, *hits, *busy, *dropped, *failed"
         ),
         tier_rows,
     ),
