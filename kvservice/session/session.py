@@ -378,9 +378,9 @@ class Session:
 
     async def _acquire(self, attachment: Attachment, pending: PendingAcquire, request: AcquireRequest) -> None:
         result: AcquireResult | None = None
-        pool, trace = self._pool, ""
+        trace = ""
         try:
-            if pool is not None and self._pending.is_open(pending):
+            if self._pending.is_open(pending):
                 asked = len(request.keys) - request.skip
                 with (
                     logs.about(pending.request_id),
@@ -389,7 +389,7 @@ class Session:
                     ) as span,
                 ):
                     trace = tracing.traceparent()
-                    pending.call = asyncio.ensure_future(pool.acquire(attachment.attachment_id, request))
+                    pending.call = asyncio.ensure_future(self.ask(attachment, request))
                     result = await pending.call
                     span.set(hit_blocks=len(result.blocks), fetched_blocks=result.fetched_count, miss=result.miss.value)
         except KVServiceError as error:
@@ -398,8 +398,6 @@ class Session:
         finally:
             if self._pending.close(pending):
                 with self._answered:
-                    if result is not None and result.lease_id and self._attachment is attachment:
-                        self._leases.add(result.lease_id)
                     answer = AcquireAnswer(pending.request_id, attachment.attachment_id, result, request, trace)
                     self._answers.append(answer)
                     self._answered.notify_all()
@@ -420,13 +418,13 @@ class Session:
                 self._ledger.close_handoff(handoff)
         await self._with_pool(attachment, "close_handoff", lambda pool: pool.close_handoff(attachment, handoff))
 
-    async def _seal(self, attachment: AttachmentId, items: list[SealItem]) -> None:
-        pool = self._pool
-        if pool is None or not self._is_current(attachment):
+    async def _seal(self, number: AttachmentId, items: list[SealItem]) -> None:
+        attachment = self.attachment
+        if attachment is None or attachment.attachment_id != number:
             self.counters["seal_dropped"] += len(items)
             self._removals.add(item.key for item in items)
             return
-        sealing = asyncio.ensure_future(pool.seal(attachment, items))
+        sealing = asyncio.ensure_future(self.store(attachment, items))
         self._seals.add(sealing)
         sealing.add_done_callback(self._seals.discard)
         try:
@@ -436,14 +434,10 @@ class Session:
             self._removals.add(item.key for item in items)
             log.debug("seal failed: %s", error.message)
             return
-        finally:
-            with self._lock:
-                if self._is_current(attachment):
-                    self._ledger.give_back(item.ref for item in items)
         self.counters.update(f"seal_{status.value}" for status in statuses)
         self._removals.add_unsealed(items, statuses)
-        if SealStatus.SEALED in statuses:
-            self.counters["stored_blocks"] += statuses.count(SealStatus.SEALED)
+        if sealed := statuses.count(SealStatus.SEALED):
+            self.counters["stored_blocks"] += sealed
 
     async def _with_pool(
         self, attachment: AttachmentId, what: str, call: Callable[[PoolPort], Awaitable[None]]
