@@ -71,7 +71,7 @@ async def read(given: dict[str, Any]) -> Row:
     began = time.perf_counter()
     await server.start()
     row = {"start": time.perf_counter() - began}
-    engine = await test_engine.Engine.attach(ShardClient(server._socket_path), test_engine.spec())
+    engine = await test_engine.Engine.attach(ShardClient(server._files.socket), test_engine.spec())
     keys, others = (test_engine.chain(seed, given["blocks"]) for seed in (1, 2))
 
     async def is_ready() -> bool:

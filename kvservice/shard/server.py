@@ -10,12 +10,11 @@ behind, except the segment when it is told to keep that for the next boot.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +40,7 @@ from kvservice.lookup.announce_pump import FAREWELL_SECONDS
 from kvservice.lookup.mirror_file import mirror_path
 from kvservice.lookup.mirror_writer import DirectoryMirror
 from kvservice.lookup.shard_directory import ShardDirectory
-from kvservice.memory.segment import Segment, segment_path
+from kvservice.memory.segment import Segment
 from kvservice.observe.condition import Condition
 from kvservice.observe.timings import Timings
 from kvservice.pool.eviction import find_policy
@@ -52,6 +51,7 @@ from kvservice.pool.tier_specs import disk_bytes, disk_folder, find_tiers, marks
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.engine_socket import EngineSocket
 from kvservice.shard.missed_marks import MissedMarks
+from kvservice.shard.node_files import NodeFiles
 from kvservice.shard.operator import OperatorServicer
 from kvservice.shard.readiness import LIVE, ReadinessServicer
 from kvservice.shard.server_config import DEV_SHM, ShardServerConfig
@@ -74,6 +74,8 @@ DIRECTORY_END_SECONDS = 4.0  # it says farewell to all lookup partitions in para
 REMOVE_SECONDS = 60.0  # for a million files on a disk of today; what is left then, the next `down` here removes
 POOL_END_SECONDS = 8.0  # it waits for digests under way and closes the transport
 TELL_SECONDS = 2.0  # after a drain the process waits this long for the operator's next question
+# Its health is "not serving" while the shard drains.
+PEER_SERVICE = shard_pb2.DESCRIPTOR.services_by_name["PeerService"].full_name
 assert EPOCH_MAX << BOOT_ATTACHMENTS_BITS < 1 << 63, "an attachment id must fit into 64 bits on the wire"
 assert FAREWELL_SECONDS < DIRECTORY_END_SECONDS
 assert LEASE_SECONDS_MIN > LEASE_MARGIN_SECONDS, "a pull would have no time before its lease ends"
@@ -85,6 +87,7 @@ class ShardServer:
 
     def __init__(self, config: ShardServerConfig, wall_clock: Callable[[], float] = time.time) -> None:
         self._config = config
+        self._files = NodeFiles(config)
         self._wall_clock = wall_clock
         self._tls: TlsFiles | None = None
         self._authenticator: Authenticator | None = None
@@ -96,7 +99,6 @@ class ShardServer:
         self._is_replacing = False  # the segment was removed, and there is no new one yet
         self._health = ReadinessServicer(lambda: self.condition() == Condition())
         self._peer_address = ""
-        self._socket_path = ""
         self._secret = b""
         self._lookup_addresses: tuple[str, ...] = ()
         self._peer_port = config.peer_port  # after the first start, the port that was bound then
@@ -104,7 +106,6 @@ class ShardServer:
         self._counters: Counter[str] = Counter()
         self._leaver: asyncio.Task[None] | None = None
         self._exits = False
-        self._health_names: set[str] = set()
         self._told_end = asyncio.Event()  # an operator has been told that the drain is over
         self.left = asyncio.Event()  # drained, and told to end: call `stop`
 
@@ -113,7 +114,7 @@ class ShardServer:
 
         Raises ConfigError, SegmentError, ServiceConflict or TransferError, and then leaves nothing behind.
         """
-        there = self._files_there()
+        before = self._files.there()
         try:
             await self._start()
         except BaseException:
@@ -121,7 +122,7 @@ class ShardServer:
             await self.stop(leaving=False)
             if pool is not None and pool.is_new:
                 pool.unlink()
-            self._remove(set(self._own_files()) - there)
+            self._files.remove_new(before)
             raise
         self._keeper = asyncio.get_running_loop().create_task(self._keep_files())
         log.info("shard_started", extra={"node": self._config.node_id, "address": self._peer_address})
@@ -139,19 +140,19 @@ class ShardServer:
         coders.keys.set_tenants({} if tenants is None else tenants.current.secrets())
         eviction = await asyncio.to_thread(find_policy, settings.eviction)
         check_listener(self._peers_at(), self._tls, allow_plaintext=settings.allow_plaintext)
-        directory = self._node_directory
+        directory = self._files.directory
         make_directory(directory)
-        socket_path = discovery.shard_socket(settings.service, config.node_id, settings.runtime_root)
-        if await asyncio.to_thread(is_listening, socket_path):
+        socket = self._files.socket
+        if await asyncio.to_thread(is_listening, socket):
             raise ServiceConflict(
                 f"a shard of service {settings.service!r} already serves node {config.node_id} at "
-                f"{socket_path}: end it (`kvservice down` does, or says how), or choose another --node of `kvservice "
+                f"{socket}: end it (`kvservice down` does, or says how), or choose another --node of `kvservice "
                 "shard`, or another --service"
             )
         self._secret = secret = discovery.node_secret(directory)
         if config.lookup_addresses:
             mirror = DirectoryMirror.open(
-                mirror_path(self._segment_path),
+                mirror_path(self._files.segment),
                 directory / discovery.MIRROR_NAME,
                 config.lookup_addresses,
                 settings.mirror_bytes,
@@ -163,7 +164,7 @@ class ShardServer:
         self._pool = await PoolRuntime.open(
             PoolConfig(
                 config.node_id,
-                self._segment_path,
+                self._files.segment,
                 geometry,
                 settings.lease_seconds,
                 # Above every earlier one, also of new memory after a reboot. The clock may have been set back.
@@ -188,8 +189,7 @@ class ShardServer:
         await missed.take(config.lookup_addresses)
         self._authenticator = Authenticator(tenants, self._pool)
         self._authenticator.start()
-        await self._listen(socket_path)
-        self._socket_path = socket_path
+        await self._listen()
         self._register(config.lookup_addresses)
         (directory / discovery.KEPT_NAME).unlink(missing_ok=True)  # the record says where the memory is
         if self._directory is not None:
@@ -248,8 +248,7 @@ class ShardServer:
             self.left.set()
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in sorted(self._health_names):  # but not "live": the process must not be restarted for leaving
-            await self._health.set(name, status)
+        await self._health.set(PEER_SERVICE, status)  # but not "live": the process must not be restarted for leaving
 
     async def stop(self, leaving: bool = True, keep_segment: bool = False, forget_disk: bool = False) -> bool:
         """Stop in order: unregister, let calls finish for a moment, close. Idempotent.
@@ -298,7 +297,7 @@ class ShardServer:
             if pool is not None and leaving and not keep_segment:
                 pool.unlink()
             if leaving and served and not (self._is_replacing and self._is_taken()):
-                self._remove(set(self._own_files()) - (self._kept_files() if keep_segment else set()))
+                self._files.remove(keep_memory=keep_segment)
         return all_ended
 
     async def _remove_blocks(self) -> None:
@@ -311,40 +310,9 @@ class ShardServer:
         """Whether another shard serves this node now. One can start while our memory is replaced, because we do not
         listen then. Blocks for a second at most."""
         try:
-            return is_listening(self._socket_path)
+            return is_listening(self._files.socket)
         except ConfigError:  # another user's
             return True
-
-    def _kept_files(self) -> set[Path]:
-        """Of our files those for the next start. Marks stay: this node tells them to nodes that were away."""
-        discovery.name_kept_memory(self._node_directory, self._segment_path)
-        return {self._node_directory / name for name in discovery.KEPT_NAMES}
-
-    def _own_files(self) -> list[Path]:
-        """Our files in the node's directory, beside the record."""
-        return [self._node_directory / name for name in discovery.OWN_NAMES]
-
-    def _files_there(self) -> set[Path]:
-        """Which of our files there are, also as links to nothing. In a folder of another user it sees none."""
-        return {path for path in self._own_files() if os.path.lexists(path)}
-
-    def _remove(self, files: Iterable[Path]) -> None:
-        for path in files:
-            with contextlib.suppress(NotADirectoryError, PermissionError):  # then it is none of ours
-                path.unlink(missing_ok=True)
-        for empty in (self._node_directory, self._node_directory.parent):
-            with contextlib.suppress(OSError):  # rmdir fails while there are other files; those stay
-                empty.rmdir()
-
-    @property
-    def _node_directory(self) -> Path:
-        """Where this node's files are."""
-        settings = self._config.settings
-        return discovery.node_directory(settings.service, self._config.node_id, settings.runtime_root)
-
-    @property
-    def _segment_path(self) -> Path:
-        return segment_path(self._config.settings.service, self._config.node_id, self._config.segment_dir)
 
     @property
     def _owner(self) -> str:
@@ -391,7 +359,7 @@ class ShardServer:
         record = discovery.ShardRecord(
             config.settings.service,
             config.node_id,
-            self._socket_path,
+            self._files.socket,
             self._peer_address,
             os.getpid(),
             self.pool.epoch,
@@ -402,11 +370,11 @@ class ShardServer:
         )
         self._record = discovery.write_record(record, config.settings.runtime_root)
 
-    async def _listen(self, socket_path: str) -> None:
+    async def _listen(self) -> None:
         """Open the listeners. Peers and commands of this machine may share one."""
         assert self._authenticator is not None
         self._engines = EngineSocket(self.pool, self._authenticator)
-        await self._engines.listen(socket_path)
+        await self._engines.listen(self._files.socket)
         peers_at = self._peers_at()
         if peers_at != self._commands_at():
             await self._serve(self._commands_at())
@@ -426,50 +394,35 @@ class ShardServer:
         )
 
     def _commands_at(self) -> str:
-        config = self._config
-        path = discovery.rpc_socket(config.settings.service, config.node_id, config.settings.runtime_root)
-        return f"unix:{path}"
+        return f"unix:{self._files.rpc_socket}"
 
     async def _serve(self, address: str) -> str:
         """Start a gRPC listener. Returns the address to call."""
-        server = await self._server()
-        called = listen(server, address, self._tls, allow_plaintext=self._config.settings.allow_plaintext)
-        await server.start()
-        return called
-
-    async def _server(self) -> grpc.aio.Server:
         server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX), maximum_concurrent_rpcs=CALLS_MAX)
         self._servers.append(server)
         gate = Gate()
         assert self._authenticator is not None and self._engines is not None
         services = shard_pb2.DESCRIPTOR.services_by_name
-        parts: list[tuple[str, object]] = [
-            ("PeerService", PeerServicer(self.pool, self.holder)),
-            (
-                "AdminService",
-                AdminServicer(
-                    self.pool,
-                    self.holder,
-                    self.leave,
-                    self.stay,
-                    self._authenticator,
-                    self.stats,
-                    self._engines.pids,
-                ),
-            ),
-            ("OperatorService", OperatorServicer(self.pool, self._authenticator)),
-        ]
-        handlers = [service_handler(services[name], servicer, gate=gate) for name, servicer in parts]
+        admin = AdminServicer(
+            self.pool, self.holder, self.leave, self.stay, self._authenticator, self.stats, self._engines.pids
+        )
+        parts: dict[str, object] = {
+            "PeerService": PeerServicer(self.pool, self.holder),
+            "AdminService": admin,
+            "OperatorService": OperatorServicer(self.pool, self._authenticator),
+        }
+        handlers = [service_handler(services[name], servicer, gate=gate) for name, servicer in parts.items()]
         server.add_generic_rpc_handlers(tuple(handlers))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = [services[name].full_name for name, _ in parts]
+        names = [services[name].full_name for name in parts]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        self._health_names |= {name for name in names if not name.endswith((".AdminService", ".OperatorService"))}
         for name in ["", LIVE, *names]:
-            leaves = self._leaver is not None and name in self._health_names
+            leaves = self._leaver is not None and name == PEER_SERVICE
             status = health_pb2.HealthCheckResponse.NOT_SERVING if leaves else health_pb2.HealthCheckResponse.SERVING
             await self._health.set(name, status)
-        return server
+        called = listen(server, address, self._tls, allow_plaintext=self._config.settings.allow_plaintext)
+        await server.start()
+        return called
 
     async def _keep_files(self) -> None:
         """Make the runtime files and the segment again when something removes them, as systemd-logind does at a logout.
@@ -495,18 +448,17 @@ class ShardServer:
                     log.exception("runtime_files_failed")
 
     def _lacks_files(self) -> bool:
-        names = (discovery.RECORD_NAME, discovery.SECRET_NAME, discovery.EPOCH_NAME)
-        own = [self._node_directory / name for name in names]
-        return not all(path.exists() for path in own) or not all(map(is_bound, self._addresses()))
+        addresses = (f"unix:{self._files.socket}", self._commands_at(), self._peer_address)
+        return self._files.lacks_some() or not all(map(is_bound, addresses))
 
     async def _remake_files(self) -> None:
         """Make the files of the same boot, with the same secret. Open connections to removed sockets stay open."""
-        directory = self._node_directory
+        directory = self._files.directory
         make_directory(directory)
         discovery.keep_secret(directory, self._secret)
         discovery.keep_epoch(directory, self.pool.epoch)
-        if not is_bound(f"unix:{self._socket_path}") and self._engines is not None:
-            await self._engines.listen(self._socket_path)
+        if not is_bound(f"unix:{self._files.socket}") and self._engines is not None:
+            await self._engines.listen(self._files.socket)
         for address in {self._commands_at(), self._peer_address}:
             if not is_bound(address):
                 await self._serve(address)
@@ -515,9 +467,6 @@ class ShardServer:
         self._register(self._lookup_addresses)
         self._counters["runtime_files_remade"] += 1
         log.warning("runtime_files_remade", extra={"directory": str(directory)})
-
-    def _addresses(self) -> tuple[str, ...]:
-        return f"unix:{self._socket_path}", self._commands_at(), self._peer_address
 
     async def _replace_segment(self) -> None:
         """Start a new boot with new memory. Engines lose their attachments, unmap the old memory and attach again.

@@ -21,7 +21,7 @@ from kvservice.core.messages import AcquireRequest
 from kvservice.errors import Unavailable
 from kvservice.observe import logs
 from kvservice.observe.condition import Condition
-from kvservice.shard.server import ShardServer
+from kvservice.shard.server import PEER_SERVICE, ShardServer
 from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
@@ -52,7 +52,7 @@ async def test_ready_goes_away_with_a_drain_and_comes_back(server: ShardServer) 
 
 async def test_a_shard_that_stays_after_all_is_as_before(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is healthy, makes its segment again when something removes it, and a later drain does not end the process."""
-    name = next(iter(server._health_names))
+    name = PEER_SERVICE
 
     async def health() -> int:
         return (await server._health.Check(health_pb2.HealthCheckRequest(service=name), None)).status
