@@ -120,11 +120,10 @@ def arrange(found: BlockList, selected: Selection) -> BlockList:
 
 
 def draw(found: BlockList, selected: Selection, wide: bool) -> RenderableType:
-    numbers = ("position", "size", "age", "unused for", "uses")
-    more = ("slot", "copy") if wide else ()
+    numbers = ("*position", "*size", "*age", "*unused for", "*uses")
+    more = ("*slot", "copy") if wide else ()
     made = table(
         *("key", "node", "model", "tenant", "state", "tier", *numbers, *more),
-        right=(*numbers, "slot"),
         fold=("node", "model", "tenant"),
         first_folds=False,
     )

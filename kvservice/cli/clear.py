@@ -208,8 +208,7 @@ async def _round(client: OperatorClient, members: Members, marks: Sequence[Mark]
 
 
 def draw(report: ClearReport) -> RenderableType:
-    numbers = ("blocks", "size", "still read", "in tiers")
-    made = table("node", *numbers, right=numbers)
+    made = table("node", "*blocks", "*size", "*still read", "*in tiers")
     lines: list[RenderableType] = [made]
     for node in report.nodes:
         if node.error:

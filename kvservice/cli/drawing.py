@@ -49,12 +49,13 @@ def used_of(tier: TierOverview) -> str:
     return format_bytes(tier.used_bytes) + budget
 
 
-def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = (), first_folds: bool = True) -> Table:
-    """A table without lines. Columns in `right` hold numbers. When it is too wide, those in `fold`, and the first one,
-    take more lines."""
+def table(*columns: str, fold: Iterable[str] = (), first_folds: bool = True) -> Table:
+    """A table without lines. A star before its title marks a column of numbers. When it is too wide, those in `fold`,
+    and the first one, take more lines."""
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    numbers, folded = set(right), {*fold, *columns[: int(first_folds)]}
-    for name in columns:
-        justify: Any = "right" if name in numbers else "left"
+    folded = {*fold, *columns[: int(first_folds)]}
+    for column in columns:
+        name = column.removeprefix("*")
+        justify: Any = "left" if name == column else "right"
         made.add_column(name, justify=justify, no_wrap=name not in folded, overflow="fold")
     return made

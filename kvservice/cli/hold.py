@@ -262,16 +262,7 @@ async def _rows(shards: dict[str, str], ask: Callable[[str], Awaitable[tuple[Any
 
 
 def draw(report: HeldReport) -> RenderableType:
-    made = table(
-        "node",
-        "prompts",
-        "blocks",
-        "here",
-        "fetched",
-        "held",
-        "missing",
-        right=("prompts", "blocks", "held", "missing"),
-    )
+    made = table("node", "*prompts", "*blocks", "here", "fetched", "*held", "*missing")
     lines: list[RenderableType] = [made]
     for row in report.nodes:
         came = ", ".join(f"{count} from {plain(node)}" for node, count in row.fetched.items()) or "-"
@@ -288,7 +279,7 @@ def draw(report: HeldReport) -> RenderableType:
 
 
 def draw_pins(found: PinList, none: str, since: str) -> RenderableType:
-    made = table("name", "node", "tenant", "model", "blocks", "size", since, right=("blocks", "size", since))
+    made = table("name", "node", "tenant", "model", "*blocks", "*size", f"*{since}")
     for row in found.pins:
         made.add_row(
             plain(row.name),

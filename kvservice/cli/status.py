@@ -147,17 +147,7 @@ def _pinned(seen: Overview) -> str:
 
 
 def _nodes(seen: Overview) -> Table:
-    made = table(
-        "node",
-        "state",
-        "up",
-        "engines",
-        "pool",
-        "used",
-        "",
-        "hit rate",
-        right=("engines", "pool", "used", "hit rate", ""),
-    )
+    made = table("node", "state", "up", "*engines", "*pool", "*used", "*", "*hit rate")
     for node in seen.nodes:
         state = f"[{STATE_STYLES[node.state]}]{node.state}[/]"
         if node.state == "silent":
@@ -178,7 +168,7 @@ def _nodes(seen: Overview) -> Table:
 
 def _memory(seen: Overview, names: Mapping[str, str], wide: bool) -> Table:
     states = [usage.state for usage in seen.pool.states]
-    made = table("node", *states, right=states)
+    made = table("node", *(f"*{state}" for state in states))
     pools = [(names[node.node_id], node.pool) for node in seen.nodes if node.state != "silent"]
     for name, pool in [*pools, ("all", seen.pool)] if len(pools) > 1 else pools:
         made.add_row(plain(name), *(format_bytes(usage.bytes) for usage in pool.states))
@@ -192,8 +182,8 @@ def draw_hits(seen: Overview) -> RenderableType:
     windows = seen.windows
     if not windows or not windows[0].asked_blocks:
         return Text("No engine has asked for a block yet.")
-    columns = [WINDOW_NAMES.get(window.name, f"since start ({span(window.seconds)})") for window in windows]
-    made = table("", *columns, right=columns)
+    names = [WINDOW_NAMES.get(window.name, f"since start ({span(window.seconds)})") for window in windows]
+    made = table("", *(f"*{name}" for name in names))
     made.add_row("hit rate", *(percent(window.hit_rate) for window in windows))
     made.add_row("  local", *(percent(window.local_hit_rate) for window in windows))
     made.add_row("  from other nodes", *(percent(window.remote_hit_rate) for window in windows))
@@ -210,8 +200,8 @@ def draw_hits(seen: Overview) -> RenderableType:
 
 def draw_tiers(seen: Overview, names: Mapping[str, str]) -> Table:
     """A line for each tier of each node."""
-    numbers = ("blocks", "used", "of", "waiting", "written", "read", "hits", "dropped", "failed")
-    made = table("node", "tier", "state", *numbers, right=numbers)
+    numbers = ("*blocks", "*used", "*of", "*waiting", "*written", "*read", "*hits", "*dropped", "*failed")
+    made = table("node", "tier", "state", *numbers)
     for node in seen.nodes:
         for tier in node.tiers:
             made.add_row(
@@ -232,8 +222,7 @@ def draw_tiers(seen: Overview, names: Mapping[str, str]) -> Table:
 
 
 def _drifts(seen: Overview, names: Mapping[str, str]) -> Table:
-    numbers = ("blocks", "checked", "keys", "values", "limit")
-    made = table("node", "model", "int8", *numbers, right=numbers, fold=("model",))
+    made = table("node", "model", "int8", "*blocks", "*checked", "*keys", "*values", "*limit", fold=("model",))
     for drift in seen.drifts:
         made.add_row(
             plain(names.get(drift.node_id, drift.node_id)),
@@ -252,11 +241,7 @@ def _models(seen: Overview, names: Mapping[str, str]) -> RenderableType:
     if not seen.models:
         return Text("No engine is attached.")
     rates = {hits.model: percent(hits.hit_rate) for hits in reversed(seen.hits)}
-    made = table(
-        *("model", "namespace", "fingerprint", "engines", "hit rate", "nodes"),
-        right=("engines", "hit rate"),
-        fold=("nodes", "namespace"),
-    )
+    made = table("model", "namespace", "fingerprint", "*engines", "*hit rate", "nodes", fold=("nodes", "namespace"))
     for model in seen.models:
         made.add_row(
             plain(model.model),
@@ -286,7 +271,7 @@ def _refused(seen: Overview, names: Mapping[str, str], wide: bool) -> Renderable
 
 
 def _flows(seen: Overview, names: Mapping[str, str]) -> Table:
-    made = table("from", "to", "bytes", "speed", right=("bytes", "speed"), fold=("to",))
+    made = table("from", "to", "*bytes", "*speed", fold=("to",))
     for flow in sorted(seen.flows, key=lambda flow: -flow.bytes):
         made.add_row(
             plain(names.get(flow.source, flow.source)),
@@ -298,8 +283,7 @@ def _flows(seen: Overview, names: Mapping[str, str]) -> Table:
 
 
 def _tenants(seen: Overview) -> Table:
-    numbers = ("used", "quota", "slots being filled", "slots refused")
-    made = table("tenant", *numbers, right=numbers)
+    made = table("tenant", "*used", "*quota", "*slots being filled", "*slots refused")
     for tenant in seen.tenants:
         refused = tenant.counters.get("quota_refused", 0) + tenant.counters.get("in_flight_refused", 0)
         sizes = (format_bytes(tenant.used_bytes), bound(tenant.quota_bytes))
@@ -308,8 +292,7 @@ def _tenants(seen: Overview) -> Table:
 
 
 def _slowest(seen: Overview, names: Mapping[str, str]) -> Table:
-    numbers = ("took", "blocks asked", "hit", "ago")
-    made = table("request", "node", *numbers, right=numbers, fold=("node",))
+    made = table("request", "node", "*took", "*blocks asked", "*hit", "*ago", fold=("node",))
     for slow in seen.slowest[:SLOWEST_SHOWN]:
         made.add_row(
             plain(slow.request_id),
@@ -323,16 +306,7 @@ def _slowest(seen: Overview, names: Mapping[str, str]) -> Table:
 
 
 def _engines(seen: Overview, names: Mapping[str, str]) -> Table:
-    made = table(
-        "engine",
-        "node",
-        "model",
-        "tenant",
-        "attached for",
-        "prefill",
-        right=("attached for", "prefill"),
-        fold=("model", "tenant"),
-    )
+    made = table("engine", "node", "model", "tenant", "*attached for", "*prefill", fold=("model", "tenant"))
     for engine in seen.engines:
         speed = engine.prefill_tokens_per_second
         made.add_row(
@@ -347,16 +321,7 @@ def _engines(seen: Overview, names: Mapping[str, str]) -> Table:
 
 
 def _details(seen: Overview, names: Mapping[str, str]) -> Table:
-    made = table(
-        "node",
-        "address",
-        "transport",
-        "version",
-        "boot epoch",
-        "keys in directory",
-        right=("boot epoch", "keys in directory"),
-        fold=("address",),
-    )
+    made = table("node", "address", "transport", "version", "*boot epoch", "*keys in directory", fold=("address",))
     for node in seen.nodes:
         made.add_row(
             plain(names[node.node_id]),
@@ -371,8 +336,7 @@ def _details(seen: Overview, names: Mapping[str, str]) -> Table:
 
 def draw_eviction(seen: Overview, names: Mapping[str, str]) -> Table:
     """Which rule chooses who is evicted on each node, and what each rule would find."""
-    numbers = ("by worth it finds", "by S3-FIFO", "by LRU", "changes")
-    made = table("node", "rule", *numbers, right=numbers)
+    made = table("node", "rule", "*by worth it finds", "*by S3-FIFO", "*by LRU", "*changes")
     for node in seen.nodes:
         if (found := node.eviction) is not None:
             made.add_row(
@@ -385,7 +349,7 @@ def draw_eviction(seen: Overview, names: Mapping[str, str]) -> Table:
 
 
 def _lookups(seen: Overview) -> Table:
-    made = table("address", "partition", "keys", "nodes alive", right=("keys", "nodes alive"), fold=("partition",))
+    made = table("address", "partition", "*keys", "*nodes alive", fold=("partition",))
     for row in seen.lookups:
         part = f"{row.partition} of {row.partition_count}"
         made.add_row(plain(row.address), plain(row.error) or part, f"{row.keys:,}", str(row.nodes_alive))
@@ -393,8 +357,8 @@ def _lookups(seen: Overview) -> Table:
 
 
 def _mirrors(seen: Overview, names: Mapping[str, str]) -> Table:
-    numbers = ("keys", "memory", "partitions live", "age", "lookups answered", "left to partitions")
-    made = table("node", *numbers, "because", right=numbers, fold=("because",))
+    numbers = ("*keys", "*memory", "*partitions live", "*age", "*lookups answered", "*left to partitions")
+    made = table("node", *numbers, "because", fold=("because",))
     for node in seen.nodes:
         if (mirror := node.mirror) is not None:
             made.add_row(

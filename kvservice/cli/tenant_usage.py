@@ -70,8 +70,7 @@ def _ask(members: Members, node: str) -> list[Held] | str:
 
 
 def draw(usage: Usage, wide: bool) -> RenderableType:
-    numbers = ("used", "quota", "of quota", "slots being filled")  # the words of `kvservice status`
-    made = table("tenant", "node", *numbers, right=numbers)
+    made = table("tenant", "node", "*used", "*quota", "*of quota", "*slots being filled")
     for each in usage.held:
         share = f"{100 * each.used_bytes / each.quota_bytes:.0f} %" if each.quota_bytes else ""
         cells = (format_bytes(each.used_bytes), bound(each.quota_bytes), share, str(each.in_flight))

@@ -105,8 +105,7 @@ def list_all(file: File, output: Output = Format.TABLE) -> None:
 def _draw_limits(rows: list[dict[str, Any]]) -> RenderableType:
     from kvservice.cli.drawing import plain, table
 
-    numbers = ("tokens", "quota", "disk quota", "in flight")
-    made = table("tenant", *numbers, "public", "admin", right=numbers)
+    made = table("tenant", "*tokens", "*quota", "*disk quota", "*in flight", "public", "admin")
     for row in rows:
         limits = (row["quota"] or "-", row["disk_quota"] or "-", str(row["in_flight"] or "-"), row["public"])
         made.add_row(plain(row["name"]), str(row["tokens"]), *limits, "yes" if row["admin"] else "no")

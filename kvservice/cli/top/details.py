@@ -85,7 +85,7 @@ def _node(seen: Overview, key: str) -> tuple[Text, RenderableType]:
     flows = [flow for flow in seen.flows if key in (flow.source, flow.target)]
     if flows:
         names = node_names(seen)
-        made = table("read from", "by", "bytes", right=("bytes",), fold=("by",))
+        made = table("read from", "by", "*bytes", fold=("by",))
         for flow in sorted(flows, key=lambda flow: -flow.bytes):
             source, target = names.get(flow.source, flow.source), names.get(flow.target, flow.target)
             made.add_row(plain(source), plain(target), format_bytes(flow.bytes))
@@ -114,7 +114,7 @@ def _engine_table(seen: Overview, engines: Sequence[EngineOverview]) -> Renderab
     if not engines:
         return Text("none")
     names = node_names(seen)
-    made = table("engine", "node", "model", "tenant", "attached for", right=("attached for",), fold=("model", "tenant"))
+    made = table("engine", "node", "model", "tenant", "*attached for", fold=("model", "tenant"))
     for one in engines:
         node = plain(names.get(one.node_id, one.node_id))
         made.add_row(one.engine_id, node, plain(one.model), plain(one.tenant) or "-", span(one.attached_seconds))
@@ -122,8 +122,7 @@ def _engine_table(seen: Overview, engines: Sequence[EngineOverview]) -> Renderab
 
 
 def _requests(slow: Sequence[SlowestRequest]) -> Table:
-    numbers = ("took", "blocks asked", "hit", "ago")
-    made = table("request", *numbers, right=numbers)
+    made = table("request", "*took", "*blocks asked", "*hit", "*ago")
     for one in slow:
         hit = one.local_blocks + one.fetched_blocks
         took = f"{one.took_seconds * 1000:,.1f} ms"
@@ -146,8 +145,7 @@ def _model(seen: Overview, key: str) -> tuple[Text, RenderableType]:
     parts: list[RenderableType] = [
         _fields(("namespace", model.namespace), ("fingerprint", model.fingerprint), ("engines", str(model.engines)))
     ]
-    numbers = ("blocks asked", "local", "from other nodes", "from tiers", "hit rate")
-    made = table("tenant", *numbers, right=numbers)
+    made = table("tenant", "*blocks asked", "*local", "*from other nodes", "*from tiers", "*hit rate")
     for one in hits:
         made.add_row(
             plain(one.tenant) or "-",
@@ -186,7 +184,7 @@ def _engine(seen: Overview, key: str) -> tuple[Text, RenderableType]:
 def _tenant(seen: Overview, key: str) -> tuple[Text, RenderableType]:
     names = node_names(seen)
     rows = [(node, one) for node in seen.nodes for one in node.tenants if one.name == key]
-    made = table("node", "used", "quota", "filling", right=("used", "quota", "filling"))
+    made = table("node", "*used", "*quota", "*filling")
     for node, one in rows:
         sizes = (format_bytes(one.used_bytes), bound(one.quota_bytes))
         made.add_row(plain(names[node.node_id]), *sizes, str(one.in_flight))
