@@ -63,15 +63,17 @@ multiprocess.MultiProcessCollector(registry)
 print(json.dumps([line for line in generate_latest(registry).decode().splitlines() if line[0] != "#"]))
 """
 FIELDS = """
-import json, sys
+import json, os, sys
+from unittest import mock
 from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 from kvservice.connector.sglang import identity
 from kvservice.connector.sglang.options import SGLangOptions
 found = []
 for settings in json.loads(sys.argv[1]):
-    runtime_context.publish(ServerArgs(**settings), role="scheduler")
-    fields = identity.engine_fields(SGLangOptions.parse({"interface_v1": 1}))
+    with mock.patch.dict(os.environ, settings.pop("environment", {})):
+        runtime_context.publish(ServerArgs(**settings), role="scheduler")
+        fields = identity.engine_fields(SGLangOptions.parse({"interface_v1": 1}))
     found.append([identity.model_name(), identity.kv_heads(), {name: str(value) for name, value in fields.items()}])
 print(json.dumps(found))
 """
@@ -116,12 +118,16 @@ def test_what_changes_a_page_changes_its_name_and_no_more(model_path: Path) -> N
         {"port": 31000, "log_level": "info", "random_seed": 7},
         {"max_running_requests": 9, "chunked_prefill_size": 128, "max_total_tokens": 4096, "context_length": 2048},
         {"schedule_policy": "lpm", "enable_metrics": True, "sampling_backend": "pytorch"},
+        {"environment": {"SGLANG_PORT": "31000", "SGLANG_LOG_GC": "1", "SGLANG_RUN_ID": "7"}},
     ]
     other: dict[str, Mapping[str, object]] = {
         "model.kv_cache_dtype": {"kv_cache_dtype": "fp8_e5m2"},
         "model_dtype": {"dtype": "bfloat16"},
         "hf.rope_theta": {"json_model_override_args": '{"rope_theta": 5}'},
         "exec.kernel.attention_backend": {"attention_backend": "triton"},
+        "env.SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE": {"environment": {"SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE": "1"}},
+        "env.NVIDIA_TF32_OVERRIDE": {"environment": {"NVIDIA_TF32_OVERRIDE": "1"}},
+        "observability.forward_hooks": {"forward_hooks": [{"target_modules": ["*"], "hook_factory": "a:b"}]},
     }
     cases = [base, *({**base, **more} for more in (*alike, *other.values()))]
     found = said(FIELDS, json.dumps(cases))

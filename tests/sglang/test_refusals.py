@@ -19,7 +19,8 @@ pytestmark = [
 ]
 
 ATTACH = """
-import json, logging, sys
+import json, logging, os, sys
+from unittest import mock
 from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.server_args import ServerArgs
@@ -32,6 +33,7 @@ class Lines(logging.Handler):
 logging.getLogger("kvservice.connector").addHandler(Lines())
 found = []
 for settings, storage in json.loads(sys.argv[1]):
+    variables = settings.pop("environment", {})
     args = ServerArgs(**settings)
     runtime_context.publish(args, role="scheduler")
     config = HiCacheStorageConfig(
@@ -41,7 +43,8 @@ for settings, storage in json.loads(sys.argv[1]):
     )
     lines.clear()
     try:
-        backend = HiCacheKVService(config)
+        with mock.patch.dict(os.environ, variables):
+            backend = HiCacheKVService(config)
     except ConfigError as error:
         found.append({"raised": error.message})
         continue
@@ -94,6 +97,8 @@ def test_what_is_not_shared_between_engines_is_named(model_path: Path) -> None:
         "--speculative-algorithm 'EAGLE'": eagle,
         "--quantization 'fp8'": {**HICACHE, "quantization": "fp8"},
         "--lora-paths ['a=/nowhere']": {**HICACHE, "lora_paths": ["a=/nowhere"]},
+        "SGLANG_EXTERNAL_MODEL_PACKAGE=a": {**HICACHE, "environment": {"SGLANG_EXTERNAL_MODEL_PACKAGE": "a"}},
+        "--forward-hooks [{'name': 'a'}]": {**HICACHE, "forward_hooks": [{"name": "a"}]},
     }
     for words, found in zip(asked, attached(model_path, *((each, SHARED) for each in asked.values())), strict=True):
         reason = f"share 'engines' is not supported with {words}"

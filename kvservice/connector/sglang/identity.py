@@ -7,6 +7,8 @@ here with the reason; a setting in no table is named. Written for SGLang 0.5.23.
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ ROUNDING = "it computes the same function and sums in another order, as one engi
 LOOKS = "it concerns logs, metrics, names, processes or limits of requests"
 NAMED = "it is a field of its own in the fingerprint"
 
-# SGLang's namespaces of settings of which nothing is named.
+# SGLang's namespaces of settings that are not named.
 SECTIONS_LEFT_OUT: Mapping[str, str] = {
     "memory": PLACE,
     "schedule": WHEN,
@@ -43,6 +45,18 @@ SECTIONS_LEFT_OUT: Mapping[str, str] = {
     "exec.overlap": WHEN,
     "exec.offload": PLACE,
 }
+# Settings of these sections that are named all the same, because they change the numbers.
+NAMED_ALL_THE_SAME = frozenset({"forward_hooks", "enable_quant_communications"})
+# Environment variables that choose other code, other weights or fewer bits. They are named if they are set.
+ENVIRONMENT_NAMED = (
+    r"SGLANG_EXTERNAL_.*|SGLANG_(PLUGINS|PLATFORM|USE_MODELSCOPE|USE_MLX|DEBUG_REVERT_PR|FORCE_FUSED_OP_BACKEND)"
+    r"|SGLANG_.*(FP4|FP8|INT4|INT8|BF16|FP32|F16|W4A|Q8KV|QUANT|DTYPE|MXSCALE).*"
+    r"|SGLANG_(SKIP_SOFTMAX|HUMMING|MINICPM|MAMBA|SIMULATE)_.*|SGLANG_USE_(SAGE_ATTENTION_IMPL|CUSTOM_ROUTER_SUM)"
+    r"|SGLANG_DSV4_.*LAYOUT|SGLANG_OPT_USE_ONLINE_COMPRESS|SGLANG_GLM_NEXTN_MOE_PTPC|SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ"
+    r"|SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD|SGLANG_IMAGE_MAX_PIXELS|SGLANG_RESIZE_RESAMPLE"
+    r"|FLASHINFER_NVFP4_4OVER6.*|DEEP_NORMAL_MODE_USE_INT8_QUANT"
+    r"|NVIDIA_TF32_OVERRIDE|(DNNL|ONEDNN)_DEFAULT_FPMATH_MODE"  # of libraries below it
+)
 # Settings with which pages are not shared with engines of other kinds, and the values that are none.
 CHANGES_PAGES: Mapping[str, tuple[object, ...]] = {
     "quantization": (None,),
@@ -50,6 +64,7 @@ CHANGES_PAGES: Mapping[str, tuple[object, ...]] = {
     "lora_paths": (None, [], {}),
     "speculative_algorithm": (None,),
     "pp_size": (None, 1),
+    **dict.fromkeys(NAMED_ALL_THE_SAME, (None, False, [])),
 }
 LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(
@@ -129,6 +144,7 @@ def engine_fields(options: SGLangOptions) -> dict[str, object]:
         "sglang": __version__,
         "model_dtype": str(model.dtype),
         **_settings(server),
+        **_environment(),
         **flat_fields("hf", config),
         **_lengths(config, model),
     }
@@ -159,6 +175,8 @@ def model_source() -> ModelSource:
         found = resolution_result(server, name)
         if found not in CHANGES_PAGES[name]:
             raise UnsupportedLayout(f"share 'engines' is not supported with --{name.replace('_', '-')} {found!r:.100}")
+    for name, value in _environment().items():
+        raise UnsupportedLayout(f"share 'engines' is not supported with {name.removeprefix('env.')}={value}")
     return ModelSource(
         str(model.model_path),
         str(model.dtype).removeprefix("torch."),
@@ -172,12 +190,17 @@ def _settings(server: Any) -> dict[str, object]:
     defaults = {field.name: field for field in msgspec.structs.fields(type(server))}
     found: dict[str, object] = {}
     for name, section in namespace_of(type(server)).items():
-        if name.startswith("_") or name in LEFT_OUT or _is_left_out(section):
+        is_left_out = name in LEFT_OUT or (_is_left_out(section) and name not in NAMED_ALL_THE_SAME)
+        if is_left_out or name.startswith("_"):
             continue
         text = text_of(resolution_result(server, name))
         if text != text_of(_default(defaults[name])):
             found[f"{section}.{name}"] = text
     return found
+
+
+def _environment() -> dict[str, object]:
+    return {f"env.{name}": value for name, value in os.environ.items() if re.fullmatch(ENVIRONMENT_NAMED, name)}
 
 
 def _is_left_out(section: str) -> bool:
