@@ -68,11 +68,13 @@ class Warming:
         request = event.request
         check_chain(request.keys)
         if not 0 < request.timeout_seconds <= WARM_SECONDS_MAX:
-            raise InvalidRequest(f"timeout {request.timeout_seconds} s is not within 0 to {WARM_SECONDS_MAX} s")
+            most = f"{WARM_SECONDS_MAX:.0f} s, not {request.timeout_seconds}"
+            raise InvalidRequest(f"a warm has a timeout of more than 0 and at most {most}")
         if request.pin:
             check_pin_name(request.pin)
         elif not 0 < request.hold_seconds <= HOLD_SECONDS_MAX:
-            raise InvalidRequest(f"blocks are held for up to {HOLD_SECONDS_MAX:.0f} s, not {request.hold_seconds}")
+            most = f"{HOLD_SECONDS_MAX:.0f} s, not {request.hold_seconds}"
+            raise InvalidRequest(f"blocks are held for more than 0 and at most {most}")
         if self._shard.is_draining():
             raise Unavailable(f"shard {self._shard.node_id} is draining: warm the prompt on another node")
         engine = next((e for e in self._engines() if _is_for(e, event)), None)

@@ -237,9 +237,9 @@ def test_an_engine_that_leaves_meanwhile_ends_the_fetch() -> None:
     [
         ((), 30.0, 5.0, "", "1 to 8192"),
         (CHAIN[:1] * 2, 30.0, 5.0, "", "is there twice"),
-        (CHAIN, 0.0, 5.0, "", "held for up to"),
-        (CHAIN, HOLD_SECONDS_MAX + 1, 5.0, "", "held for up to"),
-        (CHAIN, 30.0, 0.0, "", "timeout"),
+        (CHAIN, 0.0, 5.0, "", "held for more than 0 and at most 600 s"),
+        (CHAIN, HOLD_SECONDS_MAX + 1, 5.0, "", "held for more than 0 and at most 600 s"),
+        (CHAIN, 30.0, 0.0, "", "timeout of more than 0 and at most 600 s, not 0"),
         (CHAIN, 30.0, 5.0, "x" * (PIN_NAME_CHARS_MAX + 1), "a pin's name"),
         (CHAIN, 30.0, 5.0, "a\nb", "a pin's name"),
     ],
