@@ -21,6 +21,8 @@ from kvservice.memory.window import ReadWindow
 if TYPE_CHECKING:
     import torch
 
+CLOSED = "this hit is closed: read it inside its `with`, or copy what you need"
+
 
 @dataclass(frozen=True, slots=True)
 class HeldBlocks:
@@ -193,14 +195,15 @@ class Hit:
 
     def _open(self) -> HeldBlocks | None:
         if self._held is None and self._count:
-            raise InvalidRequest("this hit is closed: read it inside its `with`, or copy what you need")
+            raise InvalidRequest(CLOSED)
         return self._held
 
     def _array(self, kind: np.dtype[Any]) -> Array:
         held, shape = self._open(), (self._count, *self._layout.shape)
-        buffer = None if held is None else held.window.buffer
-        if held is None or buffer is None:
+        if held is None:
             return np.empty(shape, kind)
+        if (buffer := held.window.buffer) is None:  # closed by another thread just now, or it is a copy of a closed one
+            raise InvalidRequest(CLOSED)
         inner = [kind.itemsize * math.prod(shape[axis:]) for axis in range(2, len(shape) + 1)]
         found: Array = np.ndarray(shape, kind, memoryview(buffer), strides=(held.window.stride, *inner))
         return found

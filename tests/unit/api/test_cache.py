@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
 import re
@@ -158,6 +159,21 @@ def test_a_view_ends_with_its_hit(cache: kvservice.Cache) -> None:
         with pytest.raises(InvalidRequest, match="closed"):
             use()
     hit.close()
+
+
+@pytest.mark.parametrize("end", ["close", "__del__"])
+def test_a_copy_of_a_hit_that_has_ended_is_closed(cache: kvservice.Cache, end: str) -> None:
+    """It read whatever lay in the program's own memory, and its check passed."""
+    cache.put(range(8), some(2))
+    hit = cache.get(range(8))
+    other = copy.copy(hit)
+    if end == "close":
+        hit.close()
+    del hit
+    gc.collect()
+    for read in (other.copy, other.tensor, lambda: other.view):
+        with pytest.raises(InvalidRequest, match="this hit is closed"):
+            read()
 
 
 def test_a_hit_that_nobody_keeps_gives_its_blocks_back(pool: kvservice.Pool, cache: kvservice.Cache) -> None:
