@@ -6,7 +6,8 @@ it is done, and also if the files changed while the engine may still have the ol
 
 vLLM does not say when it loads an adapter, and that may be long before the first request. Files that have not changed
 since before the engine could load anything are those that it has loaded. Others are trusted only if the operator says
-that files at one path never change.
+that files at one path never change. Each request is named by a look that began after it came: an engine asked to load
+an adapter again may have loaded other bytes just before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from kvservice.core.bounded_table import BoundedTable
 
 log = logging.getLogger("kvservice.connector")
 
-LOOK_SECONDS = 1.0  # Between two looks at the files: a change is noticed at most this much later.
+LOOK_WAIT_SECONDS = 0.2  # For a look at the files, which takes a tenth of a millisecond unless their disk is away.
 RETRY_SECONDS = 5.0  # Until files that could not be read are read again; the engine may still be downloading them.
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt"})
 CONFIG_NAME = "adapter_config.json"
@@ -44,14 +45,14 @@ class _Adapter:
     work: Future[tuple[Stamp, bytes] | None] | None
     stamp: Stamp = ()
     identity: bytes | None = None
-    look_at: float = 0.0
+    read_at: float = 0.0
     changed: bool = False
     is_in_doubt: bool = False  # it may have been loaded before its files became what they are now
 
 
 class Adapters:
-    """The identities of adapters. One thread calls `of`, which never blocks. `locate` finds the folder of a path or of
-    a hub's name."""
+    """The identities of adapters. One thread calls `of`, which waits for a look at most. `locate` finds the folder of a
+    path or of a hub's name."""
 
     def __init__(
         self,
@@ -68,7 +69,9 @@ class Adapters:
         # vLLM's number of an adapter -> its path when it was first asked for
         self._paths: BoundedTable[int, str] = BoundedTable(ADAPTERS_MAX)
         self._adapters: BoundedTable[str, _Adapter] = BoundedTable(ADAPTERS_MAX)  # by path
-        self._reader = ThreadPoolExecutor(1, "kvservice-adapters")  # its thread starts with the first adapter
+        # Their threads start with the first adapter. Looks do not wait behind the reading of another one.
+        self._reader = ThreadPoolExecutor(1, "kvservice-adapters")
+        self._looker = ThreadPoolExecutor(1, "kvservice-looks")
         self.counters: Counter[str] = Counter()
 
     def of(self, path: str, number: int = 0) -> bytes | None:
@@ -83,29 +86,40 @@ class Adapters:
         if adapter is None:
             adapter = self._adapters.put(path, _Adapter(self._reader.submit(self._read, path, None)))
         self._take(path, adapter, now)
+        self._begin(path, adapter, now)
         if adapter.changed:
             self.counters["adapter_changed"] += 1
             return None
         if adapter.is_in_doubt:
             self.counters["adapter_in_doubt"] += 1
             return None
-        if adapter.work is None and now >= adapter.look_at:
-            adapter.work = self._reader.submit(self._read, path, adapter.stamp or None)
-        if adapter.identity is None:
+        if adapter.identity is None or adapter.work is not None:
             self.counters["adapter_unknown"] += 1
+            return None
         return adapter.identity
 
     def close(self) -> None:
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._reader, self._looker):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, path: str, adapter: _Adapter, now: float) -> None:
+        """Look again at files that are known, or read those that could not be read."""
+        if adapter.work is not None or adapter.changed or adapter.is_in_doubt:
+            return
+        if adapter.identity is not None:
+            adapter.work = self._looker.submit(self._read, path, adapter.stamp)
+            wait((adapter.work,), LOOK_WAIT_SECONDS)
+            self._take(path, adapter, now)
+        elif now >= adapter.read_at:
+            adapter.work = self._reader.submit(self._read, path, None)
 
     def _take(self, path: str, adapter: _Adapter, now: float) -> None:
         if adapter.work is None or not adapter.work.done():
             return
         found, adapter.work = adapter.work.result(), None
         if found is None:
-            if adapter.identity is not None:
-                adapter.changed = True
-            adapter.look_at = now + RETRY_SECONDS
+            adapter.changed = adapter.identity is not None
+            adapter.read_at = now + RETRY_SECONDS
         elif adapter.identity is None and not found[1]:
             adapter.is_in_doubt = True
             log.warning(
@@ -114,10 +128,9 @@ class Adapters:
                 path,
             )
         elif adapter.identity is None:
-            (adapter.stamp, adapter.identity), adapter.look_at = found, now + LOOK_SECONDS
+            adapter.stamp, adapter.identity = found
         else:
             adapter.changed = found[0] != adapter.stamp
-            adapter.look_at = now + LOOK_SECONDS
         if adapter.changed:
             log.error(
                 "the files of adapter %s changed while it is in use, so its requests run without the cache until the "
@@ -126,8 +139,8 @@ class Adapters:
             )
 
     def _read(self, path: str, known: Stamp | None) -> tuple[Stamp, bytes] | None:
-        """Runs on the reader's thread. Reads the bytes only if nothing is known yet. Returns an empty identity if it is
-        in doubt."""
+        """Runs on another thread. Reads the bytes only if nothing is known yet. Returns an empty identity if it is in
+        doubt."""
         try:
             folder = self._locate(path)
             stamp = None if folder is None else stamp_of(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvservice.connector.vllm import lora
-from kvservice.connector.vllm.lora import LOOK_SECONDS, RETRY_SECONDS, Adapters
+from kvservice.connector.vllm.lora import RETRY_SECONDS, Adapters
 from kvservice.testing.eventually import eventually
 
 
@@ -64,22 +64,34 @@ def test_the_first_request_does_not_wait_for_the_reading(clock: Clock, tmp_path:
     adapters.close()
 
 
-def test_an_adapter_whose_files_changed_has_no_name_any_more(adapters: Adapters, tmp_path: Path, clock: Clock) -> None:
+def test_an_adapter_whose_files_changed_has_no_name_any_more(adapters: Adapters, tmp_path: Path) -> None:
     path = adapter(tmp_path / "a", b"old")
-    known = eventually(lambda: adapters.of(path), "the digest of the adapter")
-    clock.now += LOOK_SECONDS
-    assert adapters.of(path) == known, "it is looked at beside"
+    assert eventually(lambda: adapters.of(path), "the digest of the adapter")
     adapter(tmp_path / "a", b"newer")
-
-    def is_refused() -> bool:
-        clock.now += LOOK_SECONDS
-        return adapters.of(path) is None
-
-    eventually(is_refused, "the refusal")
+    eventually(lambda: adapters.of(path) is None, "the refusal")
     adapter(tmp_path / "a", b"old")
-    clock.now += 10 * LOOK_SECONDS
     assert adapters.of(path) is None, "the engine may have loaded either"
     assert adapters.counters["adapter_changed"] > 0
+
+
+def test_the_first_request_after_a_change_has_no_earlier_name(adapters: Adapters, tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a", b"old")
+    assert eventually(lambda: adapters.of(path), "the digest of the adapter")
+    adapter(tmp_path / "a", b"newer")
+    assert adapters.of(path) is None, "the engine may have loaded the new ones just before"
+
+
+def test_a_look_that_hangs_leaves_requests_without_a_name(clock: Clock, tmp_path: Path) -> None:
+    path, may_look = adapter(tmp_path / "a", b"weights"), threading.Event()
+    may_look.set()
+    adapters = Adapters(lambda found: Path(found) if may_look.wait(30) else None, clock, files_stay=True)
+    known = eventually(lambda: adapters.of(path), "the digest of the adapter")
+    may_look.clear()
+    assert adapters.of(path) is None
+    assert adapters.of(path) is None
+    may_look.set()
+    assert eventually(lambda: adapters.of(path), "the name again") == known
+    adapters.close()
 
 
 def test_an_adapter_that_vanished_has_no_name_any_more(adapters: Adapters, tmp_path: Path, clock: Clock) -> None:
