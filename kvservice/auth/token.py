@@ -46,6 +46,14 @@ class Token:
         value, named = token_of_environment()
         return cls(value, path or named)
 
+    @classmethod
+    def of_command(cls) -> Token:
+        """That of the environment, read at once, so that a wrong file is not taken for a service that does not answer.
+        Raises ConfigError."""
+        token = cls.of_environment()
+        token.metadata()
+        return token
+
     def metadata(self) -> CallMetadata:
         """The metadata of a call. Raises ConfigError when the file cannot be read and never could."""
         if self._path is not None and self._clock() >= self._look_at:

@@ -76,7 +76,7 @@ def collect(service: str | None, lookup: Sequence[str] | None, selected: Selecti
     wanted = BlockFilter(selected.state or BLOCK_STATES, selected.model, selected.tenant, selected.key)
 
     async def read() -> BlockList:
-        reader = BlockReader(members.tls, Token.of_environment())
+        reader = BlockReader(members.tls, Token.of_command())
         try:
             return await reader.read(chosen, wanted, selected.limit if selected.sort is None else SORTED_MAX)
         finally:

@@ -120,7 +120,7 @@ async def _clear(
     from kvservice.client.operator import OperatorClient
 
     members = await asyncio.to_thread(find_members, service, lookup)
-    client = OperatorClient(members.tls, Token.of_environment())
+    client = OperatorClient(members.tls, Token.of_command())
     deadline = time.monotonic() + wait
     found_blocks = False
     try:

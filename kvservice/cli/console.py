@@ -29,7 +29,7 @@ class ServiceSource:
 
         self._asked_for = (service, lookup)
         self._members = find_members(service, lookup)
-        token = Token.of_environment()
+        token = Token.of_command()
         self._overviews = OverviewReader(self._members.tls, token)
         self._blocks = BlockReader(self._members.tls, token)
         self._answered: dict[str, tuple[str, float]] = {}  # by node: its address, and when it answered last

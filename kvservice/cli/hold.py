@@ -46,6 +46,10 @@ class HeldReport:
     nodes: tuple[HeldPrompts, ...]
     held_seconds: float  # 0 = until it is unpinned
 
+    @property
+    def holds(self) -> bool:
+        return any(row.held for row in self.nodes)
+
 
 @dataclass(frozen=True, slots=True)
 class PinRow:
@@ -79,7 +83,8 @@ class Wanted:
 
 
 def warm(service: str | None, lookup: Sequence[str] | None, wanted: Wanted, form: Format) -> bool:
-    """Warm or pin the prompts of a file, and print what came from where. Blocks. Returns False if a node failed.
+    """Warm or pin the prompts of a file, and print what came from where. Blocks. Returns False if a node failed, or no
+    node pinned a block.
 
     Raises ConfigError for a file, model or node that does not fit, NoService, Forbidden, Unauthenticated."""
     from kvservice.serve.prompt_file import PromptNamer, read_prompts
@@ -104,7 +109,7 @@ def warm(service: str | None, lookup: Sequence[str] | None, wanted: Wanted, form
 
     report = _with_shards(service, lookup, wanted.nodes, hold)
     write(report, lambda found, _: draw(found), form)
-    return not any(row.error for row in report.nodes)
+    return not any(row.error for row in report.nodes) and (report.holds or not wanted.pin)
 
 
 def unpin(
@@ -148,7 +153,7 @@ def _with_shards(
     shards = {node: address for name in nodes or [""] for node, address in choose_nodes(members, name).items()}
 
     async def run() -> T:
-        client = OperatorClient(members.tls, Token.of_environment())
+        client = OperatorClient(members.tls, Token.of_command())
         try:
             return await work(client, shards)
         finally:
@@ -274,7 +279,7 @@ def draw(report: HeldReport) -> RenderableType:
         if row.error:
             lines.append(problem_line(f"node {row.node}: {row.error}"))
     until = "until `kvservice unpin`" if not report.held_seconds else f"for {span(report.held_seconds)}"
-    lines.append(Text(f"Held {until}, or until the shard ends."))
+    lines.append(Text(f"Held {until}, or until the shard ends." if report.holds else "Nothing is held."))
     return Group(*lines)
 
 

@@ -63,7 +63,7 @@ def read_overview(service: str, lookup_addresses: Sequence[str], known: dict[str
     from kvservice.client.overview import OverviewReader
 
     async def read() -> Overview:
-        reader = OverviewReader(tls, Token.of_environment())
+        reader = OverviewReader(tls, Token.of_command())
         try:
             return await reader.read(service, lookup_addresses, known)
         finally:

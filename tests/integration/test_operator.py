@@ -167,6 +167,26 @@ def hidden(service: Service, node: str) -> bool:
     return node in find_members(None, service.cluster.lookup_addresses).hidden
 
 
+def test_a_pin_of_what_nobody_has_is_none(service: Service) -> None:
+    unknown = service.prompt.with_name("unknown.json")
+    unknown.write_text(json.dumps(list(range(1000, 1032))))
+    code, report = service.run("pin", "nothing", str(unknown), "--model", MODEL)
+    assert code == 1 and {row["held"] for row in report["nodes"]} == {0}
+    assert service.run("pins")[1]["pins"] == []
+
+
+@pytest.mark.parametrize(
+    "words", [("status",), ("blocks",), ("pins",), ("unpin", "x"), ("clear", "--everything"), ("top", "--plain")]
+)
+def test_a_wrong_token_file_is_no_silent_node(
+    service: Service, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSERVICE_TOKEN_FILE", "/nonexistent/token")
+    lookup = [word for address in service.cluster.lookup_addresses for word in ("--lookup", address)]
+    done = CliRunner().invoke(app, [*words, *lookup, *(("--count", "1") if "top" in words else ())])
+    assert done.exit_code == 2 and "token file /nonexistent/token" in done.stderr
+
+
 def test_a_clear_says_whom_it_did_not_reach(service: Service) -> None:
     """One that was away asks the others before it says what it holds. It ends a node, as tests below do."""
     cluster = service.cluster

@@ -110,7 +110,7 @@ def pin(
 
     Each node fetches it as for `warm`, and holds it until `unpin` or the end of the shard, also when engines end. All
     pins together may take a quarter of the pool, and of a tenant's quota; one that does not fit is refused. Needs a
-    certificate for a node. Exits with 1 if a node failed."""
+    certificate for a node. Exits with 1 if a node failed, or none has a block of it."""
     from kvservice.cli import hold as run
 
     wanted = run.Wanted(file, model, namespace, tokenizer, tuple(node or ()), 0.0, timeout, name)

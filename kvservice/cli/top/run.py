@@ -39,7 +39,7 @@ class MemberSource:
         from kvservice.client.overview import OverviewReader
 
         if self._reader is None:
-            self._reader = OverviewReader(self._members.tls, Token.of_environment())
+            self._reader = OverviewReader(self._members.tls, Token.of_command())
         known = {**self._members.shards, **self._members.gone}
         return await self._reader.read(self._members.service, self._members.lookups, known)
 
