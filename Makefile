@@ -90,10 +90,11 @@ format: $(INSTALLED) ## Format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lint: $(INSTALLED) ## Check formatting, lint and types (strict)
+lint: $(INSTALLED) ## Check formatting, lint and types (strict), and that tests call what is there
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 tidy: $(INSTALLED) ## Check the rules of the tree: layers, sizes, words, figures
 	$(BIN)/python -m pytest -q tests/tidy

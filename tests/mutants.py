@@ -98,7 +98,7 @@ def mutants_of(path: Path, source: bytes) -> list[Mutant]:
     found: list[Mutant] = []
     for node in _running(ast.parse(source)):
         for operator, new in _changes(node):
-            assert hasattr(node, "lineno")
+            assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno and node.end_col_offset is not None
             span = (starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset)
             found.append(Mutant(path, node.lineno, operator, span, new))
     return found

@@ -182,4 +182,4 @@ def test_bad_devices() -> None:
     """A swap from host to host is refused with "Invalid device combination": one of the two has to be a GPU."""
     pools = [PagedKV(KVShape(1, 1, 4, 4, BLOCK, torch.float32), 2) for _ in range(2)]
     with pytest.raises(ValueError, match="Invalid device combination: cpu to cpu"):
-        swap_blocks(*pools, torch.tensor([[0, 1]]))
+        swap_blocks(pools[0], pools[1], torch.tensor([[0, 1]]))

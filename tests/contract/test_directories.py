@@ -39,9 +39,9 @@ class TestLookupService(HandoverDirectoryContract):
         with asyncio.Runner() as runner:
             servers = [LookupServer(f"unix:{tmp_path}/{part}", part, 2) for part in range(2)]
             addresses = [runner.run(server.start()) for server in servers]
-            nodes = [runner.run(self.joined(holder, addresses)) for holder in (HERE, THERE)]
-            yield DirectoryBench(*nodes, runner.run)
-            for node in nodes:
+            here, there = [runner.run(self.joined(holder, addresses)) for holder in (HERE, THERE)]
+            yield DirectoryBench(here, there, runner.run)
+            for node in (here, there):
                 assert isinstance(node.directory, ShardDirectory)
                 runner.run(node.directory.stop(leaving=True))
             for server in servers:

@@ -97,7 +97,7 @@ async def _believed(
     tls = TlsFiles(write(tmp_path / "client"))
     async with served(_key_pem(impostor.key), pem) as (address, _), open_channel(address, tls) as channel:
         try:
-            await channel.unary_unary(METHOD)(b"", timeout=CALL_SECONDS)
+            await channel.unary_unary(METHOD, None, None)(b"", timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
             assert error.code() is grpc.StatusCode.UNAVAILABLE, error
             return False
@@ -135,7 +135,7 @@ async def _caller(tmp_path: Path, given: Authority, chain: Sequence[Authority] =
     async with served(_key_pem(good.key), good.pem) as (address, probe):
         async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
             try:
-                await channel.unary_unary(METHOD)(b"", timeout=CALL_SECONDS)
+                await channel.unary_unary(METHOD, None, None)(b"", timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.UNAVAILABLE, error
                 return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -23,7 +24,7 @@ STEPS = 50
 @pytest.fixture(autouse=True)
 def small_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred keys go in several pieces, and what takes seconds elsewhere takes tenths."""
-    pieces = {
+    pieces: dict[ModuleType, dict[str, float]] = {
         announce: {"UPDATE_KEYS_MAX": 24, "PENDING_MAX": 100},
         watch: {"SNAPSHOT_KEYS": 16, "SNAPSHOTS_MAX": 2, "QUEUE_BYTES_MAX": 16 << 10},
         server: {"SWEEP_KEYS": 16},

@@ -344,7 +344,7 @@ NODE = {
 
 async def raw_call(address: str, method: str, data: bytes, timeout: float | None = 5.0) -> bytes:
     async with grpc.aio.insecure_channel(address) as channel:
-        reply: bytes = await channel.unary_unary(SERVICE + method)(data, timeout=timeout)
+        reply: bytes = await channel.unary_unary(SERVICE + method, None, None)(data, timeout=timeout)
         return reply
 
 
@@ -513,7 +513,7 @@ async def test_watcher_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyP
                 await announcing.Announce(request, timeout=5)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while True:
-                assert await events.read() is not grpc.aio.EOF, "ended without a reason"
+                assert await events.read() is not grpc.aio.EOF, "ended without a reason"  # type: ignore[attr-defined]
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         (stats,) = await asking.stats()
         assert stats is not None and stats.counters["watchers_cut_off"] == 1

@@ -211,10 +211,10 @@ async def refused(channel: grpc.aio.Channel, path: str, *, streams: bool) -> boo
     """Whether the caller may not do this at all."""
     try:
         if streams:
-            async for _ in channel.unary_stream(path)(b"", timeout=0.3):
+            async for _ in channel.unary_stream(path, None, None)(b"", timeout=0.3):
                 return False
         else:
-            await channel.unary_unary(path)(b"", timeout=CALL_SECONDS)
+            await channel.unary_unary(path, None, None)(b"", timeout=CALL_SECONDS)
     except grpc.aio.AioRpcError as error:
         return error.code() is grpc.StatusCode.PERMISSION_DENIED
     return False

@@ -123,8 +123,12 @@ async def send(channel: grpc.aio.Channel, sent: Sent) -> tuple[grpc.StatusCode, 
     path, events = path_of(sent.method), list[bytes]()
     try:
         if not sent.method.server_streaming:
-            return grpc.StatusCode.OK, [await channel.unary_unary(path)(sent.data, timeout=CALL_SECONDS)], ""
-        stream = channel.unary_stream(path)(sent.data, timeout=CALL_SECONDS / 4)
+            return (
+                grpc.StatusCode.OK,
+                [await channel.unary_unary(path, None, None)(sent.data, timeout=CALL_SECONDS)],
+                "",
+            )
+        stream = channel.unary_stream(path, None, None)(sent.data, timeout=CALL_SECONDS / 4)
         async for event in stream:
             events.append(event)
             if len(events) == READ_EVENTS:
@@ -420,5 +424,5 @@ async def test_a_call_without_a_deadline_is_refused(cluster: LocalCluster) -> No
         for method in of_services("PeerService", "AdminService"):
             if not method.server_streaming:
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await channel.unary_unary(path_of(method))(b"")
+                    await channel.unary_unary(path_of(method), None, None)(b"")
                 assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

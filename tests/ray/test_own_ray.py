@@ -141,12 +141,12 @@ def test_the_ray_that_up_starts_asks_for_token_and_certificate(machine: Machine)
     # As a driver's first question; Ray's own would try again for half a minute.
     for credentials in (None, grpc.ssl_channel_credentials(ca)):  # plaintext, and TLS without a certificate
         with open_channel(head["address"], credentials) as channel:
-            ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+            ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo", None, None)
             with pytest.raises(grpc.RpcError) as refused:
                 ask(b"", timeout=10, metadata=(("authorization", f"Bearer {token.read_text()}"),))
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     with open_channel(head["address"], grpc.ssl_channel_credentials(ca, key, certificate)) as channel:
-        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo", None, None)
         for given in ((), (("authorization", "Bearer wrong"),)):
             with pytest.raises(grpc.RpcError) as refused:
                 ask(b"", timeout=10, metadata=given)

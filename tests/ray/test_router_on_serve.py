@@ -119,7 +119,7 @@ def replicas_of(app: str) -> int:
 async def test_added_replicas_are_used_and_removed_ones_fail_nothing(
     engines: dict[str, Engine],
 ) -> None:
-    app = await asyncio.to_thread(serve.run, Slowly.bind(), name="scaled", route_prefix=None)
+    app = await asyncio.to_thread(serve.run, Slowly.bind(), name="scaled", route_prefix=None)  # type: ignore[attr-defined]
     answered: list[str] = []
     busy = asyncio.Event()
     busy.set()
@@ -191,7 +191,7 @@ def prefill_and_decode() -> serve.Application:
         async def check_health(self) -> None:
             pass
 
-    return Decode.bind(Prefill.bind())
+    return Decode.bind(Prefill.bind())  # type: ignore[attr-defined]
 
 
 async def test_a_conversation_stays_with_its_prefill_replica(engines: dict[str, Engine]) -> None:
@@ -224,7 +224,7 @@ async def test_prompts_go_to_their_holder_and_on_without_the_service(engines: di
         await engine.store(
             block_keys(SPEC.fingerprint.digest, block_namer(dict(SPEC.fingerprint.fields))(prompts[node]))
         )
-    app = await asyncio.to_thread(serve.run, Where.bind(), name="routed", route_prefix=None)
+    app = await asyncio.to_thread(serve.run, Where.bind(), name="routed", route_prefix=None)  # type: ignore[attr-defined]
 
     async def ask(prompt: list[int]) -> str:
         found = await app.completions.remote(SimpleNamespace(model="test-model", prompt=prompt))

@@ -322,7 +322,7 @@ def test_other_failures_of_a_connection_have_no_word_about_tls() -> None:
     refused = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
     assert connect_hint(refused) == "" and connect_hint("") == ""
     metadata = grpc.aio.Metadata()
-    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, refused)
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, refused, None)
     found: KVServiceError = error_from_rpc(error, "locate at node b")
     assert found.message == f"locate at node b: {refused}"
 

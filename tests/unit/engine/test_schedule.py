@@ -55,8 +55,9 @@ class Bench:
         self.scheduler.commit({name: (outcome or going_on)(group) for name, group in groups.items()})
         self.scheduler.free_finished()
         self.scheduler.check_invariants()
-        groups = self.scheduler.groups
-        self.memory.check_invariants([one for group in groups for one in (*group.sequences, *group.ended)])
+        self.memory.check_invariants(
+            [one for group in self.scheduler.groups for one in (*group.sequences, *group.ended)]
+        )
         return step
 
 

@@ -101,7 +101,8 @@ def rig() -> Iterator[Rig]:
     clock = Clock()
     puller = Puller(made[0], lambda: network.transport(made[0]), clock)
     puller.start()
-    yield Rig(puller, *made, network.faults, clock, description, queue.SimpleQueue(), queue.SimpleQueue())
+    reader, source = made
+    yield Rig(puller, reader, source, network.faults, clock, description, queue.SimpleQueue(), queue.SimpleQueue())
     puller.close()
     for segment in made:
         segment.unlink()

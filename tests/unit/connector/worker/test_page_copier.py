@@ -3,6 +3,8 @@ comes back. What is expected is built number by number."""
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import UnsupportedLayout
 
 LAYERS, BLOCKS, TOKENS, HEADS, SIZE = 3, 4, 32, 2, 8
-Truth = torch.Tensor  # (layer, K|V, block, token, head, element)
+Truth: TypeAlias = torch.Tensor  # (layer, K|V, block, token, head, element)
 
 
 def layout(heads: int = HEADS, **changed: int) -> SlotLayout:

@@ -160,9 +160,9 @@ def test_window_that_does_not_arrive_whole_is_not_promised(harness: CoreHarness,
     keys = window_keys(chain)[5:]
     harness.located(harness.locates[-1], make_located(keys, length=LARGE))
     harness.pulled(harness.pulls[-1], ev.PullResult.OK, result, ev.PullResult.OK)
-    result = answer(harness, op)
-    assert len(result.blocks) == 6, "the end before the one that did not come"
-    assert len(result.window_blocks[0]) == 3
+    answered = answer(harness, op)
+    assert len(answered.blocks) == 6, "the end before the one that did not come"
+    assert len(answered.window_blocks[0]) == 3
 
 
 def test_deadline_settles_for_what_is_complete_here(harness: CoreHarness) -> None:

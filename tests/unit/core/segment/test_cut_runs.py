@@ -13,11 +13,11 @@ RUN = st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.integers(1,
 
 @given(st.lists(RUN, max_size=12), st.integers(1, 100))
 def test_pieces_are_the_bytes_of_the_runs_in_order(runs: list[tuple[int, int, int]], piece: int) -> None:
-    arrays = np.array(runs, np.int64).reshape(-1, 3).T
-    targets, sources, lengths = cut_runs(*arrays, piece)
+    to, of, length = np.array(runs, np.int64).reshape(-1, 3).T
+    targets, sources, lengths = cut_runs(to, of, length, piece)
     assert all(0 < length <= piece for length in lengths.tolist())
 
     def pairs(*columns: np.ndarray) -> list[tuple[int, int]]:
         return [(to + i, come_from + i) for to, come_from, size in zip(*columns, strict=True) for i in range(size)]
 
-    assert pairs(targets, sources, lengths) == pairs(*arrays)
+    assert pairs(targets, sources, lengths) == pairs(to, of, length)
