@@ -109,6 +109,13 @@ class Acquisition:
         """The index behind the run."""
         return self.request.skip + len(self.run)
 
+    def unfilled(self, start: int, end: int) -> Sequence[int]:
+        """The blocks from `start` up to `end` that are neither pinned nor on their way."""
+        indices = range(max(start, self.run_end), end)
+        if not self.held and not self.pending:
+            return indices
+        return [i for i in indices if i not in self.held and i not in self.pending]
+
     def grow_run(self) -> None:
         """Take into the run what adjoins it by now."""
         while (slot := self.held.pop(self.run_end, None)) is not None:

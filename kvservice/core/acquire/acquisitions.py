@@ -253,10 +253,7 @@ class Acquisitions:
 
     def _missing(self, acquisition: Acquisition, start: int) -> list[int]:
         """Blocks that are neither here nor on their way."""
-        indices, keys = range(max(start, acquisition.run_end), acquisition.break_at), acquisition.request.keys
-        others: Sequence[int] = indices
-        if acquisition.held or acquisition.pending:
-            others = [i for i in indices if i not in acquisition.held and i not in acquisition.pending]
+        keys, others = acquisition.request.keys, acquisition.unfilled(start, acquisition.break_at)
         if self._are_unknown([keys[i] for i in others]):
             return list(others)
         return [i for i in others if not self._is_coming(acquisition, keys[i])]
@@ -272,9 +269,7 @@ class Acquisitions:
     def _fetch(self, acquisition: Acquisition, holders: Mapping[int, tuple[Holder, ...]], now: float) -> None:
         """Fetch the missing blocks up to the first one without a holder."""
         wanted: list[int] = []
-        for index in range(acquisition.run_end, acquisition.break_at):
-            if index in acquisition.held or index in acquisition.pending:
-                continue
+        for index in acquisition.unfilled(acquisition.run_end, acquisition.break_at):
             if not self._take_local(acquisition, (index,)):
                 continue
             if index not in holders:
@@ -428,9 +423,8 @@ class Acquisitions:
 
     def _begin_following(self, acquisition: Acquisition, handoff: Handoff) -> None:
         """Wait for every missing block, whoever brings it, and ask the writer's node for them."""
-        for index in range(acquisition.run_end, len(acquisition.request.keys)):
-            if index not in acquisition.held and index not in acquisition.pending:
-                self._await(acquisition, index)
+        for index in acquisition.unfilled(acquisition.run_end, len(acquisition.request.keys)):
+            self._await(acquisition, index)
         start = acquisition.handed_from = self._next_followed(acquisition)
         assert start is not None, "the caller saw a block that is neither here nor on its way"
         if handoff.node_id == self._shard.node_id:
