@@ -107,15 +107,8 @@ def _options(arguments: dict[str, Any]) -> ConnectOptions:
     return ConnectOptions(**{name: value for name, value in arguments.items() if value is not None})
 
 
-class Pool:
-    """A pool of blocks, made by `connect`. Use it in a `with`, or call `close`. Any thread may call.
-
-    >>> import kvservice
-    >>> with kvservice.connect(mode="embedded", memory="8MiB") as pool:
-    ...     cache = pool.attach("my-model", kvservice.Layout(block_tokens=16, shape=(4, 2, 8, 16, 64)))
-    ...     cache.is_attached
-    True
-    """
+class PoolFace:
+    """What both kinds of pool are."""
 
     def __init__(self, thread: PoolThread) -> None:
         self._thread = thread
@@ -124,6 +117,38 @@ class Pool:
     def mode(self) -> str:
         """`service` or `embedded`."""
         return self._thread.mode.value
+
+
+class CacheFace:
+    """What both kinds of cache are."""
+
+    def __init__(self, thread: PoolThread, attached: AttachedModel) -> None:
+        self._thread = thread
+        self._attached = attached
+
+    @property
+    def model(self) -> str:
+        return self._attached.model
+
+    @property
+    def layout(self) -> Layout:
+        return self._attached.layout
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the pool is there now."""
+        return self._attached.is_attached
+
+
+class Pool(PoolFace):
+    """A pool of blocks, made by `connect`. Use it in a `with`, or call `close`. Any thread may call.
+
+    >>> import kvservice
+    >>> with kvservice.connect(mode="embedded", memory="8MiB") as pool:
+    ...     cache = pool.attach("my-model", kvservice.Layout(block_tokens=16, shape=(4, 2, 8, 16, 64)))
+    ...     cache.is_attached
+    True
+    """
 
     def attach(
         self,
@@ -184,7 +209,7 @@ class Pool:
         self.close()
 
 
-class Cache:
+class Cache(CacheFace):
     """The blocks of one model, made by `Pool.attach`. Any thread may call.
 
     While the shard is away a `get` misses and a `put` drops, both with the reason `unavailable`. The cache attaches
@@ -200,23 +225,6 @@ class Cache:
     PutResult(stored=2, present=0, dropped=0, reason='')
     (True, 8, 'never_stored')
     """
-
-    def __init__(self, thread: PoolThread, attached: AttachedModel) -> None:
-        self._thread = thread
-        self._attached = attached
-
-    @property
-    def model(self) -> str:
-        return self._attached.model
-
-    @property
-    def layout(self) -> Layout:
-        return self._attached.layout
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the pool is there now."""
-        return self._attached.is_attached
 
     def get(
         self,
@@ -274,7 +282,7 @@ class Cache:
         self.close()
 
 
-class AsyncPool:
+class AsyncPool(PoolFace):
     """Pool for a program on an event loop, made by `connect_async`: the same calls, to be awaited.
 
     Leases are renewed on a thread of the pool, also while the loop of the program is busy.
@@ -287,14 +295,6 @@ class AsyncPool:
     >>> asyncio.run(main())
     True
     """
-
-    def __init__(self, thread: PoolThread) -> None:
-        self._thread = thread
-
-    @property
-    def mode(self) -> str:
-        """`service` or `embedded`."""
-        return self._thread.mode.value
 
     async def attach(
         self,
@@ -333,7 +333,7 @@ class AsyncPool:
         await self.close()
 
 
-class AsyncCache:
+class AsyncCache(CacheFace):
     """Cache for a program on an event loop: the same calls, to be awaited. A Hit is the same, and never blocks.
 
     >>> import asyncio, kvservice, numpy
@@ -346,23 +346,6 @@ class AsyncCache:
     >>> asyncio.run(main())
     6.0
     """
-
-    def __init__(self, thread: PoolThread, attached: AttachedModel) -> None:
-        self._thread = thread
-        self._attached = attached
-
-    @property
-    def model(self) -> str:
-        return self._attached.model
-
-    @property
-    def layout(self) -> Layout:
-        return self._attached.layout
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the pool is there now."""
-        return self._attached.is_attached
 
     async def get(
         self,

@@ -45,8 +45,9 @@ def described(name: str) -> Iterator[str]:
         yield signature(name, found)
     yield text(found)
     if inspect.isclass(found):
-        for member, value in vars(found).items():
-            yield from of_member(name, member, value)
+        for kind in reversed(found.__mro__[:-1]):  # what several share comes first
+            for member, value in vars(kind).items():
+                yield from of_member(name, member, value)
 
 
 def of_member(owner: str, name: str, value: object) -> Iterator[str]:
