@@ -39,6 +39,9 @@ ANSWER_SECONDS = 30.0
 # For a supervisor that does not answer. Ray needs seconds to notice that a node is gone and to start an actor
 # elsewhere. Then Unavailable is raised.
 MOVE_SECONDS = 30.0
+# Ray repeats a call that was under way when the supervisor died. Otherwise Ray says of each death that it is for good,
+# once the supervisor has left a node that Ray took away.
+SUPERVISOR: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def up(config: ServiceConfig) -> ServiceHandle:
 
 def _start(config: ServiceConfig) -> ServiceHandle:
     options = {"name": names.SUPERVISOR, "namespace": names.namespace(config.service), "lifetime": "detached"}
-    kind = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(Supervisor)
+    kind = ray.remote(**SUPERVISOR)(Supervisor)
     try:
         return ServiceHandle(config.service, kind.options(**options).remote(config), started=True)
     except ValueError:  # somebody else starts it at the same moment

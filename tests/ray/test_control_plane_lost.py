@@ -68,7 +68,7 @@ def cluster(runtime: Path, failpoints: Failpoints) -> Iterator[Cluster]:
         (second,) = made.worker_nodes
         config = ServiceConfig(service=SERVICE, pool_bytes=32 * MiB, slab_bytes=8 * MiB, runtime_dir=str(runtime))
         # As `up` does it, but on the node that the first test takes away.
-        ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(Supervisor).options(
+        ray.remote(**deploy.SUPERVISOR)(Supervisor).options(
             name=names.SUPERVISOR,
             namespace=names.namespace(SERVICE),
             lifetime="detached",

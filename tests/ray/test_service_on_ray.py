@@ -21,8 +21,10 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvservice.actors import deploy
+from kvservice.actors import deploy, names
+from kvservice.actors.supervisor import Supervisor
 from kvservice.cli import drain
 from kvservice.cli.status import collect
 from kvservice.config import ServiceConfig
@@ -303,15 +305,17 @@ def test_a_drained_shard_stays_away_until_the_next_up(config: ServiceConfig, clu
     eventually(lambda: len(find_shards("rt")) == 2, "the shard that is back")
 
 
+def take_away(node: str, cluster: Cluster) -> None:
+    client = ray._raylet.GcsClient(address=cluster.address)
+    accepted, why = client.drain_node(node, PREEMPTION, "scale-down in a test", int((time.time() + 120) * 1000))
+    assert accepted, why
+
+
 def test_a_node_that_ray_takes_away_hands_its_blocks_over(config: ServiceConfig, cluster: Cluster) -> None:
     head, other = sorted(described()["shards"], key=lambda row: row["ray_node"] != cluster.head_node.node_id)
     keys = chain(8, 20)
     with_engine(socket_of(other["node_id"]), lambda engine: engine.store(keys))
-    client = ray._raylet.GcsClient(address=cluster.address)
-    accepted, why = client.drain_node(
-        other["ray_node"], PREEMPTION, "scale-down in a test", int((time.time() + 120) * 1000)
-    )
-    assert accepted, why
+    take_away(other["ray_node"], cluster)
 
     def is_gone() -> bool:
         # Ray ends a draining node once nothing runs there: its shard may never be seen among those that left.
@@ -321,6 +325,33 @@ def test_a_node_that_ray_takes_away_hands_its_blocks_over(config: ServiceConfig,
     result = with_engine(socket_of(head["node_id"]), lambda engine: engine.read_all(keys))
     assert (len(result.blocks), result.fetched_count) == (20, 0)
     eventually(lambda: described()["complete"], "the service without the node")
+
+
+def test_a_call_outlives_a_supervisor_that_has_moved(config: ServiceConfig, cluster: Cluster) -> None:
+    """It has moved from a node that Ray takes away."""
+    moved = config.model_copy(update={"service": "rt-moved", "lookup_partitions": 1, "metrics_port": 0})
+    leaving = str(cluster.add_node(**NODE).node_id)
+    ray.remote(**deploy.SUPERVISOR)(Supervisor).options(
+        name=names.SUPERVISOR,
+        namespace=names.namespace(moved.service),
+        lifetime="detached",
+        scheduling_strategy=NodeAffinitySchedulingStrategy(leaving, soft=True),
+    ).remote(moved)
+    handle = deploy.up(moved)
+    handle.wait_complete(WAIT_SECONDS)
+    first = process_of(handle.supervisor)
+    take_away(leaving, cluster)
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: process_of(handle.supervisor) != first, "the supervisor's move")
+    second = process_of(handle.supervisor)
+    os.kill(second, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(handle.describe)
+        with pytest.raises(FutureTimeout):
+            asked.result(1.0)
+        os.kill(second, signal.SIGKILL)
+        assert asked.result(WAIT_SECONDS)["service"] == moved.service
+    assert deploy.down(moved.service)
 
 
 def test_down_leaves_no_file_and_no_actor(config: ServiceConfig, cluster: Cluster, runtime: Path) -> None:
