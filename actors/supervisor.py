@@ -20,11 +20,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvservice.actors import names
 from kvservice.actors.cache_shard import CacheShard
+from kvservice.actors.drained import DrainedNodes
 from kvservice.actors.draining import draining_nodes
 from kvservice.actors.gpu_worker import GpuWorker
 from kvservice.actors.lookup_node import LookupNode
 from kvservice.config import COPY_WORKERS_MAX, ServiceConfig
-from kvservice.core.bounded_table import NODES_MAX
 from kvservice.discovery import lookup_address
 from kvservice.errors import KVServiceError
 from kvservice.garbage import keep_tables
@@ -77,7 +77,9 @@ class Supervisor:
         self._lookups: dict[int, _Part] = {}
         self._shards: dict[str, _Part] = {}  # by Ray node id
         self._copy_workers: dict[tuple[str, int], _Part] = {}  # by Ray node id and index on the node
-        self._left: tuple[str, ...] = ()  # the last Ray nodes whose shards were drained; they get none until `readmit`
+        self._left = DrainedNodes(config.service)  # they get no shard until `readmit`
+        self._draining: frozenset[str] = frozenset()  # Ray nodes that Ray takes away
+        self._is_new = True  # has not looked yet for the shards that an earlier supervisor placed
         self._problems: dict[str, str] = {}
         self._failed: list[Exception] = []  # of the calls of one round; the next round repeats them
         self._lock = threading.Lock()  # one round at a time, and none after stop
@@ -95,13 +97,13 @@ class Supervisor:
         lookups = [part.row() for _, part in sorted(dict(self._lookups).items()) if part.answer]
         shards = [part.row() for part in list(self._shards.values()) if part.answer]
         running = {row["ray_node"] for row in shards if row["running"]}
-        going = set(self._left) | {node for node, part in dict(self._shards).items() if part.leaving is not None}
+        left = set(self._left.read())
         return {
             "service": self._config.service,
             "complete": sum(row["running"] for row in lookups) == self._config.lookup_partitions
-            and running >= set(nodes) - going,
+            and running >= set(nodes) - left - self._draining,
             "nodes": nodes,
-            "left": sorted(names.node_id(node) for node in set(self._left) & set(nodes)),
+            "left": sorted(names.node_id(node) for node in left & set(nodes)),
             "lookup_partitions": lookups,
             "shards": sorted(shards, key=lambda row: row["node_id"]),
             "copy_workers": [part.row() for _, part in sorted(dict(self._copy_workers).items()) if part.answer],
@@ -110,7 +112,7 @@ class Supervisor:
 
     def readmit(self) -> None:
         """Give nodes whose shards were drained a shard again, except those that Ray takes away."""
-        self._left = ()
+        self._left.clear()
 
     def stop(self) -> None:
         """Place nothing any more. Blocks until a round under way has ended."""
@@ -134,7 +136,9 @@ class Supervisor:
             self._drop(nodes)
             if nodes:
                 draining = draining_nodes()
+                self._draining = frozenset(draining)
                 staying = {node: host for node, host in nodes.items() if node not in draining}
+                self._take_up_shards(nodes)
                 self._place_lookups(staying or nodes)
                 self._place_shards(with_shard(staying, self._config), sorted(nodes))
                 self._ask_lookups()
@@ -197,7 +201,7 @@ class Supervisor:
                 config.service,
                 config.metrics_port and config.metrics_port + 1 + COPY_WORKERS_MAX + partition,
             )
-            is_new = not self._exists(names.lookup(partition))
+            is_new = self._found(names.lookup(partition)) is None
             handle = self._place(LookupNode, ray_node, names.lookup(partition), arguments)
             part = _Part(f"lookup partition {partition}", handle, ray_node, address=address if is_new else "")
             self._lookups[partition] = part
@@ -212,6 +216,17 @@ class Supervisor:
             # An earlier supervisor may have placed it elsewhere.
             part.ray_node = part.answer.get("ray_node", part.ray_node)
 
+    def _take_up_shards(self, nodes: dict[str, str]) -> None:
+        """Find the shards that an earlier supervisor placed, also on nodes that are to have none any more: whoever
+        leaves must still be told so, or be ended."""
+        if self._is_new:
+            for ray_node, host in nodes.items():
+                node = names.node_id(ray_node)
+                handle = self._found(names.shard(node))
+                if handle is not None:
+                    self._shards[ray_node] = _Part(f"shard {node} on {host}", handle, ray_node)
+            self._is_new = False
+
     def _place_shards(self, nodes: dict[str, str], cluster: Sequence[str]) -> None:
         """Place shards, also while lookup partitions start: a shard waits for them when its process is there."""
         addresses = [part.answer.get("address") or part.address for _, part in sorted(self._lookups.items())]
@@ -219,7 +234,7 @@ class Supervisor:
             return
         alive = [names.node_id(ray_node) for ray_node in cluster]
         for ray_node, host in nodes.items():
-            if ray_node not in self._shards and ray_node not in self._left:
+            if ray_node not in self._shards and ray_node not in self._left.read():
                 node = names.node_id(ray_node)
                 arguments = (self._shard_config(node, host, addresses), alive, self._config.metrics_port)
                 handle = self._place(CacheShard, ray_node, names.shard(node), arguments)
@@ -243,7 +258,7 @@ class Supervisor:
         calls = []
         for ray_node, part in list(self._shards.items()):
             if part.answer.get("left"):
-                self._left = (*self._left, ray_node)[-NODES_MAX:]
+                self._left.add(ray_node)
                 ray.kill(part.handle, no_restart=True)
                 self._problems.pop(part.what, None)
                 del self._shards[ray_node]
@@ -349,13 +364,12 @@ class Supervisor:
         }
         return ray.remote(kind).options(**options).remote(*arguments)
 
-    def _exists(self, name: str) -> bool:
-        """Whether there is an actor of this name already, which an earlier supervisor has placed."""
+    def _found(self, name: str) -> Any | None:
+        """The actor of this name, which an earlier supervisor has placed. None if there is none."""
         try:
-            ray.get_actor(name, namespace=names.namespace(self._config.service))
+            return ray.get_actor(name, namespace=names.namespace(self._config.service))
         except ValueError:
-            return False
-        return True
+            return None
 
     def _shard_config(self, node: Any, host: str, addresses: list[str]) -> ShardServerConfig:
         return ShardServerConfig(self._config, node, tuple(addresses), peer_host=host)

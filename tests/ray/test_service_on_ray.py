@@ -224,21 +224,19 @@ def test_a_killed_lookup_partition_returns_and_is_rebuilt(config: ServiceConfig)
     eventually(lambda: lookup_keys() >= before, "the rebuilt directory")
 
 
-def test_the_supervisor_takes_up_what_runs_when_it_is_restarted(config: ServiceConfig) -> None:
-    before = described()
+def restart_supervisor() -> None:
     handle = deploy.find("rt")
     assert handle is not None
     killed = process_of(handle.supervisor)
     ray.kill(handle.supervisor, no_restart=False)
+    # the killed process may answer once more
+    eventually(lambda: process_of(handle.supervisor) != killed, "the supervisor's restart")
 
-    def settled() -> bool:
-        try:
-            # the killed process may answer once more
-            return process_of(handle.supervisor) != killed and bool(described()["complete"])
-        except ray.exceptions.RayError:
-            return False
 
-    eventually(settled, "the supervisor's restart")
+def test_the_supervisor_takes_up_what_runs_when_it_is_restarted(config: ServiceConfig) -> None:
+    before = described()
+    restart_supervisor()
+    eventually(lambda: described()["complete"], "the service under the next supervisor")
     after = described()
     assert [row["pid"] for row in after["shards"]] == [row["pid"] for row in before["shards"]]
     assert [row["address"] for row in after["lookup_partitions"]] == [
@@ -301,6 +299,11 @@ def test_a_drained_shard_stays_away_until_the_next_up(config: ServiceConfig, clu
     assert state["complete"] and [row["node_id"] for row in state["shards"]] == [head["node_id"]]
     result = with_engine(socket_of(head["node_id"]), lambda engine: engine.read_all(keys))
     assert (len(result.blocks), result.fetched_count) == (20, 0)
+    restart_supervisor()
+    eventually(lambda: described()["complete"], "the service under the next supervisor")
+    state = described()
+    assert [row["node_id"] for row in state["shards"]] == [head["node_id"]]
+    assert state["left"] == [other["node_id"]]
     deploy.up(config).wait_complete(WAIT_SECONDS)
     eventually(lambda: len(find_shards("rt")) == 2, "the shard that is back")
 
@@ -311,11 +314,22 @@ def take_away(node: str, cluster: Cluster) -> None:
     assert accepted, why
 
 
-def test_a_node_that_ray_takes_away_hands_its_blocks_over(config: ServiceConfig, cluster: Cluster) -> None:
+@pytest.mark.parametrize("restarted", [False, True], ids=["", "supervisor_restarted"])
+def test_a_node_that_ray_takes_away_hands_its_blocks_over(
+    config: ServiceConfig, cluster: Cluster, restarted: bool
+) -> None:
+    if restarted:
+        cluster.add_node(**NODE)  # the other one is gone
+        eventually(lambda: len(find_shards("rt")) == 2 and described()["complete"], "a shard on the new node")
     head, other = sorted(described()["shards"], key=lambda row: row["ray_node"] != cluster.head_node.node_id)
-    keys = chain(8, 20)
+    keys = chain(8 + restarted, 20)
     with_engine(socket_of(other["node_id"]), lambda engine: engine.store(keys))
+    handle = deploy.find("rt")
+    assert handle is not None
+    process = process_of(handle.supervisor)
+    os.kill(process, signal.SIGSTOP)  # one that is killed hears nothing of the drain before
     take_away(other["ray_node"], cluster)
+    os.kill(process, signal.SIGKILL if restarted else signal.SIGCONT)
 
     def is_gone() -> bool:
         # Ray ends a draining node once nothing runs there: its shard may never be seen among those that left.
