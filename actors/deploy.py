@@ -63,6 +63,10 @@ class ServiceHandle:
         found: dict[str, Any] = _ask(self.supervisor.config)
         return found
 
+    def lookup_addresses(self) -> tuple[str, ...]:
+        """The addresses of the lookup partitions, () while not all are known. Blocks as `describe` does."""
+        return tuple(_ask(self.supervisor.lookup_addresses))
+
     def wait_complete(
         self, seconds: float = UP_SECONDS, on_progress: Callable[[dict[str, Any]], None] | None = None
     ) -> dict[str, Any]:

@@ -110,6 +110,12 @@ class Supervisor:
             "problems": dict(self._problems),
         }
 
+    def lookup_addresses(self) -> list[str]:
+        """The addresses of the lookup partitions, in order. Empty while not all are known: their number decides where
+        keys are."""
+        known = [part.answer["address"] for _, part in sorted(dict(self._lookups).items()) if part.answer]
+        return known if len(known) == self._config.lookup_partitions else []
+
     def readmit(self) -> None:
         """Give nodes whose shards were drained a shard again, except those that Ray takes away."""
         self._left.clear()
@@ -242,8 +248,8 @@ class Supervisor:
 
     def _ask_shards(self) -> None:
         self._ask(self._shards.values())
-        addresses = [part.answer["address"] for _, part in sorted(self._lookups.items()) if part.answer]
-        if len(addresses) < self._config.lookup_partitions:
+        addresses = self.lookup_addresses()
+        if not addresses:
             return
         calls = []
         for part in self._shards.values():

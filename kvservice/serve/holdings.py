@@ -205,8 +205,8 @@ def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]
     """The addresses of the lookup partitions: those given, those from the service's supervisor on Ray, or those from a
     shard of this machine.
 
-    () if there is no service, if there are several and no name is given, or while the supervisor does not know all
-    partitions: their number decides where keys are. Blocks. Raises KVServiceError or OSError.
+    () if there is no service, if there are several and no name is given, or while not all partitions are known. Blocks.
+    Raises KVServiceError or OSError.
     """
     if addresses:
         return tuple(addresses)
@@ -216,9 +216,9 @@ def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]
         from kvservice.actors import deploy
 
         handle = deploy.find(service or ServiceConfig().service)
-        rows = [] if handle is None else handle.describe()["lookup_partitions"]
-        if handle is not None and len(rows) == handle.config()["lookup_partitions"]:
-            return tuple(row["address"] for row in rows)
+        known = () if handle is None else handle.lookup_addresses()
+        if known:
+            return known
     found = {record.lookup_addresses for record in find_shards(service or None) if record.lookup_addresses}
     return found.pop() if len(found) == 1 else ()
 

@@ -116,3 +116,12 @@ def test_a_lookup_partition_leaves_a_port_that_is_taken(fake: FakeRay, port: int
     assert not part.dead
     supervisor._ask_lookups()
     assert part.dead == again, "one that Ray restarts, or whose port was chosen, stays"
+
+
+def test_a_part_of_the_lookup_partitions_is_not_named(fake: FakeRay) -> None:
+    supervisor = Supervisor(ServiceConfig(lookup_partitions=2))
+    supervisor.stop()
+    supervisor._lookups = {1: _Part("lookup", None, "r1", answer={"address": "h:2"})}
+    assert supervisor.lookup_addresses() == [], "partition 1 would be taken for the only one"
+    supervisor._lookups[0] = _Part("lookup", None, "r0", answer={"address": "h:1"})
+    assert supervisor.lookup_addresses() == ["h:1", "h:2"]

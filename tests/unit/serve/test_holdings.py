@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 
-from kvservice.actors import deploy
 from kvservice.client.engine_stats import NodeEngineStats
 from kvservice.core.block.fingerprint import Fingerprint
 from kvservice.core.messages import EngineKind, EngineStats, Holder, PeerSpeed
-from kvservice.serve.holdings import Holdings, KnownNodes, find_lookups
+from kvservice.serve.holdings import Holdings, KnownNodes
 from kvservice.serve.options import RouterOptions
 from kvservice.serve.router import Place, explain, speeds_of
 from kvservice.serve.routing import Candidate, Prompt, decide
@@ -86,16 +84,6 @@ def test_links_are_those_the_replicas_own_shard_measured() -> None:
     assert list(speeds.links) == ["b"], "nothing was read from c yet"
     assert speeds.links[NodeId("b")].bytes_per_second == 2e9
     assert speeds.link.bytes_per_second == RouterOptions().fetch_bytes_per_second
-
-
-def test_a_part_of_the_lookup_partitions_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"partition": 1, "address": "h:2"}]
-    handle = SimpleNamespace(config=lambda: {"lookup_partitions": 2}, describe=lambda: {"lookup_partitions": rows})
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr(deploy, "find", lambda _: handle)
-    assert find_lookups("no-shard-here") == (), "partition 1 would be taken for the only one"
-    rows.insert(0, {"partition": 0, "address": "h:1"})
-    assert find_lookups("no-shard-here") == ("h:1", "h:2")
 
 
 async def test_a_service_that_cannot_be_found_leaves_what_was_known() -> None:
