@@ -434,6 +434,7 @@ def main() -> int:
     with ExitStack() as stack, Progress("scale") as progress:
         stack.callback(cluster.__exit__, None, None, None)
         try:
+            cluster.root.mkdir(mode=0o700)
             start(cluster, progress.update)
             figures = asyncio.run(measure(cluster, options, progress.update))
         except KeyboardInterrupt:

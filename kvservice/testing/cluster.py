@@ -84,7 +84,7 @@ class LocalCluster:
         """
         self.service = f"t{uuid.uuid4().hex[:8]}"
         self.nodes = [f"n{i}" for i in range(nodes)]
-        self.root = Path(tempfile.mkdtemp(prefix="kvs-"))
+        self.root = Path(tempfile.gettempdir()) / f"kvs-{uuid.uuid4().hex[:8]}"  # made, and removed, in the block
         self.lookup_addresses = [
             f"127.0.0.1:{free_port()}" if tls_dir else f"unix:{lookup_socket(self.service, index, self.root)}"
             for index in range(lookup_partitions)
@@ -106,6 +106,7 @@ class LocalCluster:
 
     def __enter__(self) -> LocalCluster:
         try:
+            self.root.mkdir(mode=0o700)
             for index in range(len(self.lookup_addresses)):
                 self.start_lookup(index)
             for node in self.nodes:

@@ -272,6 +272,17 @@ def test_the_demo_stopped_half_way_leaves_nothing_behind(runtime: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def test_a_demo_stopped_before_its_first_part_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A signal may come when its cluster is made, and nothing is there yet that would remove it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cluster = LocalCluster(1)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(cluster, "start_lookup", lambda index: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), cluster:
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_parts_of_a_killed_demo_end_by_themselves(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "kvservice", "demo"],
