@@ -21,7 +21,7 @@ from kvservice.core.block.marks import (
     unpack_marks,
     without_repeated,
 )
-from kvservice.errors import ConfigError, Unavailable
+from kvservice.errors import Unavailable
 from kvservice.pool.newest_write import NewestWrite
 from kvservice.private_files import write_private
 
@@ -97,7 +97,7 @@ class MarkFiles:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_private(path, data)
-            except (OSError, ConfigError) as error:  # the next file may outlive this one
+            except OSError as error:  # the next file may outlive this one
                 problems.append(f"{path}: {error}")
         if problems:
             raise Unavailable(f"the marks of what was cleared cannot be kept in {'; '.join(problems)}")
