@@ -109,7 +109,7 @@ CONNECTOR_COUNTERS: Mapping[str, str] = {
     "loads_failed": "loads that failed after the promise and were recomputed",
     "store_blocks_planned": "blocks whose copy from the engine to the pool was planned",
     "stored_blocks": "blocks sealed in the pool",
-    "store_blocks_put_off": "blocks that found no free slot in their step",
+    "store_blocks_put_off": "times that a block found no free slot in a step; it is tried again in later ones",
 }
 
 # Of vllm:kvservice_offloading_events_total, which the tier below vLLM's OffloadingConnector counts, in chunks.
