@@ -195,6 +195,7 @@ CONNECTOR_EVENTS: Mapping[str, str] = {
     "lost": "times that the pool was lost",
     "map_failed": "pools that could not be mapped",
     "map_refused": "pools refused because they are not what was promised",
+    "media_unnamed": "requests not cached because vLLM numbers their images, and the like, instead of hashing them",
     "promises_cut_at_suspect": "answers cut at a slot that had not held what was promised",
     "promises_dropped": "answers not used because their slots had not held what was promised",
     "public_params_refused": "requests with parameters of public blocks that make no sense",

@@ -416,6 +416,14 @@ def _cell_format(vllm_config: Any) -> str:
     return str(backend or f"default {current_platform.get_device_name()}")
 
 
+def names_media(vllm_config: Any) -> bool:
+    """Whether vLLM names images and the like by their content. With both of its caches off it numbers them from 1 in
+    every process, and the numbers enter the names of blocks."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    has_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
+    return multimodal is None or has_prefixes or multimodal.mm_processor_cache_gb > 0
+
+
 def keeps_hashed_blocks_true(vllm_config: Any) -> bool:
     """Whether a block that vLLM's prefix cache names holds what the name says once the planned steps have run. By
     priority, a request may be preempted in the step that gave it blocks; they keep the names of what was never

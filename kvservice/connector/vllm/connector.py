@@ -113,6 +113,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._layerwise = self._options.layerwise
         self._adapters = Adapters(located, files_stay=self._options.adapter_files is AdapterFiles.IMMUTABLE)
         self._terms = Terms(self._options.weights_version_file)
+        self._names_media = compat.names_media(vllm_config)
         self._pins: PoolPins | None = None
         self._events: events.StoredEvents | None = None
         self._is_supported = False  # worker role
@@ -143,6 +144,11 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._spec = compat.engine_spec(vllm_config, self._config, self._options)
         remembers = events.publishes_events(vllm_config)
         self._spec = replace(self._spec, hears_removals=remembers)
+        if not self._names_media:
+            log.warning(
+                "requests with images and the like run without the cache, because vLLM only numbers them: set "
+                "--mm-processor-cache-gb above 0, or leave prefix caching on"
+            )
         grouping = compat.grouping(vllm_config, self._config, self._spec)
         worker_count = vllm_config.parallel_config.world_size
         if self._options.share is Share.ENGINES:
@@ -208,7 +214,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
             self._live[request.request_id] = request
-            if (adapter := self._adapter(request)) is None:
+            if (adapter := self._adapter(request)) is None or self._has_unnamed_media(request):
                 return  # later questions about it are answered with nothing
             terms = terms_of(
                 request.kv_transfer_params,
@@ -239,6 +245,13 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         """The adapter's identity. None if it is not known which weights the request is computed with."""
         lora = request.lora_request
         return b"" if lora is None else self._adapters.of(lora.lora_path, lora.lora_int_id)
+
+    def _has_unnamed_media(self, request: Request) -> bool:
+        """Whether two requests with other images could have its names."""
+        if self._names_media or not request.mm_features:
+            return False
+        self._counters["media_unnamed"] += 1
+        return True
 
     @guarded(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -103,3 +103,23 @@ def test_block_that_the_pool_evicts_is_told_as_removed(make: Callable[..., Pair]
     found = eventually(removed, "events of removed blocks")
     assert {event.medium for event in found} == {"CPU"}
     assert {event.block_hashes[0] for event in found} == {event.block_hashes[0] for event in stored}
+
+
+def test_images_that_vllm_only_numbers_are_not_cached(make: Callable[..., Pair]) -> None:
+    """With both of its caches off vLLM calls the first image of every process `renderer0-mm-1-image-0`."""
+    image = (SimpleNamespace(identifier="renderer0-mm-1-image-0"),)
+    for prefixes, is_named in ((True, True), (False, False)):
+        pair = make(
+            cache_config__enable_prefix_caching=prefixes,
+            model_config__multimodal_config=SimpleNamespace(mm_processor_cache_gb=0),
+        )
+        seen = request("a")
+        seen.mm_features = image
+        pair.prefill(seen, [3, 1, 4, 9])  # with no hit
+        pair.finish(seen, [3, 1, 4, 9])
+        counters = pair.scheduler.counters()
+        assert bool(counters.get("store_blocks_planned")) is is_named
+        assert counters.get("media_unnamed", 0) == (not is_named)
+        assert not any(name.startswith("failed_") for name in counters)
+    pair.prefill(request("b"), [2, 5, 6, 7])
+    assert pair.scheduler.counters()["store_blocks_planned"] == 3, "a prompt of text alone has its names"
