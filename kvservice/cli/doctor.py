@@ -452,7 +452,7 @@ def service_parts() -> Iterator[Check]:
         dead = {record.node_id: record for record in records if record.service == service and not is_running(record)}
         on_ray = any(record.service == service and is_ray_node(record.node_id) for record in records)
         elsewhere = ON_RAY if on_ray else WITHOUT_RAY
-        again = _start_again(dead[ALONE]) if ALONE in dead else elsewhere
+        again = _start_again(found) if (found := dead.get(NodeId(ALONE))) else elsewhere
         rows = [("lookup", lookup.address, lookup.error, again) for lookup in seen.lookups]
         for node in seen.nodes:
             advice = _start_again(found) if (found := dead.get(NodeId(node.node_id))) else elsewhere

@@ -224,7 +224,7 @@ def test_a_node_that_hung_learns_what_was_cleared_meanwhile(service: Service) ->
         assert len(hit) == 0
 
 
-def test_a_clear_is_not_complete_without_a_node_that_just_fell_silent(service: Service) -> None:
+def test_a_clear_is_not_complete_without_a_silent_node(service: Service) -> None:
     service.cluster.kill("n1")
     eventually(lambda: hidden(service, "n1"), "n1 to be hidden")
     code, report = service.run("clear", "--everything")
