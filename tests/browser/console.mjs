@@ -62,7 +62,7 @@ const checks = {
     for (const word of ["n0", "n1", "Qwen/Qwen3-8B", "readable", "room for another block", "1 of 1", "No tenants", "from tiers"]) {
       must(seen.includes(word), `the page does not say ${word}`);
     }
-    await page.waitForFunction(() => /[\d.]+%\s+last minute/.test(document.getElementById("tile-hits").innerText));
+    await page.waitForFunction(() => /1 min\s+[\d.]+%/.test(document.getElementById("tile-hits").innerText));
     must(/2\s+of 2 answer/.test(await text(page, "#tile-nodes")), "not two nodes");
     must((await page.locator("#flows .flow").count()) === 2, "not a flow each way");
     const bars = await page.locator("#flows .bar span").evaluateAll((all) => all.map((one) => one.style.width));
@@ -203,6 +203,17 @@ const checks = {
     await changes(page, "#tile-stored .sub", 3000);
     must((await page.evaluate(() => document.activeElement.innerText)) === "n1", "the focus went");
     await page.context().close();
+  },
+
+  async "every number fits its tile"() {
+    for (const width of [320, 400, 768, 1024, 1280, 1366]) {
+      const page = await watching({ viewport: { width, height: 900 } });
+      await page.waitForFunction(() => /%/.test(document.getElementById("tile-hits").innerText));
+      const wide = await page.locator(".tile .value").evaluateAll((all) =>
+        all.filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.innerText));
+      must(wide.length === 0, `at ${width} px these are wider than their tile: ${wide}`);
+      await page.context().close();
+    }
   },
 
   async "no horizontal scroll on a phone"() {

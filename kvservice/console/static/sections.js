@@ -92,7 +92,7 @@ function tiles() {
     return element;
   };
   byId("tiles").append(
-    tile("hits", "Hit rate"),
+    tile("hits", "Hit rate, 1 min"),
     tile("nodes", "Nodes"),
     tile("memory", "Memory in use"),
     tile("pulled", "Read from other nodes"),
@@ -105,7 +105,7 @@ function tiles() {
     const hit = minute.hit_rate ?? null;
     made.hits(
       percent(hit),
-      hit === null ? "" : "last minute",
+      "",
       hit === null
         ? start.hit_rate === null || start.hit_rate === undefined ? "nothing asked yet" : `nothing asked in the last minute; ${percent(start.hit_rate)} before`
         : `${percent(minute.local_hit_rate)} local, ${percent(minute.remote_hit_rate)} remote` + (page.tiers.length ? `, ${percent(minute.tier_hit_rate)} tiers` : ""),
