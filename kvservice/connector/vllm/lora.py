@@ -20,13 +20,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvservice.connector.weights import downloaded
 from kvservice.core.bounded_table import BoundedTable
 
 log = logging.getLogger("kvservice.connector")
 
-LOOK_WAIT_SECONDS = 0.2  # For a look at the files, which takes a tenth of a millisecond unless their disk is away.
+# For looks at the files: one takes a tenth of a millisecond unless their disk is slow or away.
+LOOK_WAIT_SECONDS = 0.2
+LOOK_WAIT_SHARE = 0.1  # Of the time: with a slow disk the engine goes on, and most requests have no name.
 RETRY_SECONDS = 5.0  # Until files that could not be read are read again; the engine may still be downloading them.
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt"})
 CONFIG_NAME = "adapter_config.json"
@@ -51,8 +54,8 @@ class _Adapter:
 
 
 class Adapters:
-    """The identities of adapters. One thread calls `of`, which waits for a look at most. `locate` finds the folder of a
-    path or of a hub's name."""
+    """The identities of adapters. One thread calls `of`, which waits for a look at most, and not for each one that is
+    slow. `locate` finds the folder of a path or of a hub's name."""
 
     def __init__(
         self,
@@ -72,6 +75,8 @@ class Adapters:
         # Their threads start with the first adapter. Looks do not wait behind the reading of another one.
         self._reader = ThreadPoolExecutor(1, "kvservice-adapters")
         self._looker = ThreadPoolExecutor(1, "kvservice-looks")
+        self._patience = LOOK_WAIT_SECONDS  # how long looks may be waited for now
+        self._waited_at = time.monotonic()
         self.counters: Counter[str] = Counter()
 
     def of(self, path: str, number: int = 0) -> bytes | None:
@@ -108,10 +113,18 @@ class Adapters:
             return
         if adapter.identity is not None:
             adapter.work = self._looker.submit(self._read, path, adapter.stamp)
-            wait((adapter.work,), LOOK_WAIT_SECONDS)
+            self._wait(adapter.work)
             self._take(path, adapter, now)
         elif now >= adapter.read_at:
             adapter.work = self._reader.submit(self._read, path, None)
+
+    def _wait(self, look: Future[Any]) -> None:
+        began = time.monotonic()
+        earned = (began - self._waited_at) * LOOK_WAIT_SHARE
+        self._patience = min(self._patience + earned, LOOK_WAIT_SECONDS)
+        wait((look,), self._patience)
+        self._waited_at = time.monotonic()
+        self._patience = max(self._patience - (self._waited_at - began), 0.0)
 
     def _take(self, path: str, adapter: _Adapter, now: float) -> None:
         if adapter.work is None or not adapter.work.done():

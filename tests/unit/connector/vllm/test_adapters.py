@@ -94,6 +94,21 @@ def test_a_look_that_hangs_leaves_requests_without_a_name(clock: Clock, tmp_path
     adapters.close()
 
 
+def test_a_disk_that_hangs_stops_the_engine_once_for_all(clock: Clock, tmp_path: Path) -> None:
+    paths, may_look = [adapter(tmp_path / str(number), b"weights") for number in range(10)], threading.Event()
+    may_look.set()
+    adapters = Adapters(lambda found: Path(found) if may_look.wait(30) else None, clock, files_stay=True)
+    for path in paths:
+        eventually(lambda path=path: adapters.of(path), "the digest of an adapter")
+    may_look.clear()
+    began = time.monotonic()
+    assert [adapters.of(path) for path in paths] == [None] * 10
+    took = time.monotonic() - began
+    may_look.set()
+    adapters.close()
+    assert took < 5 * lora.LOOK_WAIT_SECONDS, f"ten requests waited {took:.1f} s"
+
+
 def test_an_adapter_that_vanished_has_no_name_any_more(adapters: Adapters, tmp_path: Path, clock: Clock) -> None:
     path = adapter(tmp_path / "a", b"old")
     assert eventually(lambda: adapters.of(path), "the digest of the adapter")
