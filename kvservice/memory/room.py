@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ _VERSIONS = (  # of cgroups: the files of the limit and the usage, and how memor
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
+_SWAP = ("memory.swap.max", "memory.swap.current")  # of version 2
+_WITH_SWAP = ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes")  # of version 1: memory and swap together
 
 
 def how_to_make_room(directory: Path, needed: int, total: int, free: int) -> str:
@@ -39,7 +42,8 @@ def free_memory() -> int:
     """What the kernel can still give before it ends processes to get more."""
     sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available, swap = (int(sizes[name].split()[0]) * KiB for name in ("MemAvailable", "SwapFree"))
-    return min([available, *(group.free_bytes for group in cgroups())]) + swap
+    groups = [group.free_bytes + min(group.swap_bytes, swap) for group in cgroups()]
+    return min([available + swap, *groups])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class Cgroup:
 
     limit_bytes: int
     free_bytes: int  # with the files that the kernel drops for others
+    swap_bytes: int  # how much more swap it may use; the machine may have less
 
 
 def cgroups(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[Cgroup]:
@@ -75,5 +80,16 @@ def _cgroup(folder: Path) -> Cgroup | None:
             files = sum(int(sizes.get(f"{kind}{which}_file", 0)) for which in ("active", "inactive"))
         except (OSError, ValueError):  # the other version, or "max"
             continue
-        return Cgroup(limit_bytes, max(limit_bytes - used + files, 0))
+        return Cgroup(limit_bytes, max(limit_bytes - used + files, 0), _swap(folder, limit_bytes - used))
     return None
+
+
+def _swap(folder: Path, free_bytes: int) -> int:
+    """Kubernetes allows a container none on a machine that has some."""
+    for names, memory in ((_SWAP, 0), (_WITH_SWAP, free_bytes)):
+        try:
+            limit, used = (int((folder / name).read_text()) for name in names)
+        except (OSError, ValueError):  # the other version, no swap in this kernel, or "max"
+            continue
+        return max(limit - used - memory, 0)
+    return sys.maxsize

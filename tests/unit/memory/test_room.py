@@ -40,9 +40,29 @@ def test_each_group_above_a_process_limits_it(tmp_path: Path) -> None:
     group(root / "memory", str(64 * MiB), 65 * MiB, version=1)
     (root / "kubepods" / "memory.max").write_text(str(100 * MiB))  # and the rest of it cannot be read
     assert limits(root, "0::/kubepods/pod1/c1\n") == []
-    assert limits(root, "0::/kubepods/pod1/c2\n") == [Cgroup(8 * MiB, (8 - 1 + 3) * MiB)]
-    assert limits(root, "1:name=systemd:/\n4:cpu,memory:/docker/of/the/host\n") == [Cgroup(64 * MiB, 3 * MiB)]
+    assert limits(root, "0::/kubepods/pod1/c2\n") == [Cgroup(8 * MiB, (8 - 1 + 3) * MiB, sys.maxsize)]
+    of_the_host = "1:name=systemd:/\n4:cpu,memory:/docker/of/the/host\n"
+    assert limits(root, of_the_host) == [Cgroup(64 * MiB, 3 * MiB, sys.maxsize)]
     assert limits(root, "nothing of this form\n") == limits(root, "") == cgroups(root, tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("version", "files", "swap"),
+    [
+        (2, {"memory.swap.max": "0", "memory.swap.current": "0"}, 0),
+        (2, {"memory.swap.max": str(5 * MiB), "memory.swap.current": str(2 * MiB)}, 3 * MiB),
+        (2, {"memory.swap.max": "max", "memory.swap.current": "0"}, sys.maxsize),
+        (1, {"memory.memsw.limit_in_bytes": str(8 * MiB), "memory.memsw.usage_in_bytes": str(1 * MiB)}, 0),
+        (1, {"memory.memsw.limit_in_bytes": str(16 * MiB), "memory.memsw.usage_in_bytes": str(4 * MiB)}, 5 * MiB),
+    ],
+)
+def test_a_group_has_no_more_swap_than_it_may(tmp_path: Path, version: int, files: dict[str, str], swap: int) -> None:
+    """The machine may have swap that its containers must not use."""
+    root = tmp_path / "cgroup"
+    group(root / "memory", str(8 * MiB), 1 * MiB, version=version)
+    for name, text in files.items():
+        (root / "memory" / name).write_text(f"{text}\n")
+    assert [each.swap_bytes for each in limits(root, "0::/memory\n" if version == 2 else "4:memory:/\n")] == [swap]
 
 
 @pytest.fixture
