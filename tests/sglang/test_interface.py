@@ -21,6 +21,17 @@ pytestmark = [
     pytest.mark.skipif(not (SITE / "sglang").is_dir(), reason="no SGLang: make .venv-sglang/.installed"),
 ]
 
+# For a Service named sglang-external, and one named sglang-fp8. Pods that started before it have none of them.
+OF_KUBERNETES = {
+    "SGLANG_EXTERNAL_SERVICE_HOST": "10.96.7.7",
+    "SGLANG_EXTERNAL_SERVICE_PORT": "8000",
+    "SGLANG_EXTERNAL_SERVICE_PORT_HTTP": "8000",
+    "SGLANG_EXTERNAL_PORT": "tcp://10.96.7.7:8000",
+    "SGLANG_EXTERNAL_PORT_8000_TCP": "tcp://10.96.7.7:8000",
+    "SGLANG_EXTERNAL_PORT_8000_TCP_ADDR": "10.96.7.7",
+    "SGLANG_FP8_SERVICE_HOST": "10.96.7.8",
+    "SGLANG_FP8_PORT": "tcp://10.96.7.8:8000",
+}
 SIGNATURES = """
 import inspect, json
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -119,6 +130,7 @@ def test_what_changes_a_page_changes_its_name_and_no_more(model_path: Path) -> N
         {"max_running_requests": 9, "chunked_prefill_size": 128, "max_total_tokens": 4096, "context_length": 2048},
         {"schedule_policy": "lpm", "enable_metrics": True, "sampling_backend": "pytorch"},
         {"environment": {"SGLANG_PORT": "31000", "SGLANG_LOG_GC": "1", "SGLANG_RUN_ID": "7"}},
+        {"environment": OF_KUBERNETES},
     ]
     other: dict[str, Mapping[str, object]] = {
         "model.kv_cache_dtype": {"kv_cache_dtype": "fp8_e5m2"},

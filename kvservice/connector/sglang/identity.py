@@ -57,6 +57,8 @@ ENVIRONMENT_NAMED = (
     r"|FLASHINFER_NVFP4_4OVER6.*|DEEP_NORMAL_MODE_USE_INT8_QUANT"
     r"|NVIDIA_TF32_OVERRIDE|(DNNL|ONEDNN)_DEFAULT_FPMATH_MODE"  # of libraries below it
 )
+# What Kubernetes gives a pod for each Service. With one named sglang-fp8 these begin as SGLang's do, and differ by pod.
+ENVIRONMENT_OF_KUBERNETES = r".*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 # Settings with which pages are not shared with engines of other kinds, and the values that are none.
 CHANGES_PAGES: Mapping[str, tuple[object, ...]] = {
     "quantization": (None,),
@@ -200,7 +202,11 @@ def _settings(server: Any) -> dict[str, object]:
 
 
 def _environment() -> dict[str, object]:
-    return {f"env.{name}": value for name, value in os.environ.items() if re.fullmatch(ENVIRONMENT_NAMED, name)}
+    return {
+        f"env.{name}": value
+        for name, value in os.environ.items()
+        if re.fullmatch(ENVIRONMENT_NAMED, name) and not re.fullmatch(ENVIRONMENT_OF_KUBERNETES, name)
+    }
 
 
 def _is_left_out(section: str) -> bool:
