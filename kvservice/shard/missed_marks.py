@@ -48,15 +48,16 @@ async def marks_of_others(node_id: NodeId, lookups: Sequence[str], tls: TlsFiles
         answers = await asyncio.gather(*[_nodes(channels, address) for address in lookups])
         nodes = {node: address for found in answers for node, address in found.items() if node != node_id}
 
-        async def ask(node: str) -> tuple[Mark, ...]:
+        found: dict[Mark, None] = {}  # of each node much the same
+
+        async def ask(node: str) -> None:
             try:
-                return await client.marks(nodes[node], ASK_SECONDS)
+                found.update(dict.fromkeys(await client.marks(nodes[node], ASK_SECONDS)))
             except KVServiceError as error:
                 log.warning("marks_not_asked", extra={"node": node, "reason": error.message})
-                return ()
 
-        found = await ask_each(ask, sorted(nodes), AT_ONCE_MAX)
-        return tuple(mark for marks in found for mark in marks)
+        await ask_each(ask, sorted(nodes), AT_ONCE_MAX)
+        return tuple(found)
     finally:
         await client.close()
         await channels.close()
