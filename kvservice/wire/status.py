@@ -32,7 +32,7 @@ _SIGNS = (
     (
         "Method not found!",
         "what listens there knows no such call: it is another part of the service, such as a shard in place of a "
-        "lookup partition. Correct the address",
+        "lookup partition, or of an older version. Correct the address, or upgrade it",
     ),
     (
         "WRONG_VERSION_NUMBER",

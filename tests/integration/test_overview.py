@@ -138,7 +138,7 @@ async def test_a_shard_in_place_of_a_lookup_partition_is_told_as_such(cluster: L
         seen = await reader.read(cluster.service, [shard])
     finally:
         await reader.close()
-    told = "it is another part of the service, such as a shard in place of a lookup partition"
+    told = "it is another part of the service, such as a shard in place of a lookup partition, or of an older version"
     assert told in seen.lookups[0].error and told in " ".join(seen.problems)
     with pytest.raises(NoService, match=told):
         find_members(None, [shard])
