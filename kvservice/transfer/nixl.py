@@ -144,6 +144,12 @@ class _Transfer:
     failure: str = ""  # why it will be reported as FAILED, however it ends
 
 
+def _names(metadata: bytes, agent: str) -> bool:
+    """Whether it is of this agent. The length belongs to it: a short name would be found in everybody's metadata."""
+    name = agent.encode()
+    return b"Agent" + len(name).to_bytes(8, "little") + name in metadata
+
+
 class NixlTransport:
     """Satisfies transfer.base.Transport."""
 
@@ -193,7 +199,7 @@ class NixlTransport:
                 return handle
         # NIXL forgets the open transfers of an agent that is added again, although they still write. A peer that lies
         # may bring the agent of another one.
-        if any(peer.name.encode() in metadata for peer in (*self._peers.values(), *self._leaving.values())):
+        if any(_names(metadata, peer.name) for peer in (*self._peers.values(), *self._leaving.values())):
             raise TransferError("it names an agent that is connected, or whose reads are still in flight")
         breaker = self._unreachable.get(description)
         if breaker is not None and not breaker.allows(time.monotonic()):

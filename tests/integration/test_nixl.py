@@ -29,7 +29,16 @@ from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.eventually import NotInTime, eventually
 from kvservice.transfer.base import Copy, PeerHandle, TransferOutcome
 from kvservice.transfer.job import PullItem, PullJob
-from kvservice.transfer.nixl import _CRC_BYTES, _DESCRIPTION, NixlTransport, _crc, nixl_available
+from kvservice.transfer.nixl import (
+    _CRC_BYTES,
+    _DESCRIPTION,
+    DESCRIPTION_MAGIC,
+    NixlTransport,
+    _crc,
+    load_nixl,
+    make_agent,
+    nixl_available,
+)
 from kvservice.transfer.puller import Puller
 from kvservice.transfer.ways import pack_ways
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
@@ -149,6 +158,18 @@ def test_peer_can_be_connected_again_once_its_reads_have_ended(peer: Peer, reade
     os.kill(peer.process.pid, signal.SIGCONT)
     finish(transport)
     transport.post_read(transport.connect(peer.description), [Copy(START, START, MiB)])
+    assert finish(transport) == [TransferOutcome.DONE]
+    transport.close()
+
+
+def test_no_peer_shuts_others_out_by_the_name_of_its_agent(peer: Peer, reader: Segment) -> None:
+    """All metadata has the word UCX in it."""
+    transport, liar = NixlTransport(reader, "reader"), make_agent(load_nixl()[0], "UCX")
+    metadata = liar.get_agent_metadata()
+    head = _DESCRIPTION.pack(DESCRIPTION_MAGIC, START, MiB, 0)[:-_CRC_BYTES]
+    transport.connect(head + _crc(head, metadata) + metadata)
+    handle = transport.connect(peer.description)
+    transport.post_read(handle, [Copy(START, START, 4096)])
     assert finish(transport) == [TransferOutcome.DONE]
     transport.close()
 
