@@ -158,6 +158,10 @@ def prefill_and_decode() -> serve.Application:
 
     @serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 1}, request_router_config=config)
     class Prefill:
+        def __init__(self) -> None:
+            """Import what a request is made of, as an engine's replica does before it is ready; it takes seconds."""
+            import ray.llm._internal.serve.core.configs.openai_api_models  # noqa: F401
+
         def record_replica_metadata(self) -> dict[str, str]:
             return {"node": names.node_id(ray.get_runtime_context().get_node_id())}
 
