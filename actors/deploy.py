@@ -13,6 +13,8 @@ from typing import Any
 
 import ray
 from ray._private.services import get_ray_address_from_environment
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made by Cython
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import ActorDiedError, ActorUnavailableError, AuthenticationError, GetTimeoutError, RayError
 from ray.util import list_named_actors
 
@@ -226,7 +228,8 @@ def connect(address: str | None) -> None:
 
     Raises:
         Unavailable: there is no cluster.
-        ConfigError: there is one, but it refuses this process's token, wants other TLS, or does not answer.
+        ConfigError: there is one, but it refuses this process's token, wants other TLS, has lost its nodes, or does
+            not answer.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
@@ -247,12 +250,27 @@ def connect(address: str | None) -> None:
         ray.init(address=wanted, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         if listens or isinstance(error, AuthenticationError):
-            raise ConfigError(
-                f"a Ray cluster answers at {wanted}, but refuses this process with RAY_AUTH_MODE="
-                f"{os.environ['RAY_AUTH_MODE']}: set it to the mode that the cluster was started with, and name "
-                f"the token in RAY_AUTH_TOKEN_PATH. Ray says: {error}"
-            ) from error
+            raise ConfigError(f"a Ray cluster answers at {wanted}, but {_why_not_joined(wanted, error)}") from error
         raise Unavailable(f"no Ray cluster at {wanted}: {error}") from error
+
+
+def _why_not_joined(address: str, error: Exception) -> str:
+    """Ray's own error names neither a token that is wrong nor nodes that are gone: its control plane knows both."""
+    try:
+        if isinstance(error, AuthenticationError):
+            raise error
+        nodes = GcsClient(address=address).get_all_node_info(timeout=ray_port.ANSWER_SECONDS)
+    except AuthenticationError:
+        return (
+            f"refuses this process with {ray_auth.MODE}={os.environ[ray_auth.MODE]}: set it to the mode that the "
+            f"cluster was started with, and name the token in {ray_auth.TOKEN_PATH}. Ray says: {error}"
+        )
+    except RayError:  # it went away meanwhile
+        pass
+    else:
+        if not any(node.state == GcsNodeInfo.ALIVE for node in nodes.values()):
+            return "all its nodes are gone: end what is left of it with `ray stop`, or start a node"
+    return f"this process cannot join it. Ray says: {error}"
 
 
 def _listens(host: str, port: int) -> bool:

@@ -184,3 +184,19 @@ def test_down_after_the_cluster_removes_what_it_left(cluster: Cluster, runtime: 
     assert not list(Path("/dev/shm").glob(f"kvservice-{SERVICE}-*"))
     assert not (runtime / SERVICE).exists()
     assert kvservice("down").returncode == 3
+
+
+def test_a_cluster_whose_nodes_are_gone_is_named_so(runtime: Path) -> None:
+    """Its control plane answers on. It is no matter of tokens."""
+    alone = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    try:
+        helpers = agents(alone)
+        raylet = alone.head_node.all_processes["raylet"][0].process
+        raylet.kill()
+        raylet.wait()
+        end(helpers)
+        told = kvservice("down", "--address", alone.address)
+        assert told.returncode == 2 and "RAY_AUTH_MODE" not in told.stderr, told.stderr
+        assert "all its nodes are gone: end what is left of it with `ray stop`" in " ".join(told.stderr.split())
+    finally:
+        alone.shutdown()
