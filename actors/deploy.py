@@ -102,7 +102,7 @@ def up(config: ServiceConfig) -> ServiceHandle:
     `ServiceHandle.wait_complete`. The handle says whether this call has started it.
 
     Raises:
-        Unavailable: its supervisor does not answer, or somebody takes it down meanwhile.
+        Unavailable: its supervisor cannot start or does not answer, or somebody takes it down meanwhile.
         ServiceConflict: a service of this name runs with other settings.
         ConfigError: the service would be plaintext between machines; nothing is started.
     """
@@ -202,6 +202,9 @@ def _ask(method: Any) -> Any:
                 raise Unavailable(f"the service's supervisor does not answer: {error}") from error
             time.sleep(POLL_SECONDS)
         except ActorDiedError as error:  # Ray restarts a supervisor for ever, unless `down` has ended it
+            if error.actor_init_failed:
+                reason = str(error).strip().splitlines()[-1]
+                raise Unavailable(f"the service's supervisor cannot start: {reason}") from error
             raise Unavailable("the service was taken down meanwhile") from error
 
 

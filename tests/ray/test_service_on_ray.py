@@ -152,6 +152,20 @@ def test_who_gives_up_leaves_what_another_started(
         handle.describe()
 
 
+def test_why_a_supervisor_cannot_start_is_said(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __init__(self, config: ServiceConfig) -> None:
+            raise RuntimeError("a node has another kvservice")
+
+        def config(self) -> None:
+            """What `up` asks first."""
+
+    monkeypatch.setattr(deploy, "Supervisor", Failing)
+    with pytest.raises(Unavailable, match="supervisor cannot start: RuntimeError: a node has another kvservice"):
+        deploy.up(config.model_copy(update={"service": "unborn"}))
+    assert deploy.find("unborn") is None
+
+
 def test_every_node_gets_one_shard_and_one_lookup_partition(config: ServiceConfig) -> None:
     state = described()
     assert len(state["nodes"]) == 2
