@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError
 
 from kvservice.actors import names
 from kvservice.aio import within
+from kvservice.breaker import Breaker
 from kvservice.config import REQUEST_TRIES
 from kvservice.connector.scheduler.handoff import NAME, OF_HANDOFFS, VERSION
 from kvservice.connector.scheduler.switches import STORE
@@ -61,6 +62,8 @@ BACKEND = "kvservice.serve.ray_llm:KVServiceBackend"
 # replica.
 HANDOFFS_MAX = 4096
 PREFILL_CHOICE_SECONDS = 2.0  # If no prefill replica is free by then, the decode replica computes the prompt itself.
+# While there is none, one request looks so often at the least, and the others do not wait.
+PREFILL_AGAIN_SECONDS = 5.0
 TRY_AGAIN_SECONDS = 0.2  # Between two tries of a request, so that Serve can notice that the replica is dead.
 
 _DRAINING: set[asyncio.Task[None]] = set()  # of this replica: the loop alone would not keep them alive
@@ -89,6 +92,7 @@ class KVServiceBackend(BaseConnectorBackend):  # type: ignore[misc]
         super().__init__(llm_config)
         # by id() of the request, which is kept alive
         self._handoffs: BoundedTable[int, tuple[Any, str]] = BoundedTable(HANDOFFS_MAX)
+        self.choices = Breaker(failures_to_open=1, open_seconds_max=PREFILL_AGAIN_SECONDS)  # of prefill replicas
 
     def setup(self) -> None:
         """Called in the replica before its engine is made. Names the node's shard, since several may be registered on
@@ -148,7 +152,7 @@ class DecodeServer(PDDecodeServer):  # type: ignore[misc]
         async with contextlib.AsyncExitStack() as stack:
             is_kept_out = _asked(request).get(STORE) is False  # a hand-off goes through the pool
             sent_to: Future[str] = Future()
-            selection = None if is_kept_out else await _choose(stack, call, request, sent_to)
+            selection = None if is_kept_out else await _choose(stack, call, request, sent_to, backend.choices)
             peer = {} if selection is None else selection.replica_metadata or {}
             if selection is not None and peer.get("node"):
                 prefill = backend.prepare_prefill_request(request=request, peer=peer)
@@ -175,15 +179,25 @@ class DecodeServer(PDDecodeServer):  # type: ignore[misc]
         return handle.options(session_id=session) if session else handle
 
 
-async def _choose(stack: contextlib.AsyncExitStack, call: Any, request: Any, sent_to: Future[str]) -> Any | None:
+async def _choose(
+    stack: contextlib.AsyncExitStack, call: Any, request: Any, sent_to: Future[str], choices: Breaker
+) -> Any | None:
     """A prefill replica with room, reserved until the stack is left. None if there is none within
-    PREFILL_CHOICE_SECONDS. The router hears by `sent_to` which replica gets the request."""
+    PREFILL_CHOICE_SECONDS, or at once if none was there a moment ago. The router hears by `sent_to` which replica gets
+    the request."""
+    loop = asyncio.get_running_loop()
+    if not choices.admits(loop.time(), PREFILL_CHOICE_SECONDS):
+        return None
     choice = call.choose_replica(request, **{SENT_TO: sent_to})
     try:
-        return await within(PREFILL_CHOICE_SECONDS, stack.enter_async_context(choice))
+        selection = await within(PREFILL_CHOICE_SECONDS, stack.enter_async_context(choice))
     except Exception as error:  # noqa: BLE001  no prefill replica, whatever the reason: the decode does without
+        if not _DRAINING:  # else there is one, which is full
+            choices.failed_once(loop.time())
         log.warning("no prefill replica: %s", type(error).__name__)
         return None
+    choices.succeeded()
+    return selection
 
 
 async def _drain(answer: Any, reserved: contextlib.AsyncExitStack) -> None:

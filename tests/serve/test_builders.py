@@ -23,7 +23,7 @@ from ray.serve.llm import LLMConfig
 from ray.serve.schema import ServeDeploySchema
 
 from kvservice.errors import ConfigError
-from kvservice.serve import app
+from kvservice.serve import app, ray_llm
 from kvservice.serve.ray_llm import CONNECTOR, DecodeServer, KVServiceBackend, RetryingIngress, is_replica_loss
 
 pytestmark = pytest.mark.ray
@@ -237,6 +237,29 @@ async def test_a_prompt_that_must_not_be_stored_is_handed_to_nobody() -> None:
     request.kv_transfer_params = {"kvservice": {"version": 1, "store": False}}
     (piece, _) = await all_of(Decode(prefill)._pd_handle_request(request))
     assert piece.kv_transfer_params == {"kvservice": {"version": 1, "store": False}} and not prefill.asked
+
+
+@pytest.mark.usefixtures("two_pieces")
+async def test_without_prefill_replicas_few_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nobody(Chosen):
+        @contextlib.asynccontextmanager
+        async def choose_replica(self, request: Any, **told: Future[str]) -> AsyncIterator[Any]:
+            self.asked.append(request)
+            await asyncio.Event().wait()
+            yield None
+
+    monkeypatch.setattr(ray_llm, "PREFILL_CHOICE_SECONDS", 0.05)
+    monkeypatch.setattr(ray_llm, "_DRAINING", set())
+    prefill = Nobody()
+    decode = Decode(prefill)
+    for _ in range(3):
+        assert len(await all_of(decode._pd_handle_request(Request()))) == 2
+    assert len(prefill.asked) == 1
+    decode._prefill = found = Chosen()
+    decode._backend.choices.open_until = 0.0  # time has passed
+    await all_of(decode._pd_handle_request(Request()))
+    await all_of(decode._pd_handle_request(Request()))
+    assert len(found.asked) == 2, "a replica that is there is asked each time"
 
 
 def test_only_the_loss_of_a_replica_is_asked_again() -> None:
