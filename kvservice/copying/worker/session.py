@@ -193,19 +193,20 @@ class EngineSession:
         self._target = None
         for lane in self.lanes.values():
             lane.drain()
-        if self._direct is not None:
-            self._loans.drop(self._direct.reader)  # it is a lender too
-            self._direct.close()
-            self._direct = None
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        if self._lock is not None:  # unlock before the memory is closed: nothing is written any more
-            self._lock.release()
-            self._lock = None
-        if self._segment is not None:
-            self._segments.give(self._segment)
-            self._segment = None
+        direct, self._direct = self._direct, None
+        engine, self._engine = self._engine, None
+        lock, self._lock = self._lock, None
+        segment, self._segment = self._segment, None
+        with contextlib.ExitStack() as rest:  # from the last to the first, whatever fails of it
+            if segment is not None:
+                rest.callback(self._segments.give, segment)
+            if lock is not None:  # unlock before the memory is closed: nothing is written any more
+                rest.callback(lock.release)
+            if engine is not None:
+                rest.callback(engine.close)
+            if direct is not None:
+                rest.callback(direct.close)
+                rest.callback(self._loans.drop, direct.reader)  # it is a lender too
 
     def _copies(self, data: bytes) -> None:
         jobs, event = parse_copies(data)
@@ -238,9 +239,11 @@ class EngineSession:
         for lane in self.lanes.values():
             lane.stop()
         try:
-            self._leave()
-            if self._kv is not None:
-                self._kv.close()
+            try:
+                self._leave()
+            finally:
+                if self._kv is not None:
+                    self._kv.close()
         except Exception:  # whatever stays open, nothing is copied any more, and the engine must be told
             log.exception("engine left")
         finally:

@@ -1,0 +1,64 @@
+"""What a copy worker leaves of an engine that is gone, also when something fails on the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvservice.copying.copies import HostCopies
+from kvservice.copying.device import HostDevice, HostKV
+from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
+from kvservice.memory.segment import Segment
+from kvservice.testing.eventually import eventually
+from kvservice.units import NodeId
+from tests.integration.test_copy_worker import Bench
+
+
+class CopiesThatFailToClose(HostCopies):
+    def close(self) -> None:
+        raise RuntimeError("the device says no")
+
+
+class DeviceThatFailsToClose(HostDevice):
+    def copies(self, kv: object, segment: Segment) -> CopiesThatFailToClose:
+        assert isinstance(kv, HostKV)
+        return CopiesThatFailToClose(kv.shared, segment)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with tempfile.TemporaryDirectory(prefix="kvm-") as folder:
+        made = Bench(Path(folder))
+        yield made
+        made.close()
+
+
+def held_by_engines(bench: Bench) -> int:
+    """How many files of the engine's memory and of the segment this process has open."""
+    wanted = {os.fstat(descriptor).st_ino for descriptor in (bench.kv.descriptor, bench.segment.descriptor)}
+    count = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one of the folder itself
+            count += path.stat().st_ino in wanted
+    return count
+
+
+def test_what_fails_to_close_keeps_neither_lock_nor_memory(bench: Bench) -> None:
+    """The shard never got the slots of such an engine back, and the engine's memory stayed until the worker ended."""
+    server = CopyWorker(CopyWorkerConfig("s", NodeId("n"), bench.root), DeviceThatFailsToClose())
+    server.start()
+    try:
+        before = held_by_engines(bench)
+        bench.follow()
+        assert not bench.is_free and held_by_engines(bench) > before
+        bench.link.close()
+        eventually(lambda: server.state()["engines"] == 0, "the session to end")
+        assert bench.is_free
+        eventually(lambda: held_by_engines(bench) == before, "the memory to be closed")
+    finally:
+        server.stop()
