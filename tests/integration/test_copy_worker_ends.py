@@ -1,4 +1,4 @@
-"""What a copy worker leaves of an engine that is gone, also when something fails on the way out."""
+"""What a copy worker and an engine's link leave when they end, also when something fails on the way out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvservice.copying.copies import HostCopies
-from kvservice.copying.device import HostDevice, HostKV
+from kvservice.copying.device import HOST, HostDevice, HostKV
+from kvservice.copying.engine.link import KVOffer, WorkerLink
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.memory.segment import Segment
 from kvservice.testing.eventually import eventually
@@ -62,3 +63,17 @@ def test_what_fails_to_close_keeps_neither_lock_nor_memory(bench: Bench) -> None
         eventually(lambda: held_by_engines(bench) == before, "the memory to be closed")
     finally:
         server.stop()
+
+
+def test_closed_link_leaves_files_of_others_alone() -> None:
+    """It closed, and wrote into, whatever file had got its numbers since."""
+    link = WorkerLink(KVOffer(HOST, {}, {}))
+    link.close()
+    taken = [os.memfd_create(f"of-others-{number}") for number in range(64)]
+    try:
+        link.leave()
+        link.close()
+        assert [os.fstat(descriptor).st_size for descriptor in taken] == [0] * len(taken)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -161,7 +160,9 @@ class WorkerLink:
         self._closing = False
         self._else = f"nothing is lent to {worker_device}" if worker_device else "copies run in the engine's process"
         self._counters = Counter[str]()
-        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kvservice-copy-link", daemon=True)
         self._thread.start()
 
@@ -259,19 +260,19 @@ class WorkerLink:
         return dict(counters)
 
     def close(self) -> None:
-        """Close the connection. Blocks until nothing is under way; bounded, as every copy is."""
+        """Close the connection. Blocks until nothing is under way; bounded, as every copy is. Idempotent."""
         with self._lock:
             self._closing, self._ready = True, False
         self._wake()
         self._thread.join()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
+        self._wake_reader.close()
+        self._wake_writer.close()
 
     # -- both ----
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # the pipe is full, so the thread is awake
-            os.write(self._wake_writer, b"w")
+        with contextlib.suppress(OSError):  # it takes no more, so the thread is awake; or the link is closed
+            self._wake_writer.send(b"w")
 
     def _send_unsent(self) -> None:
         """Send as much as the socket takes; the rest stays for later. The caller holds the lock."""
@@ -319,14 +320,14 @@ class WorkerLink:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return
-            if readable_of([self._wake_reader], left):
+            if readable_of([self._wake_reader.fileno()], left):
                 self._drain_wakes()
                 if deadline is None:
                     return
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake_reader, 4096):
+            while self._wake_reader.recv(4096):
                 pass
 
     def _connect(self, directory: Path) -> tuple[socket.socket, WorkerProcess]:
@@ -409,9 +410,10 @@ class WorkerLink:
         with self._lock:
             self._send_unsent()
             writing = [connection.fileno()] if self._unsent else []
-        watched = [connection.fileno(), self._wake_reader]
+        wakes = self._wake_reader.fileno()
+        watched = [connection.fileno(), wakes]
         readable = readable_of(watched, min(IDLE_SECONDS, self._wedge_seconds / 4), writing)
-        if self._wake_reader in readable:
+        if wakes in readable:
             self._drain_wakes()
         if connection.fileno() not in readable:
             return True
