@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from kvservice.core.segment.geometry import PAGE_BYTES
 from kvservice.errors import SegmentError
 from kvservice.memory.segment import Segment
-from kvservice.units import SlotIndex, align_up
+from kvservice.units import MiB, SlotIndex, align_up
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
@@ -34,7 +34,10 @@ _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000  # pages that nobody writes take no memory
 _MAP_POPULATE = 0x8000  # one call in place of a fault for every page
 _PROT_NONE = 0  # memory that nobody may touch yet
-_ENDED_BYTES = 1 << 20  # mapped again and again behind arrays that outlive their window; a multiple of the page
+# Of the file that is mapped, again and again, behind arrays that outlive their window: multiples of the page.
+_ENDED_BYTES_MIN, _ENDED_BYTES_MAX = MiB, 64 * MiB
+# A window takes about so many of these mappings: a process has 65,530, and with none left it starts no thread.
+_ENDED_MAPPINGS = 8
 
 
 class ReadWindow:
@@ -68,13 +71,19 @@ class ReadWindow:
             still_read = weakref.ref(self.buffer)
             self.buffer = None
         if still_read() is not None:
-            flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-            for at in range(0, self._size, _ENDED_BYTES):
-                length = min(_ENDED_BYTES, self._size - at)
-                try:
-                    _map(self._address + at, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, _ended(), 0)
-                except SegmentError:  # the kernel maps no more for this process: then its own pages take memory
-                    ctypes.memset(self._address + at, 0xFF, length)
+            self._end()
+
+    def _end(self) -> None:
+        """Put memory with all bits set in place of the slots."""
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+        at = 0
+        try:
+            descriptor, size = _ended(self._size // _ENDED_MAPPINGS)
+            for at in range(0, self._size, size):
+                length = min(size, self._size - at)
+                _map(self._address + at, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+        except (SegmentError, OSError):  # this process gets no more mappings or files: then its own pages take memory
+            ctypes.memset(self._address + at, 0xFF, self._size - at)
 
 
 def _runs(offsets: Sequence[int], stride: int) -> Iterator[tuple[int, int]]:
@@ -97,11 +106,13 @@ _ended_file: list[int] = []
 _ended_lock = threading.Lock()
 
 
-def _ended() -> int:
-    """The descriptor of a file in memory with all bits set, made at first use."""
+def _ended(wanted: int) -> tuple[int, int]:
+    """(descriptor, bytes) of a file in memory with all bits set, of about as many bytes as are wanted. Raises
+    OSError."""
+    wanted = min(max(align_up(wanted, _ENDED_BYTES_MIN), _ENDED_BYTES_MIN), _ENDED_BYTES_MAX)
     with _ended_lock:
         if not _ended_file:
-            descriptor = os.memfd_create("kvservice-ended", os.MFD_CLOEXEC)
-            os.write(descriptor, b"\xff" * _ENDED_BYTES)
-            _ended_file.append(descriptor)
-        return _ended_file[0]
+            _ended_file.append(os.memfd_create("kvservice-ended", os.MFD_CLOEXEC))
+        while (size := os.fstat(_ended_file[0]).st_size) < wanted:
+            os.pwrite(_ended_file[0], b"\xff" * _ENDED_BYTES_MIN, size)
+        return _ended_file[0], size

@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kvservice.core.segment.geometry import plan_geometry, slot_index
 from kvservice.errors import SegmentError
 from kvservice.memory import window
 from kvservice.memory.segment import Segment
-from kvservice.units import MiB
+from kvservice.units import MiB, SlotIndex
 
 ROOM = 20  # mappings that are left: fewer than the window has pieces
+MAPPINGS = 10  # of a window that has ended
 
 
 def give_back(addresses: list[int]) -> None:
@@ -26,13 +30,18 @@ def give_back(addresses: list[int]) -> None:
         window._LIBC.munmap(address, mmap.PAGESIZE)
 
 
-def end_a_window_without_mappings(path: str) -> None:
-    """In a process of its own, which cannot do anything else meanwhile."""
+def opened_on(path: str) -> tuple[Segment, list[SlotIndex], window.ReadWindow]:
+    """A window of 62 MiB over the slots of a new segment."""
     segment = Segment.create(Path(path), plan_geometry(66 * MiB, 64 * MiB), "n0")
     slots = [slot_index(0, index) for index in range(segment.geometry.slots_per_slab(MiB))]
     for slot in slots:
         segment.payload(slot, MiB)[:] = b"\x01" * MiB
-    opened = window.ReadWindow(segment, slots, MiB)
+    return segment, slots, window.ReadWindow(segment, slots, MiB)
+
+
+def end_a_window_without_mappings(path: str) -> None:
+    """In a process of its own, which cannot do anything else meanwhile."""
+    segment, slots, opened = opened_on(path)
     array = np.frombuffer(opened.buffer, np.uint8)
     taken, descriptor = [], os.memfd_create("page")
     os.ftruncate(descriptor, mmap.PAGESIZE)
@@ -47,9 +56,42 @@ def end_a_window_without_mappings(path: str) -> None:
     assert (array == 0xFF).all()
 
 
-def test_a_window_ends_where_no_more_can_be_mapped() -> None:
+def end_a_window_without_files(path: str) -> None:
+    """Closing it raised OSError, and the array went on to show the slots."""
+    segment, slots, opened = opened_on(path)
+    array = np.frombuffer(opened.buffer, np.uint8)
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, allowed[1]))
+    opened.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+    for slot in slots:
+        segment.payload(slot, MiB)[:] = b"\x02" * MiB
+    assert (array == 0xFF).all()
+
+
+def count_mappings(path: str) -> None:
+    """Each MiB took one. A process with arrays of 64 GiB that had ended could not start a thread any more."""
+    _, _, opened = opened_on(path)
+    array = np.frombuffer(opened.buffer, np.uint8)
+    opened.close()
+    begin = array.ctypes.data
+    rows = [line.split("-")[0] for line in Path("/proc/self/maps").read_text().splitlines()]
+    assert sum(begin <= int(row, 16) < begin + array.nbytes for row in rows) <= MAPPINGS
+    assert (array == 0xFF).all()
+
+
+@pytest.mark.parametrize("end", [end_a_window_without_mappings, end_a_window_without_files])
+def test_a_window_ends_where_the_kernel_gives_no_more(end: Callable[[str], None]) -> None:
+    run_apart(end)
+
+
+def test_an_ended_window_takes_few_mappings() -> None:
+    run_apart(count_mappings)
+
+
+def run_apart(work: Callable[[str], None]) -> None:
     path = f"/dev/shm/kvservice-window{uuid.uuid4().hex[:6]}-n0"
-    code = f"from {__name__} import end_a_window_without_mappings as end; end({path!r})"
+    code = f"from {__name__} import {work.__name__} as end; end({path!r})"
     try:
         ended = subprocess.run(
             [sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, timeout=60, check=False
