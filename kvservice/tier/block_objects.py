@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvservice.aio import within
@@ -40,6 +41,14 @@ ABSENT_SECONDS = 5.0  # an object that was not there is not asked for again so l
 OBJECT_SECONDS = MARK_SECONDS - 86_400.0
 
 
+@dataclass(slots=True)
+class _Side:
+    """Reading, or writing and erasing: a full store that is left alone with writes still gives what it has."""
+
+    breaker: Breaker = field(default_factory=Breaker)
+    trouble: str = ""  # why it is left alone; empty while it works
+
+
 class BlockObjects:
     """The store of `url`; names of blocks begin with `folder`. Nothing raises but `open`, `prove` and what is about
     marks."""
@@ -54,8 +63,7 @@ class BlockObjects:
         self._known_marks: set[Mark] = set()
         self._store: Any = None
         self._failures: tuple[type[Exception], ...] = ()
-        self._breaker = Breaker()
-        self.trouble = ""  # why the store is left alone; empty while it answers
+        self._reading, self._writing = _Side(), _Side()
         self._looking = asyncio.Semaphore(LOOKS_AT_ONCE_MAX)
         self._prefixes: BoundedTable[BlockKey, float] = BoundedTable(PREFIXES_MAX)  # last block of one, until when
         self._believed: BoundedTable[BlockKey, tuple[bool, float]] = BoundedTable(KNOWN_MAX)  # is it there, until when
@@ -82,7 +90,7 @@ class BlockObjects:
             found = await self._marks().load()
         except self._failures as error:
             raise why_unusable(self._url, error) from error
-        self._answered()  # the pool asks every minute, so a store that came back is known also where nobody reads
+        self._answered(self._reading, self._writing)  # asked every minute: one that came back is known without a read
         self._heard_of(found)
         self._known_marks.intersection_update(found)
         return found
@@ -114,12 +122,23 @@ class BlockObjects:
         await self._library.delete_async(self._store, name)
         return found == content
 
-    def is_left_alone(self, now: float) -> bool:
-        return not self._breaker.allows(now)
+    @property
+    def trouble(self) -> str:
+        """Why the store is left alone; empty while it answers."""
+        return self._reading.trouble or self._writing.trouble
 
-    def may_ask(self, now: float) -> bool:
+    def is_left_alone(self, now: float) -> bool:
+        """Whether it is asked for no block."""
+        return not self._reading.breaker.allows(now)
+
+    def may_read(self, now: float) -> bool:
         """Whether to ask the store for anything. One that failed a few times is left alone, and then tried once."""
-        return self._breaker.admits(now, FIRST_BYTE_SECONDS)
+        return self._reading.breaker.admits(now, FIRST_BYTE_SECONDS)
+
+    def may_write(self, now: float) -> bool:
+        """The same for writing and erasing; a store that gives nothing is not asked to take anything either."""
+        writing = self._writing.breaker
+        return writing.allows(now) and self.may_read(now) and writing.admits(now, FIRST_BYTE_SECONDS)
 
     async def get(self, key: BlockKey, bytes_max: int) -> tuple[memoryview, float] | PullResult:
         """The bytes of the object, and when the store says that it was written, in seconds since 1970. STALE when it is
@@ -132,9 +151,9 @@ class BlockObjects:
         except FileNotFoundError:
             pass
         except self._failures as error:
-            self._failed("read", error)
+            self._failed(self._reading, "read", error)
             return PullResult.FAILED
-        self._answered()
+        self._answered(self._reading)
         self._believe(key, data is not None)
         return PullResult.STALE if data is None else (data, answer.meta["last_modified"].timestamp())
 
@@ -143,9 +162,9 @@ class BlockObjects:
         try:
             await self._library.put_async(self._store, self._name(key), content, use_multipart=False)
         except self._failures as error:
-            self._failed("write", error)
+            self._failed(self._writing, "write", error)
             return False
-        self._answered()
+        self._answered(self._reading, self._writing)
         self._believe(key, True)
         return True
 
@@ -160,9 +179,9 @@ class BlockObjects:
                     with contextlib.suppress(FileNotFoundError):
                         await self._library.delete_async(self._store, name)
         except self._failures as error:
-            self._failed("erase", error)
+            self._failed(self._writing, "erase", error)
             return False
-        self._answered()
+        self._answered(self._reading, self._writing)
         for key in keys:
             self._believe(key, False)
         return True
@@ -176,9 +195,9 @@ class BlockObjects:
             except FileNotFoundError:
                 is_there = False
             except self._failures as error:
-                self._failed("probe", error)
+                self._failed(self._reading, "probe", error)
                 return None
-        self._answered()
+        self._answered(self._reading)
         self._believe(key, is_there)
         return is_there
 
@@ -215,19 +234,20 @@ class BlockObjects:
 
     # -- whether it answers ----
 
-    def _answered(self) -> None:
-        if self._breaker.failures >= FAILURES_TO_OPEN:
+    def _answered(self, *sides: _Side) -> None:
+        if any(side.breaker.failures >= FAILURES_TO_OPEN for side in sides):
             log.info("object_store_answers_again", extra={"url": self._url})
-        self._breaker.succeeded()
-        self.trouble = ""
+        for side in sides:
+            side.breaker.succeeded()
+            side.trouble = ""
 
-    def _failed(self, what: str, error: Exception) -> None:
-        self._breaker.failed(time.monotonic())
+    def _failed(self, side: _Side, what: str, error: Exception) -> None:
+        side.breaker.failed(time.monotonic())
         self.counters["store_failed"] += 1
-        if self._breaker.failures == FAILURES_TO_OPEN:
-            self.trouble = str(why_unusable(self._url, error))
+        if side.breaker.failures == FAILURES_TO_OPEN:
+            side.trouble = str(why_unusable(self._url, error))
             self.counters["store_left_alone"] += 1
-            log.warning("object_store_left_alone", extra={"after": what, "error": self.trouble})
+            log.warning("object_store_left_alone", extra={"after": what, "error": side.trouble})
 
 
 def _counts(meta: Any) -> bool:

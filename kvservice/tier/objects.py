@@ -254,7 +254,7 @@ class ObjectTier:
                 if not is_late and not self._read_lane_takes(lane, block.payload_bytes):
                     break
                 lane.waiting.popleft()
-                if is_late or not self._objects.may_ask(now):
+                if is_late or not self._objects.may_read(now):
                     self._counters["reads_late" if is_late else "reads_refused"] += 1
                     reading.answers.drop(place)
                 else:
@@ -283,7 +283,7 @@ class ObjectTier:
         if self._objects.believed(key, now):
             self._counters["writes_skipped"] += 1
             writing.answers.put(place, WriteResult.OK)
-        elif not self._objects.may_ask(now):
+        elif not self._objects.may_write(now):
             self._counters["writes_dropped"] += 1
             writing.answers.drop(place)
         else:
@@ -395,7 +395,7 @@ class ObjectTier:
     async def _erase(self, keys: Sequence[BlockKey]) -> None:
         is_erased = False
         try:
-            is_erased = self._objects.may_ask(time.monotonic()) and await self._objects.delete(keys)
+            is_erased = self._objects.may_write(time.monotonic()) and await self._objects.delete(keys)
         finally:
             self._counters["erased" if is_erased else "erases_dropped"] += len(keys)
             self._erases -= 1
@@ -415,7 +415,7 @@ class ObjectTier:
                 return
             probing.low, probing.high = self._objects.believed_of(probing.keys, now)
             looks = first_looks(probing.low, probing.high)
-            while looks and now < probing.deadline and self._objects.may_ask(now):
+            while looks and now < probing.deadline and self._objects.may_read(now):
                 tasks = {index: self._spawn(self._objects.look(probing.keys[index])) for index in looks}
                 await asyncio.wait(tasks.values(), timeout=probing.deadline - now)
                 seen = {index: task.result() for index, task in tasks.items() if task.done()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -267,9 +268,23 @@ def test_a_store_that_fails_is_left_alone_and_tried_again(
     assert tier.counters()["store_failed"] == before, "nothing was asked of it"
     good.unlink()
     bad.rename(good)
-    tier._objects._breaker.open_until = 0.0
+    tier._objects._reading.breaker.open_until = 0.0
     assert blocks.read(blocks.block(1))[0] == (PullResult.OK,) and not tier.trouble()
     assert blocks.write(7) == (WriteResult.OK,)
+
+
+def test_a_store_that_takes_no_more_is_still_read(tier: ObjectTier, blocks: BlocksOfTier) -> None:
+    """Its failing writes had it left alone, and its hits were lost while engines stored."""
+    blocks.write(1)
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, allowed[1]))
+        assert set(blocks.write(*range(2, 10))) == {WriteResult.FAILED}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    assert tier.counters()["store_left_alone"] == 1 and tier.trouble()
+    assert blocks.read(blocks.block(1))[0] == (PullResult.OK,) and blocks.probe(1) == 1
+    assert blocks.write(10) == (WriteResult.FAILED,), "it is not asked to take anything yet"
 
 
 def test_a_store_that_came_back_is_known_without_a_read(tmp_path: Path, tier: ObjectTier, blocks: BlocksOfTier) -> None:
