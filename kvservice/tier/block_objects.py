@@ -42,7 +42,7 @@ OBJECT_SECONDS = MARK_SECONDS - 86_400.0
 
 
 @dataclass(slots=True)
-class _Side:
+class _Direction:
     """Reading, or writing and erasing: a full store that is left alone with writes still gives what it has."""
 
     breaker: Breaker = field(default_factory=Breaker)
@@ -63,7 +63,7 @@ class BlockObjects:
         self._known_marks: set[Mark] = set()
         self._store: Any = None
         self._failures: tuple[type[Exception], ...] = ()
-        self._reading, self._writing = _Side(), _Side()
+        self._reading, self._writing = _Direction(), _Direction()
         self._looking = asyncio.Semaphore(LOOKS_AT_ONCE_MAX)
         self._prefixes: BoundedTable[BlockKey, float] = BoundedTable(PREFIXES_MAX)  # last block of one, until when
         self._believed: BoundedTable[BlockKey, tuple[bool, float]] = BoundedTable(KNOWN_MAX)  # is it there, until when
@@ -234,20 +234,20 @@ class BlockObjects:
 
     # -- whether it answers ----
 
-    def _answered(self, *sides: _Side) -> None:
-        if any(side.breaker.failures >= FAILURES_TO_OPEN for side in sides):
+    def _answered(self, *directions: _Direction) -> None:
+        if any(direction.breaker.failures >= FAILURES_TO_OPEN for direction in directions):
             log.info("object_store_answers_again", extra={"url": self._url})
-        for side in sides:
-            side.breaker.succeeded()
-            side.trouble = ""
+        for direction in directions:
+            direction.breaker.succeeded()
+            direction.trouble = ""
 
-    def _failed(self, side: _Side, what: str, error: Exception) -> None:
-        side.breaker.failed(time.monotonic())
+    def _failed(self, direction: _Direction, what: str, error: Exception) -> None:
+        direction.breaker.failed(time.monotonic())
         self.counters["store_failed"] += 1
-        if side.breaker.failures == FAILURES_TO_OPEN:
-            side.trouble = str(why_unusable(self._url, error))
+        if direction.breaker.failures == FAILURES_TO_OPEN:
+            direction.trouble = str(why_unusable(self._url, error))
             self.counters["store_left_alone"] += 1
-            log.warning("object_store_left_alone", extra={"after": what, "error": side.trouble})
+            log.warning("object_store_left_alone", extra={"after": what, "error": direction.trouble})
 
 
 def _counts(meta: Any) -> bool:
