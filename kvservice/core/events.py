@@ -280,6 +280,7 @@ class WrittenDown:
     job: int
     written: tuple[bool, ...]
     is_full: bool = False
+    stored_bytes: tuple[int, ...] = ()  # of each block, as in TierBlock
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ CUTS: Mapping[str, str] = {
 TIER_COUNTERS: Mapping[str, str] = {
     "hit_blocks": "blocks promised to engines after bringing them back from this tier",
     "written_blocks": "blocks written down into the tier",
-    "written_bytes": "their bytes, as engines read them: for the endurance of a disk",
+    "written_bytes": "their bytes, as codecs left them: for the endurance of a disk",
     "write_failed": "blocks that the tier could not write",
     "dropped_full": "blocks not written because too many waited already",
     "dropped_evicted": "blocks that left the memory before they were written",

@@ -21,8 +21,9 @@ from kvservice.core.messages import EngineSpec
 from kvservice.core.segment.blockfile import BlockFileHeader
 from kvservice.errors import ConfigError, KeyUnknown
 from kvservice.plugins import CODECS, load, made
+from kvservice.pool.tier_specs import NONE
 
-NONE, AUTO = "none", "auto"
+AUTO = "auto"
 OURS = ("aesgcm", "int8", "planes")
 MODELS_MAX = 4096  # fingerprints that are remembered; blocks of older ones are stored as they are
 

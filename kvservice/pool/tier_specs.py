@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from kvservice.aio import DaemonThreads, in_thread
+from kvservice.codec.base import EXTRA_BYTES_MAX
 from kvservice.core.block.engine_names import NAMES_SUFFIX
 from kvservice.core.tier.rules import TierRules, WriteMoment
 
 log = logging.getLogger("kvservice.pool")
 
 DISK, OBJECTS = "disk", "objects"  # what people and metrics call our tiers
+NONE = "none"  # the setting of a tier without a codec
 # For a disk to say how much is free, and for each further step of counting what it holds: a network mount that is gone
 # says it never, and millions of files take longer.
 FREE_SECONDS = 10.0
@@ -60,14 +62,15 @@ class TierSpec:
     place: str  # the directory of this pool alone, or the URL of the store
     budget_bytes: int  # most that its blocks may take; 0 = no bound
     write: Literal["evicted", "stored", "reused"]  # when a block is written down
-    codec: str  # "none", or a name
+    codec: str  # NONE, or a name
     namespace: str = ""  # of an object store
     io: str = "auto"  # of a disk: tier.disk_io.DiskIO
 
 
 def rules_of(spec: TierSpec) -> TierRules:
     """What the core knows of the tier."""
-    return TierRules(spec.name, spec.name == OBJECTS, spec.budget_bytes, WriteMoment(spec.write))
+    extra_bytes = 0 if spec.codec == NONE else EXTRA_BYTES_MAX
+    return TierRules(spec.name, spec.name == OBJECTS, spec.budget_bytes, WriteMoment(spec.write), extra_bytes)
 
 
 def disk_bytes(tiers: Iterable[TierSpec]) -> int:

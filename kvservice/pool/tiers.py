@@ -294,7 +294,13 @@ class PoolTiers:
         tier.write(TierWrite(action.job, items), partial(self._on_written, action, self._clock(), items))
 
     def _on_written(
-        self, action: act.WriteDown, began: float, items: _Items, job: int, results: tuple[WriteResult, ...]
+        self,
+        action: act.WriteDown,
+        began: float,
+        items: _Items,
+        job: int,
+        results: tuple[WriteResult, ...],
+        stored_bytes: tuple[int, ...] = (),
     ) -> None:
         _let_go(items)
         self._timings.add("write_down_seconds", self._clock() - began, action.tier)
@@ -302,7 +308,7 @@ class PoolTiers:
         if len(written) != len(items):
             written = (False,) * len(items)
             self._counters[f"tier_{action.tier}_errors"] += 1
-        self._report(ev.WrittenDown(action.job, written, WriteResult.FULL in results), None)
+        self._report(ev.WrittenDown(action.job, written, WriteResult.FULL in results, stored_bytes), None)
 
     def _read(self, tier: Tier, action: act.BringBack) -> None:
         items = self._payloads(action.items)

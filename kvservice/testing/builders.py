@@ -459,11 +459,13 @@ class CoreHarness:
             key for work in self.tier_work if isinstance(work, act.Erase) and work.tier == tier for key in work.keys
         ]
 
-    def written(self, write: act.WriteDown, *results: bool, is_full: bool = False) -> list[act.Action]:
-        """Answer a write. One result stands for all."""
+    def written(
+        self, write: act.WriteDown, *results: bool, is_full: bool = False, stored_bytes: int = 0
+    ) -> list[act.Action]:
+        """Answer a write. One result stands for all, and so does what a block takes."""
         self.tier_work.remove(write)
         each = results * len(write.items) if len(results) == 1 else results
-        return self.send(ev.WrittenDown(write.job, each, is_full))
+        return self.send(ev.WrittenDown(write.job, each, is_full, (stored_bytes,) * len(each)))
 
     def write_all(self, tier: str = "disk") -> list[BlockKey]:
         """Let every write into a tier succeed, also those that begin then. Returns what was written, in its order."""

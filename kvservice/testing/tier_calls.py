@@ -37,7 +37,7 @@ class BlocksOfTier:
         answers: list[tuple[WriteResult, ...]] = []
         done = threading.Event()
 
-        def on_done(_: int, results: tuple[WriteResult, ...]) -> None:
+        def on_done(_: int, results: tuple[WriteResult, ...], stored_bytes: tuple[int, ...] = ()) -> None:
             answers.append(results)
             done.set()
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from kvservice.codec.base import EXTRA_BYTES_MAX
 from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.tier.tier_block import TierBlock
@@ -48,6 +49,7 @@ class StartedTier:
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self.found = tier.start()
+        self.stored_bytes: dict[BlockKey, int] = {}  # that the tier said of what it wrote
         self._jobs = 0
 
     def close(self) -> None:
@@ -55,7 +57,7 @@ class StartedTier:
 
     def write(self, *items: tuple[TierBlock, bytes]) -> tuple[WriteResult, ...]:
         self._jobs += 1
-        job, answers, done = self._jobs, list[tuple[int, tuple[WriteResult, ...]]](), threading.Event()
+        job, answers, done = self._jobs, list[Any](), threading.Event()
         given = tuple((block, page_aligned(payload)) for block, payload in items)
 
         def answered(*answer: Any) -> None:
@@ -64,9 +66,13 @@ class StartedTier:
 
         self.tier.write(TierWrite(job, given), answered)
         assert done.wait(WAIT_SECONDS), "the write was not answered"
-        ((job_id, results),) = answers
+        ((job_id, results, *sizes),) = answers
         assert job_id == job and len(results) == len(items)
-        return results
+        written: tuple[WriteResult, ...] = results
+        for (block, _), stored_bytes in zip(items, sizes[0], strict=True) if sizes else ():
+            assert 0 <= stored_bytes <= block.payload_bytes + EXTRA_BYTES_MAX
+            self.stored_bytes[block.key] = stored_bytes
+        return written
 
     def read(
         self, *blocks: TierBlock, deadline: float | None = None, urgent: bool = True
@@ -274,7 +280,7 @@ class TierContract:
         answers, memory = list[int](), page_aligned(payload)
         for number in range(40):
             given = ((a_block(number + 2, payload), memory),)
-            tier.tier.write(TierWrite(number, given), lambda job, _: answers.append(job))
+            tier.tier.write(TierWrite(number, given), lambda job, *_: answers.append(job))
             target = ((block, page_aligned(bytes(len(payload)))),)
             read = TierRead(100 + number, target, time.monotonic() + WAIT_SECONDS)
             tier.tier.read(read, lambda job, *_: answers.append(job))
@@ -298,7 +304,8 @@ class TierContract:
         second = StartedTier(place.make())
         try:
             found = sorted(second.found, key=lambda block: block.key)
-            assert found == ([block for block, _ in items[1:]] if self.lists else [])
+            said = [replace(block, stored_bytes=first.stored_bytes.get(block.key, 0)) for block, _ in items[1:]]
+            assert found == (said if self.lists else [])
             assert second.read(*(block for block, _ in items)) == [
                 (STALE, bytes(4 * KiB)),
                 *((OK, payload) for _, payload in items[1:]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvservice.core.events import BroughtBlock, PullResult
@@ -46,8 +47,19 @@ class ItemAnswers(Generic[T]):
             self.drop(place)
 
 
-def write_answers(job: TierWrite, on_done: WriteCallback) -> ItemAnswers[WriteResult]:
-    return ItemAnswers(len(job.items), WriteResult.FAILED, lambda results: on_done(job.job_id, tuple(results)))
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of one block."""
+
+    result: WriteResult
+    stored_bytes: int = 0  # as in TierBlock
+
+
+def write_answers(job: TierWrite, on_done: WriteCallback) -> ItemAnswers[Written]:
+    def answer(blocks: list[Written]) -> None:
+        on_done(job.job_id, tuple(one.result for one in blocks), tuple(one.stored_bytes for one in blocks))
+
+    return ItemAnswers(len(job.items), Written(WriteResult.FAILED), answer)
 
 
 def read_answers(job: TierRead, on_done: ReadCallback) -> ItemAnswers[BroughtBlock]:

@@ -43,8 +43,16 @@ class TierRead:
     urgent: bool = True  # an engine waits for it; False: it is warmed up, and lets urgent reads pass
 
 
-WriteCallback = Callable[[int, tuple[WriteResult, ...]], None]
 ReadCallback = Callable[[int, tuple[BroughtBlock, ...]], None]
+
+
+class WriteCallback(Protocol):
+    """Hears one result for each block, and how many bytes its payload takes in the tier (TierBlock.stored_bytes). A
+    tier that does not say it is taken to store blocks as they are."""
+
+    def __call__(
+        self, job_id: int, results: tuple[WriteResult, ...], stored_bytes: tuple[int, ...] = (), /
+    ) -> None: ...
 
 
 class ProbeCallback(Protocol):

@@ -20,7 +20,7 @@ from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError, TransferError
 from kvservice.observe.failpoints import failpoint
-from kvservice.tier.answers import read_answers, write_answers
+from kvservice.tier.answers import Written, read_answers, write_answers
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
 from kvservice.tier.block_files import BlockFiles, TierFolder, cannot_use
 from kvservice.tier.disk_io import DiskIO, choose_way
@@ -136,7 +136,7 @@ class DiskTier:
 
     # -- on the tier's threads ----
 
-    def _write_one(self, block: TierBlock, payload: memoryview, answer: Callable[[WriteResult], None]) -> None:
+    def _write_one(self, block: TierBlock, payload: memoryview, answer: Callable[[Written], None]) -> None:
         with self._removed:  # or the new file would be removed instead of the old one
             self._to_erase.discard(block.key)
             self._removed.wait_for(lambda: block.key not in self._removing)
@@ -152,8 +152,8 @@ class DiskTier:
                 self._counters["stored_bytes"] += header.file_bytes
         self._tell("" if header is not None else self._files().problem)
         if header is not None:
-            self._note([pack_row(header.block)], 1)
-        answer(result)
+            self._note([pack_row(header.listed)], 1)
+        answer(Written(result, header.stored_bytes if header is not None else 0))
 
     def _tell(self, problem: str) -> None:
         """Log when writes begin to fail, for which reason, and when they succeed again."""

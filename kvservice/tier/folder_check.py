@@ -86,5 +86,5 @@ def _check_file(folder: TierFolder, key: BlockKey, row: TierBlock | None, found:
     found.encoded += bool(header.codec)
     if row is None:
         found.orphaned.append(name)
-    elif replace(row, stored_at=0.0) != replace(header.block, stored_at=0.0):
+    elif replace(row, stored_at=0.0) != replace(header.listed, stored_at=0.0):
         found.differing.append(name)

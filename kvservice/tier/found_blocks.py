@@ -83,7 +83,7 @@ def _read_headers(folder: TierFolder, keys: Sequence[BlockKey]) -> FoundBlocks:
             continue
         header = unpack_file_header(data)
         if header is not None and header.block.key == key and header.file_bytes == size:
-            found.blocks.append(header.block)
+            found.blocks.append(header.listed)
             continue
         version = version_of(data)
         if version not in (None, BLOCKFILE_VERSION):

@@ -1,15 +1,15 @@
 """The log of what a folder of block files holds, so that a start need not open every file.
 
-A head, then rows of 72 bytes: a block that was written, or a key that was erased. Rows are only appended; the log is
+A head, then rows of 80 bytes: a block that was written, or a key that was erased. Rows are only appended; the log is
 written anew, one row a block, at every start and when it has grown long. Nothing relies on it: a start lists the
 folders, reads the headers of files that the log does not name, and forgets rows without a file. So it is never synced,
 and a row that is torn or damaged ends it.
 
     head, 16 bytes:  8  magic "KVSINDEX"     4  version     4  bytes of a row
-    row, 72 bytes:   1  kind: bit 0: the block was written, else erased; bit 1: its fingerprint is known
+    row, 80 bytes:   1  kind: bit 0: the block was written, else erased; bit 1: its fingerprint is known
                     16  key                  8  payload bytes   8  digest    4  position    4  route
                      2  tag                 16  fingerprint     8  stored_at (float)
-                     1  zero                 4  CRC-32 of the row before it
+                     8  stored bytes         1  zero            4  CRC-32 of the row before it
 
 All is little endian. One thread at a time uses an IndexLog; it blocks for a write to the page cache.
 """
@@ -30,16 +30,16 @@ from kvservice.units import BlockKey, SpanRoute
 
 log = logging.getLogger("kvservice.tier")
 
-INDEX_VERSION = 1  # of this format. A log of another version is named and replaced; the headers of files are read.
+INDEX_VERSION = 2  # of this format. A log of another version is named and replaced; the headers of files are read.
 INDEX_NAME = "index"
 _MAGIC = b"KVSINDEX"
 _HEAD = struct.Struct("<8sII")
-_ROW = struct.Struct("<B16sQQIIH16sdB")
+_ROW = struct.Struct("<B16sQQIIH16sdQB")
 _CRC = struct.Struct("<I")
 ROW_BYTES = _ROW.size + _CRC.size
-ROWS_EXTRA = 1 << 16  # so many rows more than three times the blocks, 4.5 MiB, and the log is written anew
+ROWS_EXTRA = 1 << 16  # so many rows more than three times the blocks, 5 MiB, and the log is written anew
 _WRITTEN, _KNOWN = 1, 2  # the bits of a row's kind
-assert ROW_BYTES == 72
+assert ROW_BYTES == 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ def pack_row(block: TierBlock) -> bytes:
         block.account_tag,
         block.fingerprint,
         block.stored_at,
+        block.stored_bytes,
         0,
     )
     return body + _CRC.pack(zlib.crc32(body))
@@ -76,7 +77,7 @@ def pack_row(block: TierBlock) -> bytes:
 
 def pack_erased(key: BlockKey) -> bytes:
     """The row of a key that was erased."""
-    body = _ROW.pack(0, key, 0, 0, 0, 0, 0, b"", 0.0, 0)
+    body = _ROW.pack(0, key, 0, 0, 0, 0, 0, b"", 0.0, 0, 0)
     return body + _CRC.pack(zlib.crc32(body))
 
 
@@ -94,14 +95,15 @@ def parse_index(data: bytes | memoryview) -> ParsedIndex:
     for at in range(_HEAD.size, len(data) - ROW_BYTES + 1, ROW_BYTES):
         if _CRC.unpack_from(data, at + _ROW.size)[0] != zlib.crc32(data[at : at + _ROW.size]):
             return ParsedIndex(blocks, rows, False, version)
-        kind, key, payload_bytes, digest, position, route, tag, fingerprint, stored_at, _ = _ROW.unpack_from(data, at)
+        row = _ROW.unpack_from(data, at)
+        kind, key, payload_bytes, digest, position, route, tag, fingerprint, stored_at, stored_bytes, _ = row
         rows += 1
         if not kind & _WRITTEN:
             blocks.pop(BlockKey(key), None)
             continue
         known = fingerprint if kind & _KNOWN else b""
         blocks[BlockKey(key)] = TierBlock(
-            BlockKey(key), payload_bytes, digest, position, SpanRoute(route), tag, known, stored_at
+            BlockKey(key), payload_bytes, digest, position, SpanRoute(route), tag, known, stored_at, stored_bytes
         )
     return ParsedIndex(blocks, rows, (len(data) - _HEAD.size) % ROW_BYTES == 0, version)
 

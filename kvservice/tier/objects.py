@@ -35,7 +35,7 @@ from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.segment.blockfile import BLOCKFILE_VERSION, FILE_HEADER_BYTES, pack_file_header
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError
-from kvservice.tier.answers import ItemAnswers, read_answers, write_answers
+from kvservice.tier.answers import ItemAnswers, Written, read_answers, write_answers
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
 from kvservice.tier.block_objects import BlockObjects
 from kvservice.tier.galloping import first_looks, narrowed, next_looks
@@ -69,7 +69,7 @@ class _ObjectReads:
 @dataclass(slots=True)
 class _ObjectWrites:
     job: TierWrite
-    answers: ItemAnswers[WriteResult]
+    answers: ItemAnswers[Written]
 
 
 @dataclass(slots=True)
@@ -282,7 +282,7 @@ class ObjectTier:
         key = writing.job.items[place][0].key
         if self._objects.believed(key, now):
             self._counters["writes_skipped"] += 1
-            writing.answers.put(place, WriteResult.OK)
+            writing.answers.put(place, Written(WriteResult.OK))
         elif not self._objects.may_write(now):
             self._counters["writes_dropped"] += 1
             writing.answers.drop(place)
@@ -367,7 +367,7 @@ class ObjectTier:
 
     async def _write(self, writing: _ObjectWrites, place: int) -> None:
         block, payload = writing.job.items[place]
-        is_written = False
+        is_written, encoded = False, None
         try:
             if self._coder.is_plain:
                 encoded = self._coder.encode(block, payload)
@@ -382,7 +382,8 @@ class ObjectTier:
                 self._counters["stored_objects"] += 1
             else:
                 self._counters["writes_failed"] += 1
-            writing.answers.put(place, WriteResult.OK if is_written else WriteResult.FAILED)
+            stored_bytes = encoded.header.stored_bytes if encoded is not None else 0
+            writing.answers.put(place, Written(WriteResult.OK if is_written else WriteResult.FAILED, stored_bytes))
 
     async def _on_codec_thread(self, work: Callable[[], T]) -> T:
         """Runs to its end, also when this task is cancelled meanwhile: `work` uses the memory of a slot."""

@@ -72,7 +72,7 @@ def block_file() -> bytes:
 
 def disk_index() -> bytes:
     """The head, a block that was written, and a key that was erased."""
-    block = TierBlock(KEY, 65_536, 0x1122334455667788, 9, SpanRoute(0x01020304), 5, bytes(range(16, 32)), 1.7e9)
+    block = TierBlock(KEY, 65_536, 0x1122334455667788, 9, SpanRoute(0x01020304), 5, bytes(range(16, 32)), 1.7e9, 40_000)
     return pack_head() + pack_row(block) + pack_erased(KEY)
 
 

@@ -10,7 +10,7 @@ import pytest
 import kvservice
 from kvservice.api.pool import ConnectOptions, Pool
 from kvservice.api.pool_thread import PoolThread
-from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, unpack_file_header
+from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, disk_room, unpack_file_header
 from kvservice.pool.tiers import TierPhase
 from kvservice.testing.eventually import eventually
 
@@ -38,6 +38,13 @@ def open_pool(disk: Path, key_file: Path, codec: str) -> Pool:
     return pool
 
 
+def used_bytes(pool: Pool) -> int:
+    """What the disk's books count."""
+    runtime = pool._thread._runtime
+    assert runtime is not None
+    return runtime.stats().tiers[0].used_bytes
+
+
 def counters(pool: Pool) -> dict[str, int]:
     runtime = pool._thread._runtime
     assert runtime is not None
@@ -59,6 +66,9 @@ def test_blocks_come_back_from_disk_in_the_next_pool(
     with open_pool(tmp_path / "disk", key_file, codec) as pool:
         assert pool.attach("m", layout).put(range(16 * BLOCKS), blocks).stored == BLOCKS
         eventually(lambda: counters(pool).get("tier_disk_written_blocks", 0) == BLOCKS, "the blocks are on disk")
+        counted = used_bytes(pool)
+    files = list((tmp_path / "disk").rglob("*.safetensors"))
+    assert counted == sum(disk_room(path.stat().st_size - FILE_HEADER_BYTES) for path in files), "what the files take"
     headers = [
         unpack_file_header(data[:FILE_HEADER_BYTES])
         for data in (path.read_bytes() for path in (tmp_path / "disk").rglob("*") if path.is_file())
@@ -70,6 +80,7 @@ def test_blocks_come_back_from_disk_in_the_next_pool(
         assert tuple(step.partition(":")[0].partition("=")[0] for step in header.codec.split("+") if step) == steps
     with open_pool(tmp_path / "disk", key_file, codec) as pool:
         eventually(lambda: counters(pool).get("tier_disk_found", 0) == BLOCKS, "the blocks were found")
+        assert used_bytes(pool) == counted
         with pool.attach("m", layout).get(range(16 * BLOCKS)) as hit:
             assert hit.tokens == 16 * BLOCKS
             off = np.abs(hit.copy() - blocks).max()

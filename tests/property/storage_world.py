@@ -25,7 +25,7 @@ from kvservice.core.block.keys import block_keys, chain_hashes, span_route, tena
 from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, EngineSpec, SealItem, WarmRequest
-from kvservice.core.segment.geometry import Geometry
+from kvservice.core.segment.geometry import PAGE_BYTES, Geometry
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import Exhausted
@@ -38,7 +38,7 @@ from kvservice.pool.tier_specs import DISK, OBJECTS, TierSpec
 from kvservice.pool.tiers import TierPhase
 from kvservice.testing.eventually import eventually_async
 from kvservice.tier.file_io import VectoredIO
-from kvservice.units import BlockKey, MiB, NodeId
+from kvservice.units import BlockKey, MiB, NodeId, align_up
 
 MODELS = {"small": 20_000, "mid": 65_536, "big": 300_001}  # bytes of a block: of whole pages, and not
 NAMESPACES = {"small": "a", "mid": "a/b", "big": ""}  # of the engines of each model
@@ -205,7 +205,9 @@ class StorageNode:
             known = {block.key.hex() for block in pool.state._tiers.blocks()}
             files = {path.stem for path in self.files()}
             drafts = list((self.folder / "disk" / "new").iterdir())
-            return not drafts and (files == known or self._world.harms)
+            takes = sum(align_up(path.stat().st_size, PAGE_BYTES) for path in self.files())
+            is_right = files == known and takes == pool.state.tier_usage()[0].used_bytes
+            return not drafts and (is_right or self._world.harms)
 
         await eventually_async(is_told, f"the books of {self.name} to be right", CALL_SECONDS)
 

@@ -7,6 +7,8 @@ they do answer, nothing is held for them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,7 +17,7 @@ from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.events import PullResult
 from kvservice.core.messages import AcquireResult
-from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
+from kvservice.core.segment.blockfile import disk_room
 from kvservice.core.tier.rules import TierRules, WriteMoment
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.testing.builders import SMALL, CoreHarness, content_of, make_chain
@@ -29,8 +31,9 @@ moments = st.sampled_from(list(WriteMoment))
 class TierMachine(RuleBasedStateMachine):
     @initialize(disk=moments, store=moments, room=st.sampled_from([3, 9, 100]), alone=st.booleans())
     def start(self, disk: WriteMoment, store: WriteMoment, room: int, alone: bool) -> None:
-        budget = room * (SMALL + FILE_HEADER_BYTES)
-        tiers = (TierRules("disk", budget_bytes=budget, write=disk), TierRules("objects", is_shared=True, write=store))
+        budget = room * disk_room(SMALL)
+        own = TierRules("disk", budget_bytes=budget, write=disk, extra_bytes=16)
+        tiers = (own, TierRules("objects", is_shared=True, write=store))
         self.harness = CoreHarness(slab_count=3, tiers=tiers, has_directory=not alone)
         self.files: dict[str, dict[BlockKey, TierBlock]] = {"disk": {}, "objects": {}}
         self.begin()
@@ -79,14 +82,15 @@ class TierMachine(RuleBasedStateMachine):
         return [one for one in self.harness.tier_work if isinstance(one, kind)]
 
     @precondition(lambda self: self.work(act.WriteDown))
-    @rule(which=st.integers(0, 99), fails=st.sampled_from([False, False, True]))
-    def written(self, which: int, fails: bool) -> None:
+    @rule(which=st.integers(0, 99), fails=st.sampled_from([False, False, True]), stored=st.integers(0, SMALL + 16))
+    def written(self, which: int, fails: bool, stored: int) -> None:
         writes = self.work(act.WriteDown)
         write = writes[which % len(writes)]
         assert isinstance(write, act.WriteDown)
         if not fails:
-            self.files[write.tier].update((block.key, block) for block, _ in write.items)
-        self.harness.written(write, not fails)
+            taken = {block.key: replace(block, stored_bytes=stored) for block, _ in write.items}
+            self.files[write.tier].update(taken)
+        self.harness.written(write, not fails, stored_bytes=stored)
 
     @precondition(lambda self: self.work(act.BringBack))
     @rule(which=st.integers(0, 99), damage=st.sampled_from([None, None, PullResult.CORRUPT, PullResult.FAILED]))

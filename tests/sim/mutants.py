@@ -436,6 +436,20 @@ MUTANTS = (
         seed=5,
     ),
     Mutant(
+        "tier: the books count what a block takes when it is written",
+        BOOKS,
+        "disk_room(stored_bytes or entry.block.payload_bytes)",
+        "disk_room(entry.block.payload_bytes)",
+        seed=5,
+    ),
+    Mutant(
+        "tier: a start counts what blocks take on the disk",
+        BOOKS,
+        "disk_room(block.stored_bytes or block.payload_bytes)",
+        "disk_room(block.payload_bytes)",
+        seed=89,
+    ),
+    Mutant(
         "tier: what is being read is not evicted from the disk",
         TIERS,
         "                tier.books.pin(block.key)\n",

@@ -30,13 +30,13 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvservice.core.block.tenants import TAG_MAX
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import PAGE_BYTES
 from kvservice.core.tier.tier_block import TierBlock
-from kvservice.units import BlockKey, SpanRoute
+from kvservice.units import BlockKey, SpanRoute, align_up
 
 BLOCKFILE_VERSION = 1  # of this format. A header of another version is no block; `version_of` names it.
 FILE_HEADER_BYTES = PAGE_BYTES  # so that what follows is aligned for direct I/O
@@ -83,6 +83,17 @@ class BlockFileHeader:
     @property
     def file_bytes(self) -> int:
         return FILE_HEADER_BYTES + self.stored_bytes
+
+    @property
+    def listed(self) -> TierBlock:
+        """The block with what it takes in its tier, as a listing of the tier says it."""
+        return replace(self.block, stored_bytes=self.stored_bytes)
+
+
+def disk_room(stored_bytes: int) -> int:
+    """What the file of a block takes on a disk, whose payload was stored in so many bytes: file systems give whole
+    pages."""
+    return align_up(FILE_HEADER_BYTES + stored_bytes, PAGE_BYTES)
 
 
 def pack_file_header(header: BlockFileHeader) -> bytes:

@@ -1,7 +1,9 @@
 """The books of one tier of this node: which blocks it has, and what is evicted from it to make room. Pure.
 
 They consist of the parts of the pool's own store: an eviction policy, accounts with quotas, and the states of a slot.
-But a disk has no slabs: blocks of all sizes share one budget of bytes, and each is charged for its file's header too.
+But a disk has no slabs: blocks of all sizes share one budget of bytes, and each is charged for what its file takes
+there. What a codec makes of a block is known when it is written; until then it is charged for the most that may become
+of it, so that the budget is never exceeded.
 The books are this node's. What the tier itself has may be less at any time, and is checked when it is read.
 """
 
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvservice.core.block.tenants import Accounts
-from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
+from kvservice.core.segment.blockfile import disk_room
 from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.core.store.slots import TRANSITIONS, SlotEvent, SlotState
 from kvservice.core.tier.tier_block import TierBlock
@@ -27,25 +29,30 @@ class _Entry:
     block: TierBlock
     parent: BlockKey | None
     account: str
+    file_bytes: int  # that it is charged for
     state: SlotState = SlotState.FREE
     pins: int = 0  # reads under way
     is_doomed: bool = False  # it was found to be wrong while it is read: it goes when the last read ends
-
-    @property
-    def file_bytes(self) -> int:
-        return self.block.payload_bytes + FILE_HEADER_BYTES
 
 
 class TierBooks:
     """`gone(block, is_evicted)` is called for each block that leaves the books after it was readable."""
 
-    def __init__(self, budget_bytes: int, policy: EvictionPolicy, gone: Callable[[TierBlock, bool], None]) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        policy: EvictionPolicy,
+        gone: Callable[[TierBlock, bool], None],
+        extra_bytes: int = 0,
+    ) -> None:
+        """`extra_bytes`: most that a codec may add to a block."""
         self.budget_bytes = budget_bytes
         self.limit_bytes = budget_bytes  # below the budget while the tier itself has less room
         self.policy = policy
         self.accounts = Accounts(budget_bytes)
         self.used_bytes = 0
         self._gone = gone
+        self._extra_bytes = extra_bytes
         self._entries: dict[BlockKey, _Entry] = {}
         self._writing = 0
 
@@ -76,7 +83,7 @@ class TierBooks:
     def reserve(self, block: TierBlock, parent: BlockKey | None, account: str) -> bool:
         """Make room for a block that will be written. False when there is none, also within its tenant's quota."""
         assert block.key not in self._entries
-        entry = _Entry(block, parent, account)
+        entry = _Entry(block, parent, account, disk_room(block.payload_bytes + self._extra_bytes))
         if entry.file_bytes > self.limit_bytes:
             return False
         while self.accounts.over_quota(account, entry.file_bytes):
@@ -91,10 +98,14 @@ class TierBooks:
         self._writing += 1
         return True
 
-    def seal(self, key: BlockKey, now: float) -> None:
-        """The block is written and can be read."""
+    def seal(self, key: BlockKey, now: float, stored_bytes: int = 0) -> None:
+        """The block is written and can be read. `stored_bytes` as in TierBlock."""
         entry = self._entries[key]
         self._move(entry, SlotEvent.SEAL)
+        file_bytes = disk_room(stored_bytes or entry.block.payload_bytes)
+        assert file_bytes <= entry.file_bytes, "a block takes more of a tier than was reserved for it"
+        self._charge(entry.account, file_bytes - entry.file_bytes)
+        entry.file_bytes = file_bytes
         self._writing -= 1
         self._add_to_policy(entry, now)
 
@@ -108,7 +119,7 @@ class TierBooks:
     def adopt(self, block: TierBlock, account: str, now: float) -> bool:
         """Take over a block that an earlier boot wrote. False when it is known, or there is no room: none is evicted
         for it, because nothing tells which of the two is used."""
-        entry = _Entry(block, None, account)
+        entry = _Entry(block, None, account, disk_room(block.stored_bytes or block.payload_bytes))
         if block.key in self._entries or self.used_bytes + entry.file_bytes > self.limit_bytes:
             return False
         if self.accounts.over_quota(account, entry.file_bytes):

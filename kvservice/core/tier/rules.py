@@ -24,8 +24,9 @@ class TierRules:
 
     name: str
     is_shared: bool = False  # it is probed, and what it has is not this node's: no books, and nothing is evicted
-    budget_bytes: int = 0  # of files, with their headers; without a meaning for a shared tier
+    budget_bytes: int = 0  # of files, with their headers, in whole pages; without a meaning for a shared tier
     write: WriteMoment = WriteMoment.EVICTED
+    extra_bytes: int = 0  # most that a codec may add to a block
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,3 +19,4 @@ class TierBlock:
     account_tag: int = 0  # the tenant that is charged for it (core.block.tenants.tag_of); 0 is nobody
     fingerprint: bytes = b""  # first 16 bytes of the digest of its engine's fingerprint; b"" = not known
     stored_at: float = 0.0  # when its bytes were computed: seconds since 1970, by that node's clock; 0 = not known
+    stored_bytes: int = 0  # of its payload in this tier, as a codec left it; 0 = not known: as much as payload_bytes

@@ -24,7 +24,7 @@ from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.context import ShardContext
 from kvservice.core.events import PullResult, TierFound, WrittenDown
 from kvservice.core.messages import Holder
-from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
+from kvservice.core.segment.blockfile import disk_room
 from kvservice.core.store.slots import Block
 from kvservice.core.store.worth import GuardedWorth
 from kvservice.core.tier.books import TierBooks
@@ -96,7 +96,9 @@ class Tiers:
         self._tiers: dict[str, _Tier] = {}
         for each in rules:
             assert each.name not in self._tiers, "two tiers have one name"
-            books = None if each.is_shared else TierBooks(each.budget_bytes, GuardedWorth(), self._gone_from(each))
+            books = None
+            if not each.is_shared:
+                books = TierBooks(each.budget_bytes, GuardedWorth(), self._gone_from(each), each.extra_bytes)
             self._tiers[each.name] = _Tier(each, tier_holder(each.name), WriteQueue(memory_bytes), books)
         self._of_holder = {tier.holder.node_id: tier for tier in self._tiers.values()}
         self._moments = {tier.rules.write for tier in self._tiers.values()}
@@ -262,7 +264,7 @@ class Tiers:
         tier, they would take turns for ever."""
         room = math.inf if tier.books is None else tier.books.limit_bytes * CLEAN_TIER_SHARE
         for block in coldest:
-            room -= block.payload_bytes + FILE_HEADER_BYTES
+            room -= disk_room(block.payload_bytes)
             if room < 0:
                 return
             self._offer_to(tier, block)
@@ -292,13 +294,14 @@ class Tiers:
             if items is None:
                 continue
             results = (*event.written, *[False] * len(items))
+            sizes = (*event.stored_bytes, *[0] * len(items))
             good = 0
-            for (block, slot), is_written in zip(items, results, strict=False):
+            for (block, slot), is_written, stored_bytes in zip(items, results, sizes, strict=False):
                 self._store.unpin((self._store.table[slot],))
                 if is_written:
                     good += 1
-                    self._count(tier, "written_bytes", block.payload_bytes)
-                self._settle(tier, block, now, is_written=is_written)
+                    self._count(tier, "written_bytes", stored_bytes or block.payload_bytes)
+                self._settle(tier, block, stored_bytes, now, is_written=is_written)
             if event.is_full and tier.books is not None:
                 tier.books.limit_bytes = tier.books.used_bytes
                 tier.full_until = now + FULL_SECONDS
@@ -331,7 +334,7 @@ class Tiers:
                     yield
         return count
 
-    def _settle(self, tier: _Tier, block: TierBlock, now: float, *, is_written: bool) -> None:
+    def _settle(self, tier: _Tier, block: TierBlock, stored_bytes: int, now: float, *, is_written: bool) -> None:
         was_cleared = block.key in tier.cleared
         if was_cleared:
             tier.cleared.discard(block.key)
@@ -341,7 +344,7 @@ class Tiers:
             if is_written:
                 tier.known.put(block.key, True)
         elif is_written:
-            tier.books.seal(block.key, now)
+            tier.books.seal(block.key, now, stored_bytes)
         else:
             tier.books.abort(block.key)
         if was_cleared and tier.rules.write is WriteMoment.STORED and tier.takes(now):

@@ -17,15 +17,16 @@ from functools import partial
 from pathlib import Path
 
 from kvservice.client.shard import SEAL_SECONDS
+from kvservice.codec.base import EXTRA_BYTES_MAX
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.core.acquire.pulls import SUSPECT_SECONDS
 from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.block.tenants import NOBODY, TenantLimits
 from kvservice.core.messages import Handoff
-from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
+from kvservice.core.segment.blockfile import disk_room
 from kvservice.core.segment.geometry import Geometry
 from kvservice.pool import tiers as pool_tiers
-from kvservice.pool.tier_specs import DISK, OBJECTS, TierSpec
+from kvservice.pool.tier_specs import DISK, NONE, OBJECTS, TierSpec
 from kvservice.testing.builders import SMALL, make_spec
 from kvservice.testing.sim.clears import STARTED_AT
 from kvservice.testing.sim.engine import BLOCK_TOKENS, Engine
@@ -80,8 +81,10 @@ def limits_of(schedule: Schedule) -> dict[str, TenantLimits]:
 
 
 def spec_of(schedule: Schedule, name: str) -> TierSpec:
-    budget = schedule.disk_blocks * (FILE_HEADER_BYTES + SMALL) if name == DISK else 0
-    return TierSpec(name, "simulated", budget, schedule.tier_write, "none")
+    codec = "simulated" if schedule.encodes else NONE
+    block_bytes = disk_room(SMALL + (EXTRA_BYTES_MAX if schedule.encodes else 0))
+    budget = schedule.disk_blocks * block_bytes if name == DISK else 0
+    return TierSpec(name, "simulated", budget, schedule.tier_write, codec)
 
 
 class SimulatedRun:
@@ -128,6 +131,7 @@ class SimulatedRun:
     def _make_store(self, name: str, is_shared: bool) -> TierStore:
         store = TierStore(self.world, name, is_shared)
         store.checks_slots = not self.verifies
+        store.encodes = self.schedule.encodes
         return store
 
     def _make_engine(self, index: int, life: int) -> Engine:
@@ -277,6 +281,10 @@ class SimulatedRun:
             missing = held - in_memory - store.files.keys() - store.lost
             if missing:
                 raise Violation(f"the disk of {node.name} has not {len(missing)} blocks that its books name")
+            usage = {} if node.state is None else {one.name: one.used_bytes for one in node.state.tier_usage()}
+            takes = sum(disk_room(store.stored_bytes[key]) for key in store.files)
+            if usage and not store.orphans and not store.lost and usage[store.name] != takes:
+                raise Violation(f"the disk of {node.name} holds {takes} bytes, its books count {usage[store.name]}")
 
     # -- events of the schedule ----
 

@@ -81,6 +81,7 @@ MEMORY_NODE_FAULTS = ("garble", "garble", "garble", "wedge", "crash_node", "lose
 # One schedule of so many has clears; all of these have tiers too.
 CLEARS_EVERY, CLEARS_AT = 24, 14
 TIERS_EVERY, TIERS_AT = 3, 2  # schedules with disks or an object store, by their seeds
+CODECS_EVERY, CODECS_AT = 6, 5  # those of them with a codec
 AGES_EVERY, AGES_AT = 48, 26  # those with an age limit; all of these have tiers too
 MUTES_EVERY, MUTES_AT = 12, 4  # those with nodes that answer no handshake
 MAPS_EVERY, MAPS_AT = 11, 10  # those whose nodes are of one machine and map each other
@@ -143,6 +144,7 @@ class Schedule:
     tiers: tuple[str, ...] = ()  # of every node
     tier_write: TierWriteSetting = "evicted"
     disk_blocks: int = 0  # what the budget of each node's disk holds
+    encodes: bool = False  # a codec of the tiers changes the size of blocks
     clears: tuple[TimedClear, ...] = ()
     tails: bool = False  # engines store and ask for the beginnings of blocks
     maps_peers: bool = False  # nodes read each other's memory, and not over the network
@@ -291,6 +293,7 @@ def _with_tiers(made: Schedule, rng: random.Random, asks: list[Ask]) -> Schedule
         tiers=rng.choice((("disk",), ("disk",), ("objects",), ("disk", "objects"))),
         tier_write=write,
         disk_blocks=rng.choice((3, 8, 40)),
+        encodes=made.seed % CODECS_EVERY == CODECS_AT,
     )
 
 

@@ -28,6 +28,7 @@ from kvservice.units import BlockKey, SlotIndex
 
 PIECE_SECONDS = 0.01  # the longest that half a block takes: slow enough for something to happen meanwhile
 SLOW_SECONDS = 0.4  # the same on a slow device: an engine does not wait for many of them
+EXTRA_BYTES = 16  # most that the simulated codec adds to a block
 ERASE_SECONDS = 1.0  # the longest that a device which is late with erasing takes
 FAULTS = ("full", "slow", "error", "late", "hang")  # a device has them for a while
 
@@ -39,12 +40,14 @@ class TierStore:
         self.name = name
         self.is_shared = is_shared
         self.files: dict[BlockKey, bytes] = {}
+        self.stored_bytes: dict[BlockKey, int] = {}  # of each file that was ever here, as TierBlock counts them
         self.marks: list[Mark] = []  # of clears
         self.orphans: set[BlockKey] = set()  # files that a fault of the device kept from being listed or erased
         self.lost: set[BlockKey] = set()  # files that a fault of the device took away
         self.is_unusable = False  # at the next start
         self.tears = False  # what its node wrote last is torn when that dies
         self.checks_slots = True  # not where a fault changes memory
+        self.encodes = False  # a codec changes the size of what is written
         self._world = world
         self._asked: dict[BlockKey, int] = {}  # which request wrote the file
         self._requests = 0
@@ -72,13 +75,17 @@ class TierStore:
         self._requests += 1
         return self._requests
 
-    def put(self, block: TierBlock, payload: bytes, request: int) -> None:
+    def put(self, block: TierBlock, payload: bytes, request: int) -> int:
+        """Returns how many bytes the payload takes here: of each write another share of a block, or a little more."""
         header = Coder().encode(replace(block, payload_bytes=PAYLOAD_BYTES), memoryview(payload))
         assert header is not None
         self.files[block.key] = pack_file_header(header.header) + payload
         self.orphans.discard(block.key)
         self.lost.discard(block.key)
         self._asked[block.key] = request
+        share = (block.key[0] + request) % 5 if self.encodes else 4
+        self.stored_bytes[block.key] = SMALL * share // 4 + EXTRA_BYTES if self.encodes else SMALL
+        return self.stored_bytes[block.key]
 
     def erase(self, key: BlockKey, request: int) -> None:
         if self._asked.get(key, 0) < request and self.files.pop(key, None) is not None:
@@ -91,7 +98,8 @@ class TierStore:
         for key in list(self.files) if index is None else index:
             header = unpack_file_header(self.files[key][:FILE_HEADER_BYTES]) if key in self.files else None
             if header is not None:
-                found.append(header.block)
+                stored_bytes = self.stored_bytes[header.block.key]
+                found.append(replace(header.block, payload_bytes=SMALL, stored_bytes=stored_bytes))
         listed = {block.key for block in found}
         self.orphans.update(key for key in self.files if key not in listed)
         return found
@@ -139,8 +147,9 @@ class TierStore:
             if header is not None and header.block.fingerprint:
                 payload = (b"stale" * PAYLOAD_BYTES)[:PAYLOAD_BYTES]
                 digest = digest_payload(payload, key)
-                is_orphan = key in self.orphans
+                is_orphan, stored_bytes = key in self.orphans, self.stored_bytes[key]
                 self.put(replace(header.block, fingerprint=bytes(16), digest=digest), payload, 0)
+                self.stored_bytes[key] = stored_bytes
                 self.orphans.update([key] if is_orphan else [])  # nobody's file before, and nobody's now
 
 
@@ -151,6 +160,7 @@ class _SimWrite:
     request: int
     before: list[bytes]  # headers of the slots
     results: list[WriteResult]
+    stored_bytes: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -180,13 +190,13 @@ class SimTier:
             raise TierError("the device does not keep bytes")
         if self._store.is_shared:
             return []
-        return [replace(block, payload_bytes=SMALL) for block in self._store.listed()]
+        return self._store.listed()
 
     def write(self, job: TierWrite, on_done: WriteCallback) -> None:
         failed = (WriteResult.FAILED,) * len(job.items)
         self._open[id(job)] = partial(on_done, job.job_id, failed)
         before = [self._header(payload) for _, payload in job.items]
-        self._step(self._write, _SimWrite(job, on_done, self._store.request(), before, []), b"")
+        self._step(self._write, _SimWrite(job, on_done, self._store.request(), before, [], []), b"")
 
     def read(self, job: TierRead, on_done: ReadCallback) -> None:
         count = len(job.items)
@@ -256,17 +266,18 @@ class SimTier:
             return
         if self._store.has("error") or self._store.has("full"):
             results.append(WriteResult.FAILED if self._store.has("error") else WriteResult.FULL)
+            write.stored_bytes.append(0)
         else:
             data = first + bytes(payload[HALF:])
             if self._store.checks_slots and digest_payload(data, block.key) != block.digest:
                 raise Violation(f"{self._node.name} wrote down bytes that are not the block's")
-            self._store.put(block, data, write.request)
+            write.stored_bytes.append(self._store.put(block, data, write.request))
             self._world.counters["blocks_written_down"] += 1
             results.append(WriteResult.OK)
         if len(results) < len(write.job.items):
             self._step(self._write, write, b"")
         else:
-            self._answer(write.job, write.on_done, write.job.job_id, tuple(results))
+            self._answer(write.job, write.on_done, write.job.job_id, tuple(results), tuple(write.stored_bytes))
 
     def _read(self, read: _SimRead, has_half: bool) -> None:
         """Let one half of one payload arrive in its slot, then the rest, and verify it."""

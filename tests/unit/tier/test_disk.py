@@ -107,15 +107,20 @@ def found_in(folder: Path) -> list[TierBlock]:
     return sorted(tier.found, key=lambda block: block.key)
 
 
+def plainly(*items: tuple[TierBlock, bytes]) -> list[TierBlock]:
+    """How a start lists these blocks, which no codec stored."""
+    return [replace(block, stored_bytes=block.payload_bytes) for block, _ in items]
+
+
 @pytest.mark.parametrize("index", [None, b"", b"KVSINDEX\x09\0\0\0\x48\0\0\0", b"torn"])
 def test_without_its_index_the_headers_are_read(tmp_path: Path, index: bytes | None) -> None:
     items = filled(tmp_path)
     (tmp_path / "index").unlink()
     if index is not None:
         (tmp_path / "index").write_bytes(index)
-    assert found_in(tmp_path) == [block for block, _ in items]
+    assert found_in(tmp_path) == plainly(*items)
     (tmp_path / "index").write_bytes((tmp_path / "index").read_bytes()[:-30])
-    assert found_in(tmp_path) == [block for block, _ in items], "the row that is torn is that of a file"
+    assert found_in(tmp_path) == plainly(*items), "the row that is torn is that of a file"
 
 
 def test_files_that_are_no_block_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +133,7 @@ def test_files_that_are_no_block_are_removed(tmp_path: Path, caplog: pytest.LogC
     paths[2].write_bytes(paths[3].read_bytes())
     (tmp_path / "new" / "half").write_bytes(b"x")
     (tmp_path / "00" / "README").write_bytes(b"not ours")
-    assert found_in(tmp_path) == [items[3][0]]
+    assert found_in(tmp_path) == plainly(items[3])
     assert [path.exists() for path in paths] == [False, False, False, True]
     assert not (tmp_path / "new" / "half").exists() and (tmp_path / "00" / "README").exists()
     assert any(getattr(record, "versions", None) == [7] for record in caplog.records)
@@ -137,7 +142,7 @@ def test_files_that_are_no_block_are_removed(tmp_path: Path, caplog: pytest.LogC
 def test_rows_without_a_file_are_forgotten(tmp_path: Path) -> None:
     items = filled(tmp_path)
     (tmp_path / name_of(items[0][0].key)).unlink()
-    assert found_in(tmp_path) == [block for block, _ in items[1:]]
+    assert found_in(tmp_path) == plainly(*items[1:])
 
 
 def test_a_damaged_file_is_removed_when_it_is_read(tmp_path: Path) -> None:
@@ -150,7 +155,7 @@ def test_a_damaged_file_is_removed_when_it_is_read(tmp_path: Path) -> None:
     assert not path.exists()
     assert tier.result_of(items[0][0]) is STALE
     tier.close()
-    assert found_in(tmp_path) == [items[1][0]]
+    assert found_in(tmp_path) == plainly(items[1])
 
 
 @each_damage
@@ -427,6 +432,7 @@ def test_a_codec_stands_between_payload_and_file(tmp_path: Path, size: int) -> N
     tier = StartedTier(DiskTier(tmp_path, coder=Coder([Zipped()])))
     assert set(tier.write((block, half), noise)) == {WriteResult.OK}
     stored = (tmp_path / name_of(block.key)).read_bytes()
+    assert tier.stored_bytes[block.key] == len(stored) - 4096
     assert b'"codec":"zipped=' in stored[:4096]
     wanted = [(OK, plain[1]), (OK, half), (OK, noise[1])]
     assert tier.read(plain[0], block, noise[0]) == wanted
@@ -436,7 +442,22 @@ def test_a_codec_stands_between_payload_and_file(tmp_path: Path, size: int) -> N
     tier = StartedTier(DiskTier(tmp_path))
     assert tier.result_of(noise[0]) is STALE, "without the codec it is no block"
     tier.close()
-    assert found_in(tmp_path) == [plain[0]]
+    assert found_in(tmp_path) == plainly(plain)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_start_knows_what_each_block_takes(tmp_path: Path, has_index: bool) -> None:
+    """The same as was said when it was written."""
+    tier = StartedTier(DiskTier(tmp_path, coder=Coder([Zipped()])))
+    zeros, noise = bytes(100_000), os.urandom(100_000)
+    tier.write((a_block(1, zeros), zeros), (a_block(2, noise), noise))
+    tier.close()
+    if not has_index:
+        (tmp_path / "index").unlink()
+    found = {block.key: block.stored_bytes for block in found_in(tmp_path)}
+    assert found == tier.stored_bytes
+    sizes = {key: (tmp_path / name_of(key)).stat().st_size - 4096 for key in found}
+    assert found == sizes and min(sizes.values()) < 1_000 and max(sizes.values()) > 100_000
 
 
 def test_what_is_written_while_its_old_file_goes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +477,7 @@ def test_what_is_written_while_its_old_file_goes_stays(tmp_path: Path, monkeypat
     tier.erase([block.key])
     assert begun.wait(30)
     answers: list[tuple[WriteResult, ...]] = []
-    tier.write(TierWrite(7, ((block, page_aligned(payload)),)), lambda _, results: answers.append(results))
+    tier.write(TierWrite(7, ((block, page_aligned(payload)),)), lambda _, results, *sizes: answers.append(results))
     time.sleep(0.05)
     assert not answers, "it is written while its file may still be removed"
     may_end.set()

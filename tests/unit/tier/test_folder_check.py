@@ -14,6 +14,7 @@ from kvservice.testing.tier_contract import StartedTier, some
 from kvservice.tier.block_files import name_of
 from kvservice.tier.disk import DiskTier
 from kvservice.tier.folder_check import check_folder
+from kvservice.tier.index import ROW_BYTES
 from kvservice.units import BlockKey
 
 
@@ -48,7 +49,7 @@ def test_every_finding_is_named_and_nothing_changed(tmp_path: Path, keys: list[B
     paths[5].symlink_to(paths[4])
     (tmp_path / "new" / "half").write_bytes(b"")
     index = (tmp_path / "index").read_bytes()
-    rows = [index[at : at + 72] for at in range(16, len(index), 72)]
+    rows = [index[at : at + ROW_BYTES] for at in range(16, len(index), ROW_BYTES)]
     kept = b"".join(row for row in rows if row[1:17] != keys[4])
     (tmp_path / "index").write_bytes(index[:16] + kept + b"torn")
     before = {path: path.lstat().st_mtime_ns for path in sorted(tmp_path.rglob("*")) if path.name != "lock"}

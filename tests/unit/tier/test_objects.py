@@ -208,7 +208,7 @@ def test_a_full_queue_drops_writes_only(
     monkeypatch.setattr(tier._writes, "count", 1)
     answers: list[tuple[WriteResult, ...]] = []
     items = tuple((blocks.block(number), memoryview(blocks.payload(number))) for number in (2, 3, 4, 5))
-    tier.write(TierWrite(1, items), lambda _, results: answers.append(results))
+    tier.write(TierWrite(1, items), lambda _, results, *sizes: answers.append(results))
     assert blocks.read(blocks.block(1))[0] == (PullResult.OK,)
     eventually(lambda: tier.counters().get("writes_dropped", 0) == 2, "two writes are dropped")
     assert answers == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvservice.core.block.tenants import TenantLimits, tag_of
-from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
+from kvservice.core.segment.blockfile import disk_room
 from kvservice.core.store.worth import GuardedWorth
 from kvservice.core.tier.books import TierBooks
 from kvservice.core.tier.tier_block import TierBlock
@@ -13,7 +15,7 @@ from kvservice.testing.builders import make_chain
 from kvservice.units import BlockKey, SpanRoute
 
 SIZE = 10_000
-FILE = SIZE + FILE_HEADER_BYTES
+FILE = disk_room(SIZE)
 CHAIN = make_chain(8)
 
 
@@ -24,14 +26,14 @@ def block_of(key: BlockKey, position: int = 0, account: str = "", size: int = SI
 class Books(TierBooks):
     """Remembers what went."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, extra_bytes: int = 0) -> None:
         self.went: list[BlockKey] = []
-        super().__init__(room * FILE, GuardedWorth(), lambda block, _: self.went.append(block.key))
+        super().__init__(room * FILE, GuardedWorth(), lambda block, _: self.went.append(block.key), extra_bytes)
 
-    def write(self, key: BlockKey, account: str = "", now: float = 0.0) -> bool:
+    def write(self, key: BlockKey, account: str = "", now: float = 0.0, stored_bytes: int = 0) -> bool:
         if not self.reserve(block_of(key, account=account), None, account):
             return False
-        self.seal(key, now)
+        self.seal(key, now, stored_bytes)
         self.check_invariants()
         return True
 
@@ -150,6 +152,46 @@ def test_a_protected_tenant_keeps_its_blocks() -> None:
     assert books.write(CHAIN[2], "b") and books.went == [CHAIN[1]]
     books.pin(CHAIN[2])
     assert not books.write(CHAIN[3], "b"), "only the tenant within its quota has blocks that could go"
+
+
+def test_a_block_counts_whole_until_it_is_written() -> None:
+    """Nobody knows what a codec makes of it, and the budget is never exceeded."""
+    books = Books(2)
+    assert books.reserve(block_of(CHAIN[0]), None, "") and books.used_bytes == FILE
+    books.seal(CHAIN[0], 1.0, 5_000)
+    assert books.used_bytes == disk_room(5_000) == 12_288, "its header, and whole pages"
+    books.check_invariants()
+    books.discard(CHAIN[0])
+    assert books.used_bytes == 0, "it frees what it took"
+
+
+def test_blocks_that_were_stored_smaller_make_room() -> None:
+    books = Books(2)
+    assert all(books.write(key, stored_bytes=100) for key in CHAIN[:3])
+    assert not books.went and books.used_bytes == 3 * disk_room(100)
+    assert books.write(CHAIN[3]) and books.went == [CHAIN[0]], "one of them is enough"
+
+
+def test_a_codec_that_adds_bytes_does_not_exceed_the_budget() -> None:
+    books = Books(2, extra_bytes=4096)
+    assert books.write(CHAIN[0], stored_bytes=SIZE + 4096) and books.used_bytes == FILE + 4096
+    assert books.reserve(block_of(CHAIN[1]), None, "") and books.went == [CHAIN[0]]
+    books.check_invariants()
+
+
+def test_a_quota_counts_what_blocks_take() -> None:
+    books = Books(9)
+    books.accounts.set_limits({"a": TenantLimits(2 * FILE)})
+    assert all(books.write(key, "a", stored_bytes=100) for key in CHAIN[:3])
+    assert not books.went and books.accounts.used == {"a": 3 * disk_room(100)}
+
+
+def test_found_blocks_count_what_they_were_stored_in() -> None:
+    books = Books(1)
+    small = [replace(block_of(key), stored_bytes=100) for key in CHAIN[:2]]
+    assert all(books.adopt(block, "", 1.0) for block in small)
+    assert books.used_bytes == 2 * disk_room(100)
+    books.check_invariants()
 
 
 @pytest.mark.parametrize("broken", ["bytes", "policy"])

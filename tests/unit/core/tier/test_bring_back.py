@@ -11,6 +11,7 @@ from kvservice.core import events as ev
 from kvservice.core.block.marks import MarkKind
 from kvservice.core.events import PullResult
 from kvservice.core.messages import AcquireRequest, AcquireResult, LocateResult, MissReason, WarmResult
+from kvservice.core.segment.blockfile import disk_room
 from kvservice.core.tier.rules import TierRules, WriteMoment
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import SMALL, CoreHarness, make_chain, make_holder, make_located, run_of
@@ -533,7 +534,7 @@ def test_a_next_holder_that_hangs_is_not_waited_for() -> None:
 
 
 def test_a_next_holder_that_lost_the_block_meanwhile_says_so() -> None:
-    harness, engine = on_disk(TierRules("disk", budget_bytes=4 * (SMALL + 4096), write=WriteMoment.STORED))
+    harness, engine = on_disk(TierRules("disk", budget_bytes=4 * disk_room(SMALL), write=WriteMoment.STORED))
     prefer_the_node(harness, engine, CHAIN)
     op = harness.acquire(engine, CHAIN[:2])
     harness.resolved(op, run_of(1, 1))

@@ -11,7 +11,7 @@ from kvservice.core import events as ev
 from kvservice.core.block.marks import MarkKind
 from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.messages import AcquireRequest
-from kvservice.core.segment.blockfile import FILE_HEADER_BYTES
+from kvservice.core.segment.blockfile import disk_room
 from kvservice.core.tier.rules import TierRules, WriteMoment
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.core.tier.tiers import CLEAN_SECONDS, FULL_SECONDS, HOLD_SECONDS
@@ -19,7 +19,7 @@ from kvservice.core.tier.write_queue import WriteQueue
 from kvservice.testing.builders import SMALL, CoreHarness, make_chain
 from kvservice.units import BlockKey, MiB, SpanRoute
 
-FILE = SMALL + FILE_HEADER_BYTES
+FILE = disk_room(SMALL)
 STORED, REUSED, EVICTED = WriteMoment.STORED, WriteMoment.REUSED, WriteMoment.EVICTED
 
 
@@ -252,6 +252,16 @@ def test_a_tier_with_less_room_than_its_budget_holds_what_fits() -> None:
     harness.store(engine, more[3:])
     harness.write_all()
     assert len(harness.erased()) == 2 and harness.state.tier_usage()[0].blocks > 2, "it is tried anew"
+
+
+def test_a_disk_with_a_codec_holds_more_blocks() -> None:
+    harness, chain = harness_with(disk(room=4)), make_chain(8)
+    harness.store(harness.attach(), chain)
+    while writes := harness.writes():
+        harness.written(writes[0], True, stored_bytes=SMALL // 4)
+    (usage,) = harness.state.tier_usage()
+    assert (usage.blocks, usage.used_bytes) == (8, 8 * disk_room(SMALL // 4)) and not harness.erased()
+    assert harness.count("tier_disk_written_bytes") == 8 * (SMALL // 4), "what the device has to bear"
 
 
 def test_jobs_that_fail_together_are_one_failure() -> None:
