@@ -41,7 +41,9 @@ def staging_is_reused_early() -> None:
     def on_another_stream(self: Any, direction: Any, way: Any, address: Any, runs: Any) -> None:
         engine.call("cuStreamSynchronize", ctypes.c_void_p(way.stream))  # this round is gathered
         other = others.setdefault(id(way), cuda_copies._Way(way.driver))
+        engine.call("stand_in_set", b"DELAY_US", ctypes.c_long(20_000))  # the next round is gathered meanwhile
         across(self, direction, other, address, runs)
+        engine.call("stand_in_set", b"DELAY_US", ctypes.c_long(200))
 
     def and_await_both(self: Any, direction: Any, runs: Any) -> Any:
         started = start(self, direction, runs)
