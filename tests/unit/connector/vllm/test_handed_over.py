@@ -163,6 +163,10 @@ def play(folder: Path, place: Path, name: str, seed: int) -> Counter[str]:
 def test_no_byte_is_wrong_behind_a_handoff(folder: Path, tmp_path: Path, name: str) -> None:
     """And no reader waits in vain, and nobody holds anything when all requests have ended."""
     found = play(folder, tmp_path, name, GATE_SEED)
+    if not found["loaded_blocks"]:  # on a busy machine a play of lost connections can lose all of them
+        again = tmp_path / "again"
+        again.mkdir()
+        found += play(folder, again, name, GATE_SEED + 1)
     check_shows(found, "handoffs_written", "handoffs_heard")
 
 
