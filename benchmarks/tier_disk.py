@@ -104,7 +104,7 @@ def tier(folder: Path, threads: int, io: DiskIO = DiskIO.DIRECT) -> Iterator[Tra
     def transfer(blocks: Blocks, writes: bool) -> None:
         room, wrong = threading.Semaphore(IN_FLIGHT), list[object]()
 
-        def ended(_: int, found: tuple[WriteResult | BroughtBlock, ...]) -> None:
+        def ended(_: int, found: tuple[WriteResult | BroughtBlock, ...], _stored: tuple[int, ...] = ()) -> None:
             results = (one.result if isinstance(one, BroughtBlock) else one for one in found)
             wrong.extend(result for result in results if result.value != "ok")
             room.release()

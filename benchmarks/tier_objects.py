@@ -95,7 +95,7 @@ class Both:
         slots, results = threading.Semaphore(at_once), list[WriteResult | PullResult]()
         done = threading.Event()
 
-        def answered(_: int, found: tuple[WriteResult | BroughtBlock, ...]) -> None:
+        def answered(_: int, found: tuple[WriteResult | BroughtBlock, ...], _stored: tuple[int, ...] = ()) -> None:
             results.extend(one.result if isinstance(one, BroughtBlock) else one for one in found)
             slots.release()
             if len(results) == len(blocks):
