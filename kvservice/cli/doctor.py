@@ -449,13 +449,13 @@ def service_parts() -> Iterator[Check]:
         yield Check("service", ABSENT, "no service is registered on this machine", HOW_TO_START)
     for service in services:
         seen = collect(service)
-        dead = {record.node_id: record for record in records if record.service == service and not is_running(record)}
-        on_ray = any(record.service == service and is_ray_node(record.node_id) for record in records)
-        elsewhere = ON_RAY if on_ray else WITHOUT_RAY
-        again = _start_again(found) if (found := dead.get(NodeId(ALONE))) else elsewhere
+        own = [record for record in records if record.service == service]
+        to_do = {record.node_id: _start_again(record) for record in own if not is_running(record)}
+        elsewhere = ON_RAY if any(is_ray_node(record.node_id) for record in own) else WITHOUT_RAY
+        again = to_do.get(NodeId(ALONE), elsewhere)
         rows = [("lookup", lookup.address, lookup.error, again) for lookup in seen.lookups]
         for node in seen.nodes:
-            advice = _start_again(found) if (found := dead.get(NodeId(node.node_id))) else elsewhere
+            advice = to_do.get(NodeId(node.node_id), elsewhere)
             rows.append(("shard", f"{node.label} at {node.address}", node.error, advice))
         for kind, where, error, advice in rows:
             status = PROBLEM if error else OK
