@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,13 @@ def opened_on(path: str) -> tuple[Segment, list[SlotIndex], window.ReadWindow]:
     return segment, slots, window.ReadWindow(segment, slots, MiB)
 
 
+def check_shows_no_slot(array: np.ndarray[Any, Any], segment: Segment, slots: list[SlotIndex]) -> None:
+    """The array of a window that has ended, when other blocks come into its slots."""
+    for slot in slots:
+        segment.payload(slot, MiB)[:] = b"\x02" * MiB
+    assert (array == 0xFF).all()
+
+
 def end_a_window_without_mappings(path: str) -> None:
     """In a process of its own, which cannot do anything else meanwhile."""
     segment, slots, opened = opened_on(path)
@@ -51,9 +59,7 @@ def end_a_window_without_mappings(path: str) -> None:
     give_back(taken[-ROOM:])
     opened.close()
     give_back(taken[:-ROOM])  # numpy needs some
-    for slot in slots:
-        segment.payload(slot, MiB)[:] = b"\x02" * MiB
-    assert (array == 0xFF).all()
+    check_shows_no_slot(array, segment, slots)
 
 
 def end_a_window_without_files(path: str) -> None:
@@ -64,9 +70,7 @@ def end_a_window_without_files(path: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, allowed[1]))
     opened.close()
     resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
-    for slot in slots:
-        segment.payload(slot, MiB)[:] = b"\x02" * MiB
-    assert (array == 0xFF).all()
+    check_shows_no_slot(array, segment, slots)
 
 
 def count_mappings(path: str) -> None:
