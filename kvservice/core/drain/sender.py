@@ -264,13 +264,16 @@ class Leaving:
         blocks = self._store.by_heat()[:LOOKED_UP_MAX]
         self._used_at = {block.key: now - self._store.idle_seconds(block, now) for block in blocks}
         for block in blocks:
-            keeper = next((holder for holder in holders.get(block.key, ()) if holder.node_id in staying), None)
-            if keeper is None:
+            keepers = [holder for holder in holders.get(block.key, ()) if holder.node_id in staying]
+            if not keepers:
                 unheld.append(block)
-            else:  # offered there anyway: its secondary copy becomes primary, and nothing is read
-                self._elsewhere.add(block.key)
-                self._shares[keeper.node_id].queue.append(block)
-                self._shares[keeper.node_id].left_bytes -= block.payload_bytes
+                continue
+            self._elsewhere.add(block.key)
+            if block.is_secondary and len(keepers) > 1:
+                continue  # one of them has the primary copy, and a second one would push others' last copies out
+            # Offered there anyway: a secondary copy becomes primary, and nothing is read.
+            self._shares[keepers[0].node_id].queue.append(block)
+            self._shares[keepers[0].node_id].left_bytes -= block.payload_bytes
         self._place(unheld, now)
         self._offer_more(now)
 

@@ -104,6 +104,32 @@ def test_what_another_node_holds_is_offered_to_that_node_only(shard: Leaver, eng
     assert (progress.blocks_handed, progress.blocks_elsewhere) == (3, 1)
 
 
+@pytest.mark.parametrize(
+    ("is_copy", "holders", "offered"),
+    [(True, (PEER, SECOND), False), (True, (SECOND,), True), (False, (PEER, SECOND), True)],
+    ids=["copy_of_two", "copy_of_one", "primary"],
+)
+def test_a_drain_makes_no_second_copy_primary(
+    shard: Leaver, engine: AttachmentId, is_copy: bool, holders: tuple[Holder, ...], offered: bool
+) -> None:
+    """What is offered to a holder becomes primary there. Too many of those push out what nobody else has."""
+    if is_copy:
+        op = shard.acquire(engine, CHAIN)
+        shard.fetch_all(op, CHAIN)
+        shard.release(engine, shard.result(op).lease_id)
+    else:
+        shard.store(engine, CHAIN)
+    shard.store(engine, OTHER)
+    shard.begin()
+    shard.find(peer(), peer(SECOND), holders=dict.fromkeys(CHAIN, holders))
+    assert (set(CHAIN) <= set(shard.offered())) == offered
+    assert set(OTHER) <= set(shard.offered())
+    for place in range(len(shard.offers)):
+        shard.answer(place)
+    progress = shard.state.progress(shard.now)
+    assert (progress.blocks_elsewhere, progress.blocks_handed, progress.blocks_lost) == (len(CHAIN), len(OTHER), 0)
+
+
 def test_a_leaving_shard_is_read_but_stores_nothing(shard: Leaver, engine: AttachmentId) -> None:
     """Nobody attaches either."""
     shard.store(engine, CHAIN)
