@@ -19,7 +19,7 @@ from kvservice.api.mapped import MappedPool
 from kvservice.api.program import AttachedProgram
 from kvservice.api.reasons import NO_POOL, TOO_LONG
 from kvservice.core.acquire.holds import HOLD_SECONDS_MAX
-from kvservice.core.block.keys import DEFAULT_TENANT_KEY, KEYS_PER_REQUEST_MAX, block_keys, chain_packed, span_route
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, block_keys, chain_packed, span_route
 from kvservice.core.block.numbers import number_fields
 from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import (
@@ -248,7 +248,7 @@ class AttachedModel:
         digest = self._program.fingerprint.digest
 
         def keys_of(attachment: Attachment) -> list[BlockKey]:
-            return block_keys(digest, hashes, attachment.tenant_key or DEFAULT_TENANT_KEY)
+            return block_keys(digest, hashes, attachment.tenant_key)
 
         return keys_of, total
 

@@ -18,7 +18,7 @@ from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
 from kvservice.api.silence import ShardSilence
-from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_key, route_of_head, term_key
+from kvservice.core.block.keys import block_key, route_of_head, term_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
 from kvservice.core.segment.digest_sample import DigestSample
 from kvservice.core.segment.refs import BlockRef
@@ -196,6 +196,5 @@ class NamedBlocks:
         return [number < len(statuses) for number in range(len(names))]
 
     def _key(self, mapped: MappedPool, name: bytes, term: bytes) -> BlockKey:
-        tenant = mapped.attachment.tenant_key or DEFAULT_TENANT_KEY
-        tenant = term_key(tenant, term) if term else tenant
-        return block_key(self._program.fingerprint.digest, BlockHash(name), tenant)
+        tenant_key = term_key(mapped.attachment.tenant_key, term)
+        return block_key(self._program.fingerprint.digest, BlockHash(name), tenant_key)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvservice.core.block.keys import DEFAULT_TENANT_KEY, KEYS_PER_REQUEST_MAX, block_keys, chain_hashes
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, block_keys, chain_hashes
 from kvservice.core.messages import EngineKind
 from kvservice.errors import ConfigError
 from kvservice.serve.prompt import PromptTokenizer, Question, Unknown, question_of
@@ -74,7 +74,7 @@ class PromptNamer:
         except Unknown as unknown:
             raise ConfigError(f"the prompt has no tokens here: {unknown.reason}") from unknown
         hashes = _hashes(dict(kind.fingerprint.fields), ids, question.cache_salt)[:KEYS_PER_REQUEST_MAX]
-        return block_keys(kind.fingerprint.digest, hashes, kind.tenant_key or DEFAULT_TENANT_KEY)
+        return block_keys(kind.fingerprint.digest, hashes, kind.tenant_key)
 
     def _load(self) -> None:
         if not self._named:

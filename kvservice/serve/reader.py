@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys
+from kvservice.core.block.keys import block_keys
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import EngineKind
 from kvservice.errors import KVServiceError
@@ -137,7 +137,7 @@ class PromptReader:
                     self._refuse(error)
                     raise Unknown("hash_unknown") from error
             hashes[digest] = done[naming]
-            keys[digest] = block_keys(digest, done[naming], kind.tenant_key or DEFAULT_TENANT_KEY)
+            keys[digest] = block_keys(digest, done[naming], kind.tenant_key)
         return Named(tokens.count, hashes, keys)
 
     def _refuse(self, error: KVServiceError) -> None:

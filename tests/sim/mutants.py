@@ -70,7 +70,7 @@ MUTANTS = (
         "the tenant is in the key",
         KEYS,
         "    base = _hasher(fingerprint_digest, tenant_key)\n    keys",
-        "    base = _hasher(fingerprint_digest, DEFAULT_TENANT_KEY)\n    keys",
+        "    base = _hasher(fingerprint_digest, b'')\n    keys",
         seed=13,
     ),
     Mutant(

@@ -24,7 +24,7 @@ from kvservice.api.silence import ShardSilence
 from kvservice.connector.lmcache.locks import ObjectLocks, PromisedObject, SharedLease
 from kvservice.connector.lmcache.names import ObjectKeyPort, ObjectLayout, identity_of, object_hash, rows_of
 from kvservice.connector.lmcache.options import AdapterOptions
-from kvservice.core.block.keys import DEFAULT_TENANT_KEY, KEYS_PER_REQUEST_MAX, block_keys, route_of_head, span_route
+from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, block_keys, route_of_head, span_route
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.messages import AcquireRequest, AcquireResult, SealItem
 from kvservice.core.segment.digest_sample import DigestSample
@@ -64,8 +64,7 @@ class _ObjectPool:
 
     def keys_of(self, names: Sequence[ObjectKeyPort]) -> list[BlockKey]:
         hashes = [object_hash(name) for name in names]
-        tenant_key = self.mapped.attachment.tenant_key or DEFAULT_TENANT_KEY
-        return block_keys(self.program.fingerprint.digest, hashes, tenant_key)
+        return block_keys(self.program.fingerprint.digest, hashes, self.mapped.attachment.tenant_key)
 
     async def ask(self, chain: Sequence[BlockKey], skip: int, seconds: float) -> AcquireResult | None:
         """What the pool promises of the chain behind its first `skip` blocks. None: there is nobody to ask."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvservice.connector.options import Offload
-from kvservice.core.block.keys import DEFAULT_TENANT_KEY, term_key
+from kvservice.core.block.keys import term_key
 from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Attachment, Handoff, Hints, RequestReport
 from kvservice.core.transitions import step
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
@@ -61,18 +61,16 @@ WAITING = frozenset({RequestState.ASKED, RequestState.EXTENDING})  # for an answ
 class Naming:
     """What the names of blocks derive from, as an attachment gives it. Secret."""
 
-    tenant_key: bytes = field(default=DEFAULT_TENANT_KEY, repr=False)
+    tenant_key: bytes = field(default=b"", repr=False)
     public_key: bytes = field(default=b"", repr=False)
     may_publish: bool = False
 
     @classmethod
     def of(cls, attachment: Attachment) -> Naming:
-        return cls(attachment.tenant_key or DEFAULT_TENANT_KEY, attachment.public_key, attachment.may_publish)
+        return cls(attachment.tenant_key, attachment.public_key, attachment.may_publish)
 
     def under(self, term: bytes) -> Naming:
-        """The same naming in a term of the engine's weights. Without a term, the weights are as they were loaded."""
-        if not term:
-            return self
+        """The same naming in a term of the engine's weights."""
         public = term_key(self.public_key, term) if self.public_key else b""
         return replace(self, tenant_key=term_key(self.tenant_key, term), public_key=public)
 

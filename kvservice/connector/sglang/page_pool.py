@@ -27,7 +27,6 @@ from kvservice.api.silence import ShardSilence
 from kvservice.connector.options import Verify
 from kvservice.connector.sglang.pages import PageForm
 from kvservice.core.block.keys import (
-    DEFAULT_TENANT_KEY,
     KEYS_PER_REQUEST_MAX,
     block_keys,
     route_of_head,
@@ -331,8 +330,7 @@ class PagePool:
 
     def _keys(self, mapped: MappedPool, pages: Sequence[str], term: bytes) -> list[Sequence[BlockKey]]:
         """By block of a page: the keys of these pages. Raises ValueError for what is no hash in hex."""
-        tenant = mapped.attachment.tenant_key or DEFAULT_TENANT_KEY
-        tenant = term_key(tenant, term) if term else tenant
+        tenant = term_key(mapped.attachment.tenant_key, term)
         names = [self._form.names(page) for page in pages]
         digest = self._program.fingerprint.digest
         return [block_keys(digest, [each[block] for each in names], tenant) for block in range(len(self._form.marks))]

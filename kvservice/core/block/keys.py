@@ -23,20 +23,18 @@ SPAN_BLOCKS = 64
 # 131,072 tokens in blocks of 16. Engines ask for and store the first 8,192 blocks of a longer prompt and compute the
 # rest. A request with more keys is refused. Packed it takes 128 KiB.
 KEYS_PER_REQUEST_MAX = 8192
-DEFAULT_TENANT_KEY = b"kvservice/default-tenant"
+_NO_TENANTS = b"kvservice/default-tenant"  # the tenant key of all blocks of a service without tenants
 _KEYS_AT_ONCE = 256  # by one struct; those for all numbers up to this take 1 MiB together
 
 
-def block_key(fingerprint_digest: bytes, block_hash: BlockHash, tenant_key: bytes = DEFAULT_TENANT_KEY) -> BlockKey:
-    """The 16-byte key of one block. `tenant_key` is 1 to 64 secret bytes."""
+def block_key(fingerprint_digest: bytes, block_hash: BlockHash, tenant_key: bytes = b"") -> BlockKey:
+    """The 16-byte key of one block. `tenant_key` is at most 64 secret bytes; empty without tenants, here and below."""
     hasher = _hasher(fingerprint_digest, tenant_key).copy()
     hasher.update(block_hash)
     return BlockKey(hasher.digest())
 
 
-def block_keys(
-    fingerprint_digest: bytes, hashes: Iterable[BlockHash], tenant_key: bytes = DEFAULT_TENANT_KEY
-) -> list[BlockKey]:
+def block_keys(fingerprint_digest: bytes, hashes: Iterable[BlockHash], tenant_key: bytes = b"") -> list[BlockKey]:
     """The keys of a whole chain, in its order. The fingerprint is hashed once and the state copied for each block."""
     base = _hasher(fingerprint_digest, tenant_key)
     keys: list[BlockKey] = []
@@ -49,7 +47,7 @@ def block_keys(
 
 @functools.lru_cache(maxsize=64)  # of the engine's own and those of its adapters; a decoding request names one block
 def _hasher(fingerprint_digest: bytes, tenant_key: bytes) -> hashlib.blake2b:
-    return hashlib.blake2b(fingerprint_digest, key=tenant_key, digest_size=KEY_BYTES)
+    return hashlib.blake2b(fingerprint_digest, key=tenant_key or _NO_TENANTS, digest_size=KEY_BYTES)
 
 
 def tenant_key(secret: bytes, name: str) -> bytes:
@@ -64,12 +62,13 @@ def public_key(secret: bytes) -> bytes:
 
 def adapter_key(key: bytes, identity: bytes) -> bytes:
     """The tenant key for prompts that are computed with an adapter. `identity` identifies the adapter's weights."""
-    return hashlib.blake2b(b"kvservice/adapter/1" + identity, key=key, digest_size=32).digest()
+    return hashlib.blake2b(b"kvservice/adapter/1" + identity, key=key or _NO_TENANTS, digest_size=32).digest()
 
 
 def term_key(key: bytes, term: bytes) -> bytes:
-    """The tenant key for one term of an engine's weights, so that blocks of earlier weights have other keys."""
-    return hashlib.blake2b(b"kvservice/term/1" + term, key=key, digest_size=32).digest()
+    """The tenant key for one term of an engine's weights, so that blocks of earlier weights have other keys. Without a
+    term, the weights are as they were loaded, and the key stays."""
+    return hashlib.blake2b(b"kvservice/term/1" + term, key=key or _NO_TENANTS, digest_size=32).digest() if term else key
 
 
 def version_term(version: str) -> bytes:

@@ -17,7 +17,7 @@ from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.tailed import TailedScheduler
-from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys, tenant_key, term_key
+from kvservice.core.block.keys import block_keys, tenant_key, term_key
 from kvservice.core.block.tails import tail_hash
 from kvservice.core.block.tenants import NOBODY
 from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Attachment, EngineSpec, Handoff, Hints
@@ -250,9 +250,7 @@ class Engine(EngineParts):
 
     def _name(self, request: SimRequest) -> None:
         """Name the request's blocks as this tenant does with these weights."""
-        key = self.tenant_key or DEFAULT_TENANT_KEY
-        if self._term:
-            key = term_key(key, self._term)
+        key = term_key(self.tenant_key, self._term)
         request.keys = block_keys(self.spec.fingerprint.digest, request.hashes, key)
         tail = self._tail_of(request)
         hashes = [*request.hashes, *([] if tail is None else [tail])]

@@ -7,7 +7,7 @@ import pytest
 from kvservice.connector.scheduler.handoff import Prefill, parse_public_tokens, parse_transfer_params
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.request_keys import Keyring
-from kvservice.core.block.keys import DEFAULT_TENANT_KEY, block_keys, term_key, version_term
+from kvservice.core.block.keys import block_keys, term_key, version_term
 from kvservice.core.block.window_groups import group_key
 from kvservice.core.messages import Attachment
 from kvservice.core.segment.geometry import Geometry
@@ -35,7 +35,7 @@ def names(found: list[BlockHash], key: bytes) -> list[bytes]:
 def test_without_tenants_the_names_are_those_of_ever() -> None:
     request = EngineRequest("r", [], public_tokens=2 * BLOCK)
     assert keyring().extend(request, HASHES, attachment(b"")) == 6
-    assert request.keys == names(HASHES, DEFAULT_TENANT_KEY)
+    assert request.keys == names(HASHES, b"")
 
 
 def test_only_whole_leading_blocks_are_public() -> None:
@@ -108,7 +108,7 @@ def test_a_term_holds_for_later_attachments() -> None:
     request = EngineRequest("r", [])
     rings.begin_term(b"one")
     rings.extend(request, HASHES, None)
-    assert request.keys == names(HASHES, term_key(DEFAULT_TENANT_KEY, b"one"))
+    assert request.keys == names(HASHES, term_key(b"", b"one"))
     rings.extend(request, HASHES, attachment())
     assert request.keys == names(HASHES, term_key(b"mine", b"one"))
     assert version_term("a") != version_term("b")

@@ -18,9 +18,11 @@ FINGERPRINT = b"f" * 32
 
 def test_key_is_a_published_function_of_its_parts() -> None:
     """Keys are compared between versions and machines: changing the function loses every cache and must be noticed."""
-    expected = hashlib.blake2b(FINGERPRINT + HASHES[1], key=keys.DEFAULT_TENANT_KEY, digest_size=16).digest()
+    expected = hashlib.blake2b(FINGERPRINT + HASHES[1], key=b"kvservice/default-tenant", digest_size=16).digest()
     assert keys.block_key(FINGERPRINT, HASHES[1]) == expected
     assert expected.hex() == "d3da8578cc2bf595e91dfe117870a9e5"
+    derived = keys.adapter_key(keys.term_key(b"", b"a term"), b"an adapter")
+    assert keys.block_key(FINGERPRINT, HASHES[1], derived).hex() == "56d9623e1579e5d19be1aace8c7331c0"
 
 
 def test_keys_of_a_chain_are_the_keys_of_its_blocks() -> None:
