@@ -17,7 +17,7 @@ from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
 from kvservice.errors import ConfigError, InvalidRequest
 from kvservice.wire.figures import check_figures
-from kvservice.wire.status import error_from_rpc, readable
+from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
 CALL_SECONDS = 3.0  # for one page, which takes a shard a few milliseconds
@@ -97,8 +97,7 @@ class BlockReader:
             while len(rows) <= limit:
                 metadata = self._channels.metadata_for(address)
                 reply = await stub.ListBlocks(request, timeout=CALL_SECONDS, metadata=metadata)
-                reply = readable(reply, f"blocks of node {node}")
-                check_figures(reply, f"blocks of node {node}")
+                reply = check_figures(reply, f"blocks of node {node}")
                 rows += [_row(node, one) for one in reply.blocks]
                 if not reply.more:
                     return rows, True, ""

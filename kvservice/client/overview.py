@@ -290,8 +290,8 @@ class OverviewReader:
         stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(address))
         try:
             metadata = self._channels.metadata_for(address)
-            reply = readable(await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout, metadata=metadata), address)
-            check_figures(reply, address)
+            reply = await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout, metadata=metadata)
+            reply = check_figures(reply, address)
         except grpc.aio.AioRpcError as error:
             return _NodeAnswer(node_id, address, error=_short(error))
         except (ConfigError, InvalidRequest) as error:

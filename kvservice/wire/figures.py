@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -20,6 +20,7 @@ from kvservice.core.store.listing import SlotFilter, SlotPage
 from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import InvalidRequest
 from kvservice.units import AttachmentId, SlotIndex, printable
+from kvservice.wire.status import readable
 from kvservice.wire.v1 import shard_pb2
 
 SLOWEST_MAX = 16  # requests in one answer; more do not help a reader
@@ -27,13 +28,17 @@ SLOTS_MAX = 1 << 32  # a slot's index has 32 bits
 KEY_DIGITS_MAX = 32  # of a block's key in hex
 DRIFT_TOLD_MAX = 1e6  # an infinite drift is no number of JSON
 DETAIL_CHARS_MAX = 500  # of why a tier failed; a person reads it on a line or two
+R = TypeVar("R", bound=Message)
 
 
-def check_figures(reply: Message, what: str) -> None:
-    """Raises InvalidRequest when one of them is infinite or no number, which no table and no JSON has."""
+def check_figures(reply: R | None, what: str) -> R:
+    """The answer, as `readable` gives it. Raises InvalidRequest also when one of its numbers is infinite or none, which
+    no table and no JSON has."""
+    reply = readable(reply, what)
     for field, value in reply.ListFields():
         if not _is_finite(value):
             raise InvalidRequest(f"{what}: the answer cannot be read: its {field.name} has a number that is none")
+    return reply
 
 
 def _is_finite(value: Any) -> bool:
