@@ -15,13 +15,13 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import CallMetadata, Token
 from kvservice.client.channels import Channels
 from kvservice.core.acquire.clearing import ClearResult
-from kvservice.core.block.marks import MARKS_MAX, Mark
+from kvservice.core.block.marks import Mark
 from kvservice.core.messages import EngineKind, Pin, WarmRequest, WarmResult
-from kvservice.wire.clearing import decode_cleared, decode_marks, encode_marks
+from kvservice.wire.clearing import decode_cleared, encode_marks
 from kvservice.wire.codec import decode_engine_stats
 from kvservice.wire.figures import check_figures
 from kvservice.wire.holding import decode_pins, decode_warmed, encode_pin, encode_warm
-from kvservice.wire.status import error_from_rpc, readable
+from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 
 CALL_SECONDS = 5.0  # of a call that a shard answers from memory; then it counts as silent
@@ -40,7 +40,6 @@ class OperatorClient:
     def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
         """`token` is of the tenant whose prompts are meant."""
         self._channels = Channels(tls, token=token)
-        self._marks: tuple[bytes, tuple[Mark, ...]] = (b"", ())  # the last answer of `marks`, and what it says
 
     async def engines(self, address: str) -> tuple[EngineKind, ...]:
         """The engines at a shard; with a tenant's token only its own. Raises KVServiceError, as all calls here do."""
@@ -70,14 +69,6 @@ class OperatorClient:
         request = shard_pb2.ClearRequest(marks=encode_marks(marks))
         return decode_cleared(await self._ask(address, self._stub(address).Clear, request, CLEAR_SECONDS))
 
-    async def marks(self, address: str, seconds: float = CALL_SECONDS) -> tuple[Mark, ...]:
-        """What the shard keeps of what was cleared."""
-        reply = await self._call(address, self._stub(address).ListMarks, shard_pb2.ListMarksRequest(), seconds)
-        answer = reply.SerializeToString()
-        if answer != self._marks[0]:  # most nodes say the same, and decoding takes milliseconds of a shard's loop
-            self._marks = answer, decode_marks(reply.marks, MARKS_MAX)
-        return self._marks[1]
-
     async def close(self) -> None:
         await self._channels.close()
 
@@ -85,13 +76,8 @@ class OperatorClient:
         return shard_pb2_grpc.OperatorServiceStub(self._channels.get(address))
 
     async def _ask(self, address: str, rpc: _Rpc[T], request: object, seconds: float) -> T:
-        reply = await self._call(address, rpc, request, seconds)
-        check_figures(reply, f"the shard at {address}")
-        return reply
-
-    async def _call(self, address: str, rpc: _Rpc[T], request: object, seconds: float) -> T:
-        metadata = self._channels.metadata_for(address)
+        metadata, what = self._channels.metadata_for(address), f"the shard at {address}"
         try:
-            return readable(await rpc(request, timeout=seconds, metadata=metadata), f"the shard at {address}")
+            return check_figures(await rpc(request, timeout=seconds, metadata=metadata), what)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, f"the shard at {address}") from error
+            raise error_from_rpc(error, what) from error

@@ -12,14 +12,14 @@ import grpc
 from kvservice.aio import ask_each
 from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
-from kvservice.client.operator import OperatorClient
-from kvservice.core.block.marks import Mark
-from kvservice.errors import InvalidRequest, KVServiceError, Unavailable
+from kvservice.core.block.marks import MARKS_MAX, Mark
+from kvservice.errors import InvalidRequest, Unavailable
 from kvservice.pool.clears import PoolClears
 from kvservice.units import NodeId
+from kvservice.wire.clearing import decode_marks
 from kvservice.wire.codec import decode_live_nodes
 from kvservice.wire.status import error_from_rpc, readable
-from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
+from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
 log = logging.getLogger("kvservice.shard")
 
@@ -43,23 +43,29 @@ class MissedMarks:
 
 async def marks_of_others(node_id: NodeId, lookups: Sequence[str], tls: TlsFiles | None) -> tuple[Mark, ...]:
     """The marks that other live nodes keep. Never raises: what does not answer is left out, and logged."""
-    channels, client = Channels(tls), OperatorClient(tls)
+    channels = Channels(tls)
     try:
         answers = await asyncio.gather(*[_nodes(channels, address) for address in lookups])
         nodes = {node: address for found in answers for node, address in found.items() if node != node_id}
 
         found: dict[Mark, None] = {}  # of each node much the same
+        last = b""
 
         async def ask(node: str) -> None:
+            nonlocal last
+            stub, what = shard_pb2_grpc.OperatorServiceStub(channels.get(nodes[node])), f"the shard at {nodes[node]}"
             try:
-                found.update(dict.fromkeys(await client.marks(nodes[node], ASK_SECONDS)))
-            except KVServiceError as error:
-                log.warning("marks_not_asked", extra={"node": node, "reason": error.message})
+                reply = readable(await stub.ListMarks(shard_pb2.ListMarksRequest(), timeout=ASK_SECONDS), what)
+                answer = reply.SerializeToString()
+                if answer != last:  # most nodes say the same, and decoding takes milliseconds of a shard's loop
+                    found.update(dict.fromkeys(decode_marks(reply.marks, MARKS_MAX)))
+                    last = answer
+            except (grpc.aio.AioRpcError, InvalidRequest) as error:
+                log.warning("marks_not_asked", extra={"node": node, "reason": _reason(error, what)})
 
         await ask_each(ask, sorted(nodes), AT_ONCE_MAX)
         return tuple(found)
     finally:
-        await client.close()
         await channels.close()
 
 
@@ -69,7 +75,10 @@ async def _nodes(channels: Channels, lookup: str) -> dict[str, str]:
         reply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=ASK_SECONDS)
         rows = decode_live_nodes(readable(reply, "the lookup partition"))
     except (grpc.aio.AioRpcError, InvalidRequest) as error:
-        told = error if isinstance(error, InvalidRequest) else error_from_rpc(error, "the lookup partition")
-        log.warning("marks_not_asked", extra={"lookup": lookup, "reason": told.message})
+        log.warning("marks_not_asked", extra={"lookup": lookup, "reason": _reason(error, "the lookup partition")})
         return {}
     return {row.node_id: row.peer_address for row in rows}
+
+
+def _reason(error: grpc.aio.AioRpcError | InvalidRequest, what: str) -> str:
+    return error.message if isinstance(error, InvalidRequest) else error_from_rpc(error, what).message
