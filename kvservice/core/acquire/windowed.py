@@ -18,7 +18,7 @@ from kvservice.core.acquire.acquisition import Acquisition, OnAnswer
 from kvservice.core.acquire.acquisitions import Acquisitions
 from kvservice.core.acquire.answers import Answers
 from kvservice.core.block.keys import SPAN_BLOCKS
-from kvservice.core.block.window_groups import WINDOW_BIT, group_key, reconcile
+from kvservice.core.block.window_groups import WINDOW_BIT, group_key, longest_whole
 from kvservice.core.context import ShardContext
 from kvservice.core.messages import AcquireRequest, EngineSpec, MissReason
 from kvservice.core.store.slots import Slot
@@ -237,7 +237,7 @@ class WindowedAcquisitions:
 
         indices = range(len(hit.windows))
         firsts = [partial(self._first, hit, index) for index in indices]
-        end = reconcile(hit.end, firsts, [partial(is_here, index) for index in indices])
+        end = longest_whole(hit.end, firsts, [partial(is_here, index) for index in indices])
         if end < hit.end:
             hit.reason = MissReason.WINDOW
             self._cut(hit, end)

@@ -77,7 +77,7 @@ def group_key(key: BlockKey, group: int) -> BlockKey:
     return BlockKey(hashlib.blake2b(key, digest_size=KEY_BYTES, salt=salt, person=b"kvservice/group").digest())
 
 
-def reconcile(count: int, firsts: Sequence[Callable[[int], int]], here: Sequence[Callable[[int], bool]]) -> int:
+def longest_whole(count: int, firsts: Sequence[Callable[[int], int]], here: Sequence[Callable[[int], bool]]) -> int:
     """The longest hit of at most `count` blocks that no window group has a gap for.
 
     `firsts` and `here` have one entry for each window group: the first block that a hit needs, and whether the block at

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, group_key, reconcile
+from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, Window, group_key, longest_whole
 from kvservice.errors import UnsupportedLayout
 from kvservice.testing.builders import make_chain
 from kvservice.units import BlockKey
@@ -59,15 +59,15 @@ def test_window_is_sliding_or_a_chunk_or_a_state(wrong: tuple[Any, ...]) -> None
 )
 def test_gap_in_the_window_ends_the_hit_before_it(missing: set[int], hit: int) -> None:
     first = partial(Window(sliding_tokens=2 * BLOCK + 1).first_block, block_tokens=BLOCK)
-    assert reconcile(10, [first], [lambda i: i not in missing]) == hit
+    assert longest_whole(10, [first], [lambda i: i not in missing]) == hit
 
 
 def test_every_group_must_have_its_window() -> None:
     short = partial(Window(sliding_tokens=BLOCK + 1).first_block, block_tokens=BLOCK)
     long = partial(Window(sliding_tokens=3 * BLOCK + 1).first_block, block_tokens=BLOCK)
-    assert reconcile(10, [short, long], [lambda i: i != 9, lambda i: i != 5]) == 9
-    assert reconcile(10, [short, long], [lambda i: i != 9, lambda i: i != 7]) == 7
-    assert reconcile(10, [], []) == 10
+    assert longest_whole(10, [short, long], [lambda i: i != 9, lambda i: i != 5]) == 9
+    assert longest_whole(10, [short, long], [lambda i: i != 9, lambda i: i != 7]) == 7
+    assert longest_whole(10, [], []) == 10
 
 
 windows = st.one_of(
@@ -88,7 +88,7 @@ def test_hit_is_the_longest_that_trying_every_length_finds(count: int, groups: l
         )
 
     firsts = [partial(window.first_block, block_tokens=BLOCK) for window, _ in groups]
-    found = reconcile(count, firsts, [here.__contains__ for _, here in groups])
+    found = longest_whole(count, firsts, [here.__contains__ for _, here in groups])
     assert found == max(hit for hit in range(count + 1) if complete(hit))
 
 
