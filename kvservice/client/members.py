@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -67,31 +67,28 @@ def _members_here(service: str) -> Members:
         raise NoService(unknown_service(service))
     newest = max(records, key=lambda record: (is_listening(record.socket), record.epoch))
     tls = tls_beside(newest)
-    shards, hidden, silent, hints = _ask_lookups(newest.lookup_addresses, tls)
+    found = _ask_lookups(service, newest.lookup_addresses, tls)
     live = [record for record in records if is_listening(record.socket)]
-    shards.update({record.node_id: record.rpc_address for record in live})
+    shards = found.shards | {record.node_id: record.rpc_address for record in live}
     gone: dict[str, str] = {record.node_id: record.peer_address for record in records if record not in live}
     local = tuple(record.node_id for record in live)
-    hidden = {node: address for node, address in hidden.items() if node not in shards and node not in gone}
-    return Members(service, shards, local, gone, newest.lookup_addresses, tuple(silent), tls, hints, hidden)
+    hidden = {node: at for node, at in found.hidden.items() if node not in shards and node not in gone}
+    return replace(found, shards=shards, local=local, gone=gone, hidden=hidden)
 
 
 def _members_from_afar(lookup: tuple[str, ...]) -> Members:
     tls = tls_beside()
-    shards, hidden, silent, hints = _ask_lookups(lookup, tls)
-    if len(silent) == len(lookup):
-        advice = "; ".join(sorted(set(hints.values())))
+    found = _ask_lookups(f"at {lookup[0]}", lookup, tls)
+    if len(found.silent) == len(lookup):
+        advice = "; ".join(sorted(set(found.hints.values())))
         if not advice and tls is None:
             advice = "if the service has TLS, name the folder of your certificate with KVSERVICE_TLS_DIR"
         raise NoService(f"no lookup partition answers at {', '.join(lookup)}{'; ' if advice else ''}{advice}")
-    return Members(f"at {lookup[0]}", shards, (), {}, lookup, tuple(silent), tls, hints, hidden)
+    return found
 
 
-def _ask_lookups(
-    addresses: Sequence[str], tls: Any
-) -> tuple[dict[str, str], dict[str, str], list[str], dict[str, str]]:
-    """Returns where the shards of live nodes are reached and where those of hidden ones were, the addresses that did
-    not answer, and why a call failed, by address."""
+def _ask_lookups(service: str, addresses: tuple[str, ...], tls: Any) -> Members:
+    """The members as these lookup partitions know them: none is local, and none is gone."""
     from kvservice.auth.tls import open_blocking_channel
     from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
@@ -114,7 +111,8 @@ def _ask_lookups(
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         for row in itertools.chain.from_iterable(pool.map(ask, addresses)):
             (shards if row.alive else hidden)[row.node.node_id] = row.node.peer_address
-    return shards, {node: hidden[node] for node in hidden.keys() - shards.keys()}, silent, hints
+    hidden = {node: hidden[node] for node in hidden.keys() - shards.keys()}
+    return Members(service, shards, (), {}, addresses, tuple(silent), tls, hints, hidden)
 
 
 def services_here(*, live_only: bool = False) -> list[str]:
