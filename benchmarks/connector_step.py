@@ -91,6 +91,7 @@ class Engine:
     def __init__(self, count: int, way: str) -> None:
         from kvservice.connector.plan import PoolInfo
         from kvservice.connector.scheduler.half import SchedulerHalf
+        from kvservice.connector.scheduler.request_terms import RequestTerms
         from kvservice.core.block.fingerprint import Fingerprint
         from kvservice.core.block.keys import block_keys
         from kvservice.core.messages import EngineSpec
@@ -123,7 +124,7 @@ class Engine:
         for number in range(count):
             request = Request(number, 2 * BLOCK - 1 - phase_of(number, count, way), total)
             self.live[request.request_id] = request
-            self.half.on_new_request(request.request_id, request.block_hashes, 0.0, may_read=False)
+            self.half.on_new_request(request.request_id, request.block_hashes, 0.0, terms=RequestTerms(may_load=False))
             self.half.allocated(request.request_id, request.block_ids[0], 0)
         try:
             from kvservice.connector.cache_groups import OneGroup

@@ -18,7 +18,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import transformers
@@ -33,7 +33,7 @@ from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import decode_params
 from kvservice.connector.scheduler.loan_book import BlockPins
 from kvservice.connector.scheduler.ports import BlockIds, Promise, Wait
-from kvservice.connector.scheduler.request_terms import terms_of
+from kvservice.connector.scheduler.request_terms import RequestTerms, terms_of
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.weights import weights_identity
@@ -249,13 +249,8 @@ class BothHalves:
                 hashes,
                 time.monotonic(),
                 tokens=tokens,
-                may_read=terms.may_load and self._options.role is not EngineRole.PRODUCER,
-                may_store=terms.may_store,
-                prompt_only=terms.prompt_only,
-                wants=terms.wants,
+                terms=replace(terms, may_load=terms.may_load and self._options.role is not EngineRole.PRODUCER),
                 salted=salted,
-                public_tokens=terms.public_tokens,
-                hints=terms.hints,
             )
 
     def matched(self, request_id: str, local_tokens: int, total_tokens: int) -> Found:
@@ -346,7 +341,7 @@ class BothHalves:
         copy = HostCopy(f"{request_id}/swap-{os.urandom(8).hex()}", hashes, [host_id for _, host_id in pairs])
         is_stored = False
         with self._failures.guard("swap_out"):
-            self._half.on_new_request(copy.name, hashes, time.monotonic(), may_read=False)
+            self._half.on_new_request(copy.name, hashes, time.monotonic(), terms=RequestTerms(may_load=False))
             is_stored = self._store_now(copy, table)
         self._forget(copy)
         if is_stored:
@@ -467,7 +462,9 @@ class BothHalves:
             if not copy.is_asked:
                 copy.is_asked = True
                 with self._failures.guard("ask_for_swap"):
-                    self._half.on_new_request(copy.name, copy.hashes, time.monotonic(), may_store=False)
+                    self._half.on_new_request(
+                        copy.name, copy.hashes, time.monotonic(), terms=RequestTerms(may_store=False)
+                    )
 
     def _promise(self, copy: HostCopy, targets: dict[int, int]) -> bool:
         """Plan the load of a swap into these blocks. False if the pool has not all of it any more, or does not say so.
@@ -475,7 +472,7 @@ class BothHalves:
         tokens, deadline = len(copy.hashes) * self._block_tokens, time.monotonic() + SWAP_SECONDS_MAX
         with self._failures.guard("swap_in"):
             if not copy.is_asked:
-                self._half.on_new_request(copy.name, copy.hashes, time.monotonic(), may_store=False)
+                self._half.on_new_request(copy.name, copy.hashes, time.monotonic(), terms=RequestTerms(may_store=False))
             while isinstance(answer := self._half.matched(copy.name, 0, tokens, time.monotonic()), Wait):
                 if time.monotonic() > deadline:
                     break

@@ -21,7 +21,7 @@ from kvservice.connector.options import Offload
 from kvservice.connector.plan import PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.connector.scheduler.ended import EndedRequests
 from kvservice.connector.scheduler.engine_cache import EngineCache, held_by_engine, table_from_cache
-from kvservice.connector.scheduler.handoff import Prefill, WriterHandoffs
+from kvservice.connector.scheduler.handoff import WriterHandoffs
 from kvservice.connector.scheduler.known_keys import KnownKeys
 from kvservice.connector.scheduler.loads import Loads
 from kvservice.connector.scheduler.loan_book import BlockPins, LoanBook
@@ -31,10 +31,11 @@ from kvservice.connector.scheduler.prefill_speed import PrefillSpeed
 from kvservice.connector.scheduler.recent_suspects import RecentSuspects
 from kvservice.connector.scheduler.request import WAITING, EngineRequest, RequestEvent, RequestState
 from kvservice.connector.scheduler.request_keys import Keyring, MakeKeys
+from kvservice.connector.scheduler.request_terms import NO_TERMS, RequestTerms
 from kvservice.connector.scheduler.store_plan import StorePart
 from kvservice.connector.scheduler.stores import Stores
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
-from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Attachment, Handoff, Hints, MissReason
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff, MissReason
 from kvservice.session.session import AcquireAnswer
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
 
@@ -116,32 +117,23 @@ class SchedulerHalf:
         now: float,
         *,
         tokens: int = 0,
-        may_read: bool = True,
-        may_store: bool = True,
-        prompt_only: bool = False,
-        wants: Prefill | Handoff | None = None,
+        terms: RequestTerms = NO_TERMS,
         salted: bool = False,
-        public_tokens: int = 0,
         adapter: bytes = b"",
         trace: str = "",
-        hints: Hints = NO_HINTS,
     ) -> None:
         """Start to ask for the prefix at once; what the engine has itself becomes known later. Returns at once.
 
         Args:
-            may_store: none of its blocks are stored without it.
-            prompt_only: what is generated for it is not stored.
-            wants: the request is computed for another engine (with an id), or by another one.
             tokens: length of the prompt; needed only with several KV cache groups.
-            public_tokens: leading tokens that other tenants may share, if this tenant may.
             adapter: identity of the adapter.
             trace: W3C traceparent of the span that the request came with.
         """
         if request_id in self._requests:
             return
-        request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens, public_tokens=public_tokens)
-        request.adapter, request.may_read, request.trace = adapter, may_read, trace
-        request.admitted, request.hashes, request.hints = may_store, hashes, hints
+        request = self._requests[request_id] = EngineRequest(request_id, [], tokens=tokens, terms=terms)
+        request.adapter, request.trace, request.hashes = adapter, trace, hashes
+        request.admitted, wants = terms.may_store, terms.wants
         request.window_keys = [[] for _ in self._grouping.window_groups]
         if isinstance(wants, Handoff):
             request.reads = wants
@@ -149,7 +141,7 @@ class SchedulerHalf:
             request.writes = self._handoffs.open(wants.handoff_id, self.counters)
         request.offload = self._offload if request.writes is None else Offload.EAGER
         self._extend_keys(request, hashes, self._session.attachment)
-        request.prompt_blocks, request.salted, request.prompt_only = len(request.keys), salted, prompt_only
+        request.prompt_blocks, request.salted = len(request.keys), salted
         self._begin(request, now)
 
     def _begin(self, request: EngineRequest, now: float) -> None:
@@ -159,7 +151,7 @@ class SchedulerHalf:
 
     def _ask(self, request: EngineRequest, now: float) -> bool:
         """Post an acquire for the whole chain. False if there is nothing to ask, no pool, or it may not read."""
-        if not request.may_read:
+        if not request.terms.may_load:
             return False
         keys = request.keys[:KEYS_PER_REQUEST_MAX]
         if self._grouping.window_groups:
@@ -178,7 +170,7 @@ class SchedulerHalf:
             timeout = self._handoff_timeout
             self.counters["handoffs_read"] += 1
         asks = (tuple(keys), skip, timeout, per_block, handoff, request.request_id, request.trace)
-        wanted = AcquireRequest(*asks, hints=request.hints)
+        wanted = AcquireRequest(*asks, hints=request.terms.hints)
         asked = self._session.acquire(request.request_id, wanted)
         if asked is None:
             self.counters["asked_without_pool"] += 1
@@ -401,7 +393,7 @@ class SchedulerHalf:
             self._stores.expect(request, -request.expected)
         has_prompt = bool(request.keys)
         new = self._keyring.extend(request, hashes, attachment)
-        if request.prompt_only and has_prompt:
+        if request.terms.prompt_only and has_prompt:
             new = 0
         if new and self._may_write and request.admitted and request.offload is not Offload.EVICTING:
             self._stores.expect(request, new)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvservice.connector.options import Offload
+from kvservice.connector.scheduler.request_terms import NO_TERMS, RequestTerms
 from kvservice.core.block.keys import term_key
-from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Attachment, Handoff, Hints, RequestReport
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff, RequestReport
 from kvservice.core.transitions import step
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
 
@@ -95,7 +96,7 @@ class EngineRequest:
     salted: bool = False
     gave_up: bool = False  # the request did not wait for the pool's answer
     stored: int = 0  # blocks [0, stored) are in the pool, on their way to it, or given up
-    public_tokens: int = 0  # leading tokens of its prompt that tenants may share, as the request says
+    terms: RequestTerms = NO_TERMS
     naming: Naming = field(default_factory=Naming)  # the naming that its keys were made with
     trace: str = ""  # W3C traceparent that it came with, then that of its acquire
     adapter: bytes = b""  # identity of its adapter (vllm.lora); empty means computed without one
@@ -103,19 +104,16 @@ class EngineRequest:
     kept_out: int = 0  # leading blocks that are never stored: public ones of a tenant that may only read them
     expected: int = 0  # slots announced to the session and not taken yet
     offload: Offload = Offload.EAGER  # when its blocks are stored: at once if another engine waits for them
-    prompt_only: bool = False  # blocks behind its prompt are not stored
     computed_blocks: int = 0  # full blocks at the end of the last step that computed it
     named: int = 0  # leading blocks whose names are kept for the time when they are near eviction
     hashes: Sequence[BlockHash] = ()  # the engine's, of its full blocks; it grows in the engine's hands
     skip: int = 0  # leading blocks that the engine had when the pool was asked; the answer begins behind them
     asked_again: bool = False  # because the engine had lost some of them
     fetched_blocks: int = 0
-    may_read: bool = True  # False: the engine's role or the request itself never allows it
     scheduled: bool = False  # the engine has given it blocks; if it is asked about again, it was preempted
     load_failed: bool = False  # nothing is promised to it again, because it could fail for ever
     reads: Handoff | None = None  # another engine computes its prompt
     waits_for_writer: bool = False
-    hints: Hints = NO_HINTS
     writes: HandoffId | None = None  # it is computed for another engine
 
     @property
@@ -136,7 +134,7 @@ class EngineRequest:
 
     def storable(self, blocks: int) -> int:
         """How many of its first `blocks` may be stored."""
-        return min(blocks, self.prompt_blocks) if self.prompt_only else blocks
+        return min(blocks, self.prompt_blocks) if self.terms.prompt_only else blocks
 
     @property
     def is_behind(self) -> bool:

@@ -60,7 +60,7 @@ class Keyring:
         naming, begin, end = self._naming, len(request.keys), len(hashes) // self._stride
         if end <= begin:
             return 0
-        public = request.public_tokens // self._block_tokens if naming.public_key else 0
+        public = request.terms.public_tokens // self._block_tokens if naming.public_key else 0
         middle = min(max(public, begin), end)
         new = self._names(hashes, begin, middle, _of(request, naming.public_key)) if middle > begin else []
         new += self._names(hashes, middle, end, _of(request, naming.tenant_key))
@@ -79,7 +79,7 @@ class Keyring:
     def tails(self, request: EngineRequest, position: int, names: Sequence[BlockHash]) -> list[BlockKey]:
         """The keys of partial tails at this position, of the same tenants as a whole block there would be."""
         naming = request.naming
-        is_public = naming.public_key and position < request.public_tokens // self._block_tokens
+        is_public = naming.public_key and position < request.terms.public_tokens // self._block_tokens
         return self._make_keys(names, _of(request, naming.public_key if is_public else naming.tenant_key))
 
     def naming_of(self, attachment: Attachment) -> Naming:

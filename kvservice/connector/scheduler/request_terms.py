@@ -29,12 +29,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    wants: Prefill | Handoff | None
-    public_tokens: int
-    may_load: bool
-    may_store: bool
-    prompt_only: bool
+    wants: Prefill | Handoff | None = None  # it is computed for another engine (with an id), or by another one
+    public_tokens: int = 0  # leading tokens that other tenants may share, if this tenant may
+    may_load: bool = True
+    may_store: bool = True  # none of its blocks are stored without it
+    prompt_only: bool = False  # what is generated for it is not stored
     hints: Hints = NO_HINTS
+
+
+NO_TERMS = RequestTerms()  # of a request that says nothing
 
 
 def terms_of(

@@ -115,7 +115,7 @@ def _give(part: StorePart, slots: Sequence[list[BlockRef]], planned: PlannedStor
             break
         keys = request.window_keys[group - 1] if group else request.keys
         ref = slots[group].pop()
-        planned.items.append(_seal_item(ref, keys, group, position, request.hints))
+        planned.items.append(_seal_item(ref, keys, group, position, request.terms.hints))
         planned.entries += entries_of(places, ref, keys[position])
         part.found += 1
         if not group:

@@ -64,7 +64,7 @@ class TailedScheduler(SchedulerHalf):
         if self._may_write and request.admitted:
             self._stores.expect(request, 1)
         attachment = self._session.attachment
-        is_short = request.may_read and not request.keys and request.state is RequestState.RUNNING
+        is_short = request.terms.may_load and not request.keys and request.state is RequestState.RUNNING
         if is_short and attachment is not None:
             request.attachment, request.result, request.deadline = attachment.attachment_id, NOTHING, now
             self._extend(request)
@@ -201,7 +201,7 @@ class TailedScheduler(SchedulerHalf):
         """Queue the copy of the block with the token before `end`, under the name of the tail that ends there. With
         `prompt_only` there is none: the block may hold tokens of the answer as well."""
         position, rest = divmod(end, self._block_tokens)
-        is_named = request.kept_out <= position <= len(request.keys) and not request.prompt_only
+        is_named = request.kept_out <= position <= len(request.keys) and not request.terms.prompt_only
         places = self._grouping.stored(block_ids, 0, position) if is_named and position < len(block_ids) else None
         # The newest token may not be known to the engine yet: then one less is named.
         for length in tail_lengths(rest, self._block_tokens)[:2] if places else ():
@@ -221,7 +221,7 @@ class TailedScheduler(SchedulerHalf):
         planned = PlannedStore(
             entries=[entry._replace(tokens=length) for entry in entries_of(places or (), slots[0], key)]
         )
-        planned.items.append(SealItem(slots[0], key, parent, position, route_of_head(head), request.hints))
+        planned.items.append(SealItem(slots[0], key, parent, position, route_of_head(head), request.terms.hints))
         spans = [tracing.begin("store", request.trace, blocks=1)]
         store = self._stores.open(attachment.attachment_id, planned, [], request.writes, spans=spans)
         assert store is not None, "a store of one block was refused"

@@ -229,16 +229,15 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 request.request_id,
                 hashes_of(request, self._pages),
                 time.monotonic(),
-                may_read=may_read and terms.may_load and may_share,
-                may_store=terms.may_store and may_share,
-                prompt_only=terms.prompt_only,
                 tokens=request.num_tokens,
-                wants=terms.wants,
+                terms=replace(
+                    terms,
+                    may_load=may_read and terms.may_load and may_share,
+                    may_store=terms.may_store and may_share,
+                ),
                 salted=request.cache_salt is not None,
-                public_tokens=terms.public_tokens,
                 adapter=adapter,
                 trace=tracing.parent_in(request.trace_headers, request.kv_transfer_params),
-                hints=terms.hints,
             )
 
     def _adapter(self, request: Request) -> bytes | None:

@@ -16,6 +16,7 @@ from kvservice.connector.plan import LoadPlan, PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.core.block.keys import block_keys, tenant_key, term_key
 from kvservice.core.block.tails import tail_hash
@@ -267,7 +268,9 @@ class Engine(EngineParts):
         self.waiting.append(request_id)
         tokens = len(hashes) * BLOCK_TOKENS + self._rest(request)
         hints = HINTS[hashes[-1][1] % len(HINTS)]
-        self.half.on_new_request(request_id, hashes, self.clock(), tokens=tokens, wants=wants, hints=hints)
+        self.half.on_new_request(
+            request_id, hashes, self.clock(), tokens=tokens, terms=RequestTerms(wants=wants, hints=hints)
+        )
         if not self._is_stepping:
             self._is_stepping = True
             self.after(0.0, self._step)

@@ -10,6 +10,7 @@ from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.plan import LoadPlan, StepPlan, StepReport
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.units import HandoffId
 from tests.unit.connector.line import BLOCK, Line, hashes
 from tests.unit.connector.scheduler.test_scheduler import half_of, plan_step, run_step
@@ -154,7 +155,7 @@ def test_whole_hit_and_hand_off_are_loaded_as_whole_blocks() -> None:
     scheduler.on_new_request("r", hashes(1, 4), 0.0)
     line.answer(4)
     assert scheduler.matched("r", 0, 4 * BLOCK, 0.1) == Promise(4 * BLOCK)
-    scheduler.on_new_request("w", hashes(2, 4), 0.0, wants=Prefill(HandoffId(bytes(16))))
+    scheduler.on_new_request("w", hashes(2, 4), 0.0, terms=RequestTerms(wants=Prefill(HandoffId(bytes(16)))))
     line.answer(2)
     assert scheduler.matched("w", 0, TOTAL, 0.1) == Promise(2 * BLOCK)
 

@@ -12,6 +12,7 @@ from kvservice.connector.scheduler.known_keys import KnownKeys
 from kvservice.connector.scheduler.near_eviction import NearEviction
 from kvservice.connector.scheduler.recent_suspects import RecentSuspects
 from kvservice.connector.scheduler.request import EngineRequest
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import Generation, SlotIndex
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
@@ -44,7 +45,7 @@ def test_blocks_told_of_beyond_the_bound_are_told_as_removed(monkeypatch: pytest
     scheduler = half_module.SchedulerHalf(
         line, keys_of, pool_info, block_tokens=BLOCK, worker_count=1, fetch_timeout_seconds=2.0, remember_stored=True
     )
-    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     plan = plan_step(scheduler, [("r", chain, len(chain) * BLOCK, lambda: range(9))])
     scheduler.reported(report(plan))
     assert [block.block_hash for block in scheduler.take_stored()] == chain

@@ -11,6 +11,7 @@ from kvservice.connector.scheduler import ended
 from kvservice.connector.scheduler.ended import WAIT_SECONDS_MAX
 from kvservice.connector.scheduler.half import IDLE_SECONDS, SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.units import BlockHash, HandoffId
 from tests.unit.connector.line import BLOCK, EngineBlocks, Line, half_with, hashes, keys_of
 
@@ -24,7 +25,7 @@ def end_request(
 ) -> list[BlockHash]:
     """A request of full blocks, computed in one step, that has ended. The engine keeps its blocks in its cache."""
     chain = hashes(prompt, BLOCKS)
-    half.on_new_request("r", chain, 0.0, may_read=False, wants=wants)
+    half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False, wants=wants))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
     half.finished("r", chain, BLOCKS * BLOCK, ids, store_rest=True)

@@ -12,6 +12,7 @@ from kvservice.connector.scheduler import known_keys
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.units import HandoffId
 from tests.unit.connector.line import BLOCK, WINDOW, EngineBlocks, Line, half_with, hashes, keys_of
 
@@ -32,7 +33,7 @@ def stored(half: SchedulerHalf, plan: StepPlan) -> list[int]:
 def run_to_end(half: SchedulerHalf, engine: EngineBlocks, name: str, prompt: int, blocks: int) -> list[int]:
     """A request of `blocks` full blocks, computed in one step, that ends. Returns its blocks."""
     chain = hashes(prompt, blocks)
-    half.on_new_request(name, chain, 0.0, may_read=False)
+    half.on_new_request(name, chain, 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(chain)
     half.allocated(name, ids, 0)
     stored(half, step(half, (name, chain, blocks * BLOCK, lambda: ids)))
@@ -147,7 +148,7 @@ def test_skipped_block_that_the_pool_lost_is_stored_again(late: bool) -> None:
 def test_lazy_engine_stores_what_a_preempted_request_has_full(offload: Offload) -> None:
     line, engine, chain = Line(), EngineBlocks(32), hashes(1, 3)
     half = half_with(line, engine, offload)
-    half.on_new_request("r", chain, 0.0, may_read=False)
+    half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
     before = stored(half, step(half, ("r", chain, 2 * BLOCK + 3, lambda: ids)))
@@ -162,7 +163,7 @@ def test_lazy_engine_stores_what_a_preempted_request_has_full(offload: Offload) 
 def test_block_that_a_preempted_request_lost_ends_its_store() -> None:
     line, engine, chain = Line(), EngineBlocks(4), hashes(1, 3)
     half = half_with(line, engine, Offload.LAZY)
-    half.on_new_request("r", chain, 0.0, may_read=False)
+    half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
     step(half, ("r", chain, 3 * BLOCK, lambda: ids))
@@ -178,7 +179,7 @@ def test_a_preempted_handoff_copies_what_the_engine_has(offload: Offload) -> Non
     half = half_with(line, engine, offload)
     run_to_end(half, engine, "a", 1, 3)
     stored(half, step(half))
-    half.on_new_request("p", chain, 0.0, may_read=False, wants=Prefill(HandoffId(bytes(16))))
+    half.on_new_request("p", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(HandoffId(bytes(16)))))
     ids = engine.share(chain)
     half.allocated("p", ids, 0)
     line.free = 0  # so it is put off
@@ -195,7 +196,7 @@ def test_a_block_that_only_the_pool_has_is_copied_from_nowhere() -> None:
     half = half_with(line, engine, Offload.LAZY)
     run_to_end(half, engine, "a", 1, 3)
     stored(half, step(half))
-    half.on_new_request("p", chain, 0.0, may_read=False, wants=Prefill(HandoffId(bytes(16))))
+    half.on_new_request("p", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(HandoffId(bytes(16)))))
     ids = engine.share(chain)
     half.allocated("p", ids, 0)
     line.free = 0
@@ -213,10 +214,10 @@ def test_a_key_forgotten_within_the_step_copies_no_other_block(monkeypatch: pyte
     half = half_with(line, engine, Offload.LAZY)
     run_to_end(half, engine, "a", 1, 3)
     stored(half, step(half))
-    half.on_new_request("p", chain, 0.0, may_read=False)
+    half.on_new_request("p", chain, 0.0, terms=RequestTerms(may_load=False))
     ids = engine.share(chain)
     half.allocated("p", ids, 0)
-    half.on_new_request("h", other, 0.0, may_read=False, wants=Prefill(HandoffId(bytes(16))))
+    half.on_new_request("h", other, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(HandoffId(bytes(16)))))
     others, _ = engine.take(other)
     half.allocated("h", others, 0)
     line.free = 0
@@ -230,7 +231,7 @@ def test_a_key_forgotten_within_the_step_copies_no_other_block(monkeypatch: pyte
 def test_preempted_layer_wise_load_is_not_stored() -> None:
     line, engine, chain = Line(), EngineBlocks(32), hashes(1, 3)
     half = half_with(line, engine, Offload.LAZY, LayerwiseScheduler)
-    half.on_new_request("r", chain, 0.0, may_read=False)
+    half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
     step(half, ("r", chain, 3 * BLOCK, lambda: ids))
@@ -279,7 +280,7 @@ def test_stored_block_near_eviction_is_not_copied_again() -> None:
 def test_block_of_a_private_request_is_not_stored_near_eviction() -> None:
     line, engine, chain = Line(), EngineBlocks(4), hashes(1, 4)
     half = half_with(line, engine, Offload.EVICTING)
-    half.on_new_request("r", chain, 0.0, may_store=False)
+    half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_store=False))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
     step(half, ("r", chain, 4 * BLOCK, lambda: ids))
@@ -302,7 +303,7 @@ def test_request_that_ends_while_the_engine_is_full_is_stored() -> None:
 def test_prompt_that_is_handed_off_does_not_wait_for_eviction() -> None:
     line, engine, chain = Line(), EngineBlocks(32), hashes(1, 3)
     half = half_with(line, engine, Offload.EVICTING)
-    half.on_new_request("r", chain, 0.0, may_read=False, wants=Prefill(HandoffId(bytes(16))))
+    half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(HandoffId(bytes(16)))))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
     assert stored(half, step(half, ("r", chain, 3 * BLOCK, lambda: ids))) == ids
@@ -313,7 +314,7 @@ def test_prompt_that_is_handed_off_does_not_wait_for_eviction() -> None:
 def test_reset_forgets_what_was_near_eviction() -> None:
     line, engine = Line(), EngineBlocks(4)
     half = half_with(line, engine, Offload.EVICTING)
-    half.on_new_request("r", hashes(1, 4), 0.0, may_read=False)
+    half.on_new_request("r", hashes(1, 4), 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(hashes(1, 4))
     half.allocated("r", ids, 0)
     step(half, ("r", hashes(1, 4), 4 * BLOCK, lambda: ids))

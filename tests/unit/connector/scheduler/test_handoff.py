@@ -14,6 +14,7 @@ from kvservice.connector.scheduler.half import IDLE_SECONDS, IDLE_SECONDS_MAX
 from kvservice.connector.scheduler.handoff import Prefill, decode_params, parse_transfer_params
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request import RequestState
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.core.messages import Handoff
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey, HandoffId, NodeId
@@ -86,7 +87,7 @@ def test_nothing_but_a_refusal_comes_of_nonsense(params: Any) -> None:
 def test_prefill_is_closed_when_its_last_copy_is_sealed() -> None:
     line, chain = Line(), hashes(1, 3)
     scheduler = half(line, workers=2)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False, wants=Prefill(ID))
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(ID)))
     assert ID in line.handoffs
     scheduler.matched("r", 0, 3 * BLOCK, 0.0)
     scheduler.allocated("r", [1, 2, 3, 4], 0)
@@ -103,7 +104,7 @@ def test_prefill_is_closed_when_its_last_copy_is_sealed() -> None:
 def test_prefill_that_is_aborted_closes_its_handoff() -> None:
     line, chain = Line(), hashes(1, 3)
     scheduler = half(line)
-    scheduler.on_new_request("r", chain, 0.0, wants=Prefill(ID))
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(wants=Prefill(ID)))
     scheduler.finished("r", chain, 0, [], store_rest=False)
     assert line.closed == [ID]
 
@@ -111,7 +112,7 @@ def test_prefill_that_is_aborted_closes_its_handoff() -> None:
 def test_prefill_whose_copy_fails_closes_its_handoff() -> None:
     line, chain = Line(), hashes(1, 1)
     scheduler = half(line)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False, wants=Prefill(ID))
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(ID)))
     scheduler.matched("r", 0, BLOCK, 0.0)
     scheduler.allocated("r", [1, 2], 0)
     plan = run_step(scheduler, "r", chain, BLOCK)
@@ -126,7 +127,7 @@ def test_prompts_with_one_handoff_close_it_once_with_the_last() -> None:
     scheduler = half(line)
     plans = []
     for name, chain in chains.items():  # the second one comes while a copy of the first is under way
-        scheduler.on_new_request(name, chain, 0.0, may_read=False, wants=Prefill(ID))
+        scheduler.on_new_request(name, chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(ID)))
         scheduler.matched(name, 0, BLOCK, 0.0)
         scheduler.allocated(name, [1, 2], 0)
         plans.append(run_step(scheduler, name, chain, BLOCK))
@@ -145,7 +146,7 @@ def test_prefill_is_not_over_while_another_copies_its_blocks() -> None:
     scheduler = half(line)
     other = HandoffId(bytes(16))
     for name, handoff in (("r", ID), ("s", other)):
-        scheduler.on_new_request(name, chain, 0.0, wants=Prefill(handoff))
+        scheduler.on_new_request(name, chain, 0.0, terms=RequestTerms(wants=Prefill(handoff)))
         line.answer(0)
         scheduler.matched(name, 0, 3 * BLOCK, 0.0)
         scheduler.allocated(name, [1, 2, 3, 4], 0)
@@ -163,7 +164,7 @@ def test_prefill_is_stored_while_it_is_computed(offload: Offload) -> None:
     """Its reader waits for it. All at once at its end, it would find no more slots than are in stock."""
     line, chain = Line(), hashes(1, 3)
     scheduler = half(line, offload=offload)
-    scheduler.on_new_request("r", chain, 0.0, wants=Prefill(ID))
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(wants=Prefill(ID)))
     assert line.expected == 3
     line.answer(0)
     scheduler.matched("r", 0, 3 * BLOCK, 0.0)
@@ -176,7 +177,7 @@ def test_prefill_without_a_pool_is_an_ordinary_request() -> None:
     line, chain = Line(), hashes(1, 1)
     line.lose()
     scheduler = half(line)
-    scheduler.on_new_request("r", chain, 0.0, wants=Prefill(ID))
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(wants=Prefill(ID)))
     assert scheduler.finished("r", chain, 0, [], store_rest=False) is None
     assert scheduler.counters["handoff_without_pool"] == 1
 
@@ -186,7 +187,7 @@ def test_prefill_stores_again_what_may_have_been_evicted() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line)
     for name, wants in (("a", None), ("b", None), ("c", Prefill(ID))):
-        scheduler.on_new_request(name, chain, 0.0, may_read=False, wants=wants)
+        scheduler.on_new_request(name, chain, 0.0, terms=RequestTerms(may_load=False, wants=wants))
         scheduler.matched(name, 0, 2 * BLOCK, 0.0)
         scheduler.allocated(name, [1, 2, 3], 0)
         scheduler.reported(report(run_step(scheduler, name, chain, 2 * BLOCK)))
@@ -196,7 +197,7 @@ def test_prefill_stores_again_what_may_have_been_evicted() -> None:
 def test_decode_waits_longer_for_its_handoff_than_for_a_fetch() -> None:
     line = Line()
     scheduler = half(line)
-    scheduler.on_new_request("r", hashes(1, 4), 0.0, wants=HERE)
+    scheduler.on_new_request("r", hashes(1, 4), 0.0, terms=RequestTerms(wants=HERE))
     (_, _, wanted) = line.asked[0]
     assert wanted.handoff == HERE and wanted.timeout_seconds == 60.0
     assert scheduler.matched("r", 0, 70, 59.0) == Wait()
@@ -210,7 +211,7 @@ def test_decode_waits_longer_for_its_handoff_than_for_a_fetch() -> None:
 def test_preempted_decode_does_not_wait_for_prefill_again() -> None:
     line, chain = Line(), hashes(1, 4)
     scheduler = half(line)
-    scheduler.on_new_request("r", chain, 0.0, wants=HERE)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(wants=HERE))
     line.answer(4)
     scheduler.matched("r", 0, 70, 0.0)
     scheduler.allocated("r", [1, 2, 3, 4, 5], 4 * BLOCK)
@@ -224,8 +225,8 @@ def test_preempted_decode_does_not_wait_for_prefill_again() -> None:
 def test_whole_blocks_of_a_finished_prefill_are_lent() -> None:
     line, chain = Line(), hashes(1, 3)
     scheduler = half(line, loan_seconds=5.0)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False, wants=Prefill(ID))
-    scheduler.on_new_request("ordinary", hashes(2, 3), 0.0, may_read=False)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(ID)))
+    scheduler.on_new_request("ordinary", hashes(2, 3), 0.0, terms=RequestTerms(may_load=False))
     for name in ("r", "ordinary"):
         scheduler.matched(name, 0, 3 * BLOCK, 0.0)
         scheduler.allocated(name, [1, 2, 3, 4], 0)
@@ -245,7 +246,7 @@ def test_whole_blocks_of_a_finished_prefill_are_lent() -> None:
 def test_prefill_that_is_aborted_lends_nothing() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line, loan_seconds=5.0)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False, wants=Prefill(ID))
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(ID)))
     scheduler.matched("r", 0, 2 * BLOCK, 0.0)
     scheduler.allocated("r", [1, 2, 3], 0)
     scheduler.reported(report(run_step(scheduler, "r", chain, 2 * BLOCK)))
@@ -259,7 +260,7 @@ def test_prefill_that_is_aborted_lends_nothing() -> None:
 def test_only_a_handoff_is_borrowed(loan_seconds: float, wants: Handoff | None, borrows: bool) -> None:
     line = Line()
     scheduler = half(line, loan_seconds=loan_seconds)
-    scheduler.on_new_request("r", hashes(1, 2), 0.0, wants=wants)
+    scheduler.on_new_request("r", hashes(1, 2), 0.0, terms=RequestTerms(wants=wants))
     line.answer(2)
     assert scheduler.matched("r", 0, 3 * BLOCK, 0.1) == Promise(2 * BLOCK)
     scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)

@@ -7,6 +7,7 @@ import pytest
 from kvservice.connector.scheduler.handoff import Prefill, parse_public_tokens, parse_transfer_params
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.request_keys import Keyring
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.core.block.keys import block_keys, term_key, version_term
 from kvservice.core.block.window_groups import group_key
 from kvservice.core.messages import Attachment
@@ -33,7 +34,7 @@ def names(found: list[BlockHash], key: bytes) -> list[bytes]:
 
 
 def test_without_tenants_the_names_are_those_of_ever() -> None:
-    request = EngineRequest("r", [], public_tokens=2 * BLOCK)
+    request = EngineRequest("r", [], terms=RequestTerms(public_tokens=2 * BLOCK))
     assert keyring().extend(request, HASHES, attachment(b"")) == 6
     assert request.keys == names(HASHES, b"")
 
@@ -41,20 +42,20 @@ def test_without_tenants_the_names_are_those_of_ever() -> None:
 def test_only_whole_leading_blocks_are_public() -> None:
     """They are so only for tenants that may share."""
     mine = names(HASHES, b"mine")
-    request = EngineRequest("r", [], [[]], public_tokens=2 * BLOCK + 1)
+    request = EngineRequest("r", [], [[]], terms=RequestTerms(public_tokens=2 * BLOCK + 1))
     rings = keyring()
     assert rings.extend(request, HASHES[:1], attachment(public=b"all", publishes=True)) == 1
     assert rings.extend(request, HASHES, attachment(public=b"all", publishes=True)) == 5
     assert request.keys == [*names(HASHES[:2], b"all"), *mine[2:]]
     assert request.window_keys == [[group_key(key, 1) for key in request.keys]]
     assert request.stored == 0
-    refused = EngineRequest("s", [], public_tokens=2 * BLOCK)
+    refused = EngineRequest("s", [], terms=RequestTerms(public_tokens=2 * BLOCK))
     keyring().extend(refused, HASHES, attachment())
     assert refused.keys == mine
 
 
 def test_public_blocks_that_may_only_be_read_are_never_stored() -> None:
-    request = EngineRequest("r", [], public_tokens=2 * BLOCK)
+    request = EngineRequest("r", [], terms=RequestTerms(public_tokens=2 * BLOCK))
     assert keyring().extend(request, HASHES, attachment(public=b"all")) == 4
     assert (request.stored, request.kept_out) == (2, 2)
 
@@ -87,7 +88,7 @@ def test_a_term_of_the_weights_changes_every_name() -> None:
     """It also changes those of requests that are there already."""
     rings = keyring()
     here = attachment(public=b"all", publishes=True)
-    request = EngineRequest("r", [], public_tokens=2 * BLOCK)
+    request = EngineRequest("r", [], terms=RequestTerms(public_tokens=2 * BLOCK))
     rings.extend(request, HASHES, here)
     before, request.stored = list(request.keys), 6
     rings.begin_term(b"one")
@@ -97,7 +98,7 @@ def test_a_term_of_the_weights_changes_every_name() -> None:
     assert not set(request.keys) & set(before)
     assert request.stored == 0
     assert request.keys == [*names(HASHES[:2], term_key(b"all", b"one")), *names(HASHES[2:], term_key(b"mine", b"one"))]
-    fresh = EngineRequest("s", [], public_tokens=2 * BLOCK)
+    fresh = EngineRequest("s", [], terms=RequestTerms(public_tokens=2 * BLOCK))
     Keyring(lambda found, key: block_keys(DIGEST, found, key), BLOCK, b"one").extend(fresh, HASHES, here)
     assert fresh.keys == request.keys, "an engine of this term from its start shares them"
 

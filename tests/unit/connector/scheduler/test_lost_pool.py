@@ -6,6 +6,7 @@ import pytest
 
 from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from tests.unit.connector.line import BLOCK, EngineBlocks, Line, hashes, keys_of, pool_info
 
 CHAIN = hashes(1, 6)
@@ -20,7 +21,7 @@ class Bench:
             self.line, keys_of, pool_info, block_tokens=BLOCK, worker_count=1, fetch_timeout_seconds=2.0
         )
         self.half.pin_with(self.engine)
-        self.half.on_new_request("r", CHAIN, 0.0, may_read=False)
+        self.half.on_new_request("r", CHAIN, 0.0, terms=RequestTerms(may_load=False))
         self.ids, _ = self.engine.take(CHAIN)
         self.half.allocated("r", self.ids, 0)
 

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvservice.connector.options import Offload
 from kvservice.connector.plan import StepPlan, StepReport, StorePlan
 from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.core.messages import SealItem
 from kvservice.units import BlockHash, BlockKey
 from tests.unit.connector.line import BLOCK, EngineBlocks, Line, hashes, keys_of, pool_info
@@ -95,7 +96,7 @@ class NearEviction(RuleBasedStateMachine):
         self.names += 1
         name, run = f"r{self.names}", Running(chain, private, own)
         self.running[name] = run
-        self.half.on_new_request(name, chain[:blocks], 0.0, may_read=False, may_store=not private)
+        self.half.on_new_request(name, chain[:blocks], 0.0, terms=RequestTerms(may_load=False, may_store=not private))
         self.half.allocated(name, own, 0)
         if private:
             self.may_go |= set(chain)  # a private request may be the only one that computed a block

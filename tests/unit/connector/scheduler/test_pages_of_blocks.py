@@ -10,6 +10,7 @@ from kvservice.connector.cache_groups import PagesOfBlocks
 from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 
 PAGES = 2  # of an engine's block
@@ -73,7 +74,7 @@ def test_each_page_is_stored_once_it_is_full() -> None:
     pages are copied."""
     line, chain = Line(), hashes(1, 5)
     half = half_of(line)
-    half.on_new_request("r", chain, 0.0, may_read=False)
+    half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids = [70, 71, 72]
     half.allocated("r", ids, 0)
     copied = []

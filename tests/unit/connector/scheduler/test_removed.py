@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
 from tests.unit.connector.scheduler.test_scheduler import report, run_step
 
@@ -20,7 +21,7 @@ def half_that_tells(line: Line) -> SchedulerHalf:
         fetch_timeout_seconds=2.0,
         remember_stored=True,
     )
-    half.on_new_request("r", CHAIN, 0.0, may_read=False)
+    half.on_new_request("r", CHAIN, 0.0, terms=RequestTerms(may_load=False))
     half.reported(report(run_step(half, "r", CHAIN, 3 * BLOCK)))
     assert [block.block_hash for block in half.take_stored()] == CHAIN
     assert half.take_removed() == []

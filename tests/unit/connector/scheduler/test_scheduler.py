@@ -13,6 +13,7 @@ from kvservice.connector.scheduler.half import IDLE_SECONDS, IDLE_SECONDS_MAX, S
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.recent_suspects import PAUSE_SECONDS, RecentSuspects
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.connector.scheduler.stores import REPORT_SECONDS_MAX
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockHash, Generation, HandoffId, SlotIndex
@@ -214,7 +215,7 @@ def test_every_block_that_a_step_fills_is_stored_once() -> None:
 def test_block_is_sealed_when_the_last_worker_has_copied() -> None:
     line, chain = Line(), hashes(1, 1)
     scheduler = half(line, workers=2)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     plan = run_step(scheduler, "r", chain, BLOCK)
     scheduler.reported(report(plan))
     assert not line.sealed
@@ -225,7 +226,7 @@ def test_block_is_sealed_when_the_last_worker_has_copied() -> None:
 def test_block_that_one_worker_failed_to_copy_is_not_sealed() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line, workers=2)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     plan = run_step(scheduler, "r", chain, 2 * BLOCK)
     scheduler.reported(report(plan).merge(report(plan, failed=1)))
     assert not line.sealed
@@ -238,7 +239,7 @@ def test_request_with_a_known_prefix_stores_only_the_rest() -> None:
     scheduler = half(line)
     one, two = hashes(1, 3, shared=2), hashes(2, 3, shared=2)
     for name, chain in (("a", one), ("b", two)):
-        scheduler.on_new_request(name, chain, 0.0, may_read=False)
+        scheduler.on_new_request(name, chain, 0.0, terms=RequestTerms(may_load=False))
     run_step(scheduler, "a", one, 3 * BLOCK)
     plan = run_step(scheduler, "b", two, 3 * BLOCK)
     assert [entry.block_id for store in plan.stores for entry in store.entries] == [102]
@@ -247,7 +248,7 @@ def test_request_with_a_known_prefix_stores_only_the_rest() -> None:
 def test_block_that_the_pool_has_evicted_is_stored_again() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line)
-    scheduler.on_new_request("a", chain, 0.0, may_read=False)
+    scheduler.on_new_request("a", chain, 0.0, terms=RequestTerms(may_load=False))
     scheduler.reported(report(run_step(scheduler, "a", chain, 2 * BLOCK)))
     scheduler.finished("a", chain, 2 * BLOCK, [100, 101], store_rest=True)
     scheduler.on_new_request("b", chain, 1.0)
@@ -263,7 +264,7 @@ def test_step_that_fills_no_block_does_not_read_the_table() -> None:
 
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     run_step(scheduler, "r", chain, 2 * BLOCK)
     assert not plan_step(scheduler, [("r", chain, 2 * BLOCK + 7, table)]).stores
 
@@ -271,7 +272,7 @@ def test_step_that_fills_no_block_does_not_read_the_table() -> None:
 def test_block_stored_while_asked_for_is_not_stored_twice() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line)
-    scheduler.on_new_request("a", chain, 0.0, may_read=False)
+    scheduler.on_new_request("a", chain, 0.0, terms=RequestTerms(may_load=False))
     scheduler.on_new_request("b", chain, 0.0)
     scheduler.reported(report(run_step(scheduler, "a", chain, 2 * BLOCK)))
     line.answer(0)  # true when it was asked
@@ -304,7 +305,7 @@ def test_engine_that_only_consumes_reserves_nothing() -> None:
 def test_store_that_finds_no_slot_is_put_off_not_waited_for() -> None:
     line, chain = Line(slots=1), hashes(1, 2)
     scheduler = half(line)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     first = run_step(scheduler, "r", chain, 2 * BLOCK)
     assert sum(len(store.entries) for store in first.stores) == 1
     scheduler.reported(report(first))
@@ -315,7 +316,7 @@ def test_store_that_finds_no_slot_is_put_off_not_waited_for() -> None:
 def test_lazy_offload_stores_at_the_end_and_pins_until_then() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line, offload=Offload.LAZY)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     assert not run_step(scheduler, "r", chain, 2 * BLOCK).stores
     scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=True)
     assert scheduler.has_pending_work(0.0)
@@ -370,7 +371,7 @@ def test_promise_that_a_lost_pool_made_does_not_count_as_stored() -> None:
 def test_aborted_request_stores_nothing_more() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line, offload=Offload.LAZY)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     scheduler.finished("r", chain, 2 * BLOCK, [100, 101], store_rest=False)
     assert not plan_step(scheduler).stores
 
@@ -421,7 +422,7 @@ def test_preempted_request_gets_its_blocks_back_from_the_pool() -> None:
 def test_reattaching_waits_for_copies_into_the_old_slots() -> None:
     line, chain = Line(), hashes(1, 1)
     scheduler = half(line)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     plan = run_step(scheduler, "r", chain, BLOCK)
     assert not scheduler.may_reattach()
     scheduler.reported(report(plan))
@@ -448,7 +449,7 @@ def test_prompt_that_is_not_admitted_is_not_stored() -> None:
 def test_who_may_not_read_asks_nothing_after_a_preemption() -> None:
     line, chain = Line(), hashes(1, 4)
     scheduler = half(line)
-    scheduler.on_new_request("r", chain, 0.0, may_read=False)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     assert scheduler.matched("r", 0, 4 * BLOCK, 0.0) == Promise(0)
     scheduler.allocated("r", [1, 2, 3, 4], 0)
     run_step(scheduler, "r", chain, 4 * BLOCK)
@@ -477,9 +478,9 @@ def test_a_reset_closes_hand_offs_and_withdraws_loans() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line, loan_seconds=5.0)
     running, ended = (HandoffId(bytes([number]) * 16) for number in (1, 2))
-    scheduler.on_new_request("ended", chain, 0.0, may_read=False, wants=Prefill(ended))
+    scheduler.on_new_request("ended", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(ended)))
     scheduler.allocated("ended", [100, 101, 102], 0)
-    scheduler.on_new_request("running", hashes(2, 2), 0.0, may_read=False, wants=Prefill(running))
+    scheduler.on_new_request("running", hashes(2, 2), 0.0, terms=RequestTerms(may_load=False, wants=Prefill(running)))
     scheduler.finished("ended", chain, 2 * BLOCK, [100, 101, 102], store_rest=True)
     scheduler.reset(b"other weights")
     assert sorted(line.closed) == [running, ended]
@@ -499,7 +500,7 @@ def test_a_reset_closes_hand_offs_and_withdraws_loans() -> None:
 def test_request_that_must_not_be_stored_leaves_nothing() -> None:
     line, chain = Line(), hashes(1, 2)
     scheduler = half(line)
-    scheduler.on_new_request("r", chain, 0.0, may_store=False)
+    scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_store=False))
     line.answer(0)
     scheduler.matched("r", 0, 33, 0.1)
     scheduler.allocated("r", [100, 101, 102], 0)
@@ -513,7 +514,7 @@ def test_request_that_must_not_be_stored_leaves_nothing() -> None:
 def test_prompts_only_does_not_store_what_is_generated(offload: Offload) -> None:
     line, chain = Line(), hashes(1, 5)
     scheduler = half(line, offload=offload)
-    scheduler.on_new_request("r", chain[:2], 0.0, may_read=False, prompt_only=True)
+    scheduler.on_new_request("r", chain[:2], 0.0, terms=RequestTerms(may_load=False, prompt_only=True))
     plans = [run_step(scheduler, "r", chain[: tokens // BLOCK], tokens) for tokens in range(30, 5 * BLOCK, 10)]
     scheduler.finished("r", chain, 5 * BLOCK, list(range(100, 105)), store_rest=True)
     plans.append(plan_step(scheduler))
@@ -527,7 +528,7 @@ def test_what_a_step_fills_is_one_store_and_one_seal() -> None:
     scheduler = half(line)
     chains = {name: hashes(number, 2, shared=1) for number, name in enumerate("abc", 1)}
     for name, chain in chains.items():
-        scheduler.on_new_request(name, chain, 0.0, may_read=False)
+        scheduler.on_new_request(name, chain, 0.0, terms=RequestTerms(may_load=False))
         scheduler.allocated(name, [], 0)
     take, seal = line.take_slots, line.seal
     line.take_slots = lambda *asked: calls.append(("take", asked[1])) or take(*asked)  # type: ignore[func-returns-value,method-assign]
@@ -546,7 +547,7 @@ def test_behind_the_first_that_finds_no_slot_all_wait() -> None:
     scheduler = half(line)
     chains = {name: hashes(number, 2, shared=1) for number, name in enumerate("ab", 1)}
     for name, chain in chains.items():
-        scheduler.on_new_request(name, chain, 0.0, may_read=False)
+        scheduler.on_new_request(name, chain, 0.0, terms=RequestTerms(may_load=False))
         scheduler.allocated(name, [], 0)
     scheduled = [(name, chain, 2 * BLOCK, lambda: range(9)) for name, chain in chains.items()]
     plan = StepPlan()
@@ -564,8 +565,10 @@ def test_behind_the_first_that_finds_no_slot_all_wait() -> None:
 def test_a_hand_off_is_a_store_of_its_own() -> None:
     line = Line()
     scheduler = half(line)
-    scheduler.on_new_request("a", hashes(1, 1), 0.0, may_read=False)
-    scheduler.on_new_request("w", hashes(2, 1), 0.0, may_read=False, wants=Prefill(HandoffId(b"h" * 16)))
+    scheduler.on_new_request("a", hashes(1, 1), 0.0, terms=RequestTerms(may_load=False))
+    scheduler.on_new_request(
+        "w", hashes(2, 1), 0.0, terms=RequestTerms(may_load=False, wants=Prefill(HandoffId(b"h" * 16)))
+    )
     for name in "aw":
         scheduler.allocated(name, [], 0)
     scheduled = [(name, hashes(number, 1), BLOCK, lambda: range(9)) for number, name in enumerate("aw", 1)]

@@ -20,6 +20,7 @@ from kvservice.connector.plan import LendPlan, LoadPlan, StepPlan, StepReport, S
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.core.messages import Handoff
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId, NodeId
@@ -123,7 +124,9 @@ class Engine(RuleBasedStateMachine):
         handoff = HandoffId(self.names.to_bytes(16, "big"))
         wants = {"": None, "prefill": Prefill(handoff), "decode": Handoff(handoff, NodeId("n"))}[role]
         tokens = self.requests[name].tokens
-        self.half.on_new_request(name, chain, self.now, tokens=tokens, may_read=may_read, wants=wants)
+        self.half.on_new_request(
+            name, chain, self.now, tokens=tokens, terms=RequestTerms(may_load=may_read, wants=wants)
+        )
 
     @rule(prompt=st.integers(1, 4), blocks=st.integers(1, 4))
     def prefill_in_one_go(self, prompt: int, blocks: int) -> None:

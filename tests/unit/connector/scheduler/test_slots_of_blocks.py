@@ -11,6 +11,7 @@ from kvservice.connector.layerwise.scheduler import LayerwiseScheduler
 from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, StoredBlock, Wait
+from kvservice.connector.scheduler.request_terms import RequestTerms
 from tests.unit.connector.line import BLOCK, EngineBlocks, Line, hashes, keys_of, pool_info
 
 PARTS = pytest.mark.parametrize("parts", [1, 4, 16])
@@ -73,7 +74,7 @@ def test_a_prompt_shorter_than_one_slot_is_no_hit() -> None:
 def test_whole_slots_are_stored_and_what_is_left_is_not(parts: int) -> None:
     line, chain = Line(), hashes(1, 2 * parts + parts - 1)
     half = half_with(line, parts)
-    half.on_new_request("r", chain, 0.0, may_read=False)
+    half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids = list(range(100, 100 + len(chain)))
     half.allocated("r", ids, 0)
     copied = stored(half, step(half, ("r", chain, len(chain) * BLOCK, lambda: ids)))
@@ -97,7 +98,7 @@ def test_whole_slots_are_stored_and_what_is_left_is_not(parts: int) -> None:
 def test_a_slot_filled_over_several_steps_is_stored_once(parts: int) -> None:
     line, chain = Line(), hashes(1, 2 * parts)
     half = half_with(line, parts)
-    half.on_new_request("r", chain, 0.0, may_read=False)
+    half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids = list(range(100, 100 + len(chain)))
     half.allocated("r", ids, 0)
     copied = []
@@ -160,7 +161,7 @@ def test_an_engine_that_takes_a_part_of_a_block_is_refused() -> None:
 def test_a_preempted_request_stores_its_whole_slots() -> None:
     line, engine, chain = Line(slots=0), EngineBlocks(32), hashes(1, 10)
     half = half_with(line, 4, engine=engine)
-    half.on_new_request("r", chain, 0.0, may_read=False)
+    half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
     step(half, ("r", chain, 10 * BLOCK, lambda: ids))  # no slot is free
