@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import count, takewhile
+from typing import Any, TypeVar
 
 from kvservice.connector.options import Offload
-from kvservice.connector.plan import PoolInfo
+from kvservice.connector.plan import PoolInfo, StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.core.block.window_groups import group_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, MissReason, RequestReport, SealItem
@@ -26,6 +28,8 @@ from kvservice.units import (
     NodeId,
     SlotIndex,
 )
+
+Half = TypeVar("Half", bound=SchedulerHalf)
 
 BLOCK = 16
 WINDOW = 4  # blocks that the engine takes next and that are looked at
@@ -280,20 +284,38 @@ class Line:
         self.attachment = attachment(number, boot)
 
 
+def half_of(kind: type[Half], line: Line, **options: Any) -> Half:
+    """A scheduler half that asks this line, and pins there. `options` are its own."""
+    usual = {"block_tokens": BLOCK, "worker_count": 1, "fetch_timeout_seconds": 2.0, "evicting_blocks": WINDOW}
+    made = kind(line, keys_of, pool_info, **{**usual, **options})
+    made.pin_with(line.pins)
+    return made
+
+
+half = partial(half_of, SchedulerHalf)
+
+
 def half_with(
     line: Line, engine: EngineBlocks, offload: Offload = Offload.EAGER, kind: type[SchedulerHalf] = SchedulerHalf
 ) -> SchedulerHalf:
     """A scheduler half that looks into the engine's own cache."""
-    half = kind(
-        line,
-        keys_of,
-        pool_info,
-        block_tokens=BLOCK,
-        worker_count=1,
-        offload=offload,
-        fetch_timeout_seconds=2.0,
-        evicting_blocks=WINDOW,
-    )
-    half.pin_with(engine)
-    half.read_cache(engine)
-    return half
+    made = half_of(kind, line, offload=offload)
+    made.pin_with(engine)
+    made.read_cache(engine)
+    return made
+
+
+def run_step(scheduler: SchedulerHalf, request: str, chain: Sequence[BlockHash], computed: int) -> StepPlan:
+    return plan_step(scheduler, [(request, chain, computed, lambda: range(100, 100 + len(chain) + 1))])
+
+
+def plan_step(scheduler: SchedulerHalf, scheduled: Sequence[Any] = (), preempted: Sequence[str] = ()) -> StepPlan:
+    plan = StepPlan()
+    scheduler.begin_step(plan, 0.0)
+    scheduler.plan_stores(plan, scheduled, preempted)
+    return plan
+
+
+def report(plan: StepPlan, **outcome: int) -> StepReport:
+    name = "failed" if outcome.get("failed") else "stored"
+    return StepReport(**{name: {store.store_id: 1 for store in plan.stores}})  # type: ignore[arg-type]

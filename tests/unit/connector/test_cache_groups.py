@@ -6,7 +6,6 @@ import pytest
 
 from kvservice.connector.cache_groups import EngineGroup, OneGroup, SeveralGroups, Table, is_whole, load_entries
 from kvservice.connector.plan import StepPlan, StepReport
-from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.store_plan import StorePart, plan_store
@@ -17,7 +16,7 @@ from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import Generation, LeaseId
-from tests.unit.connector.line import BLOCK, Line, Pins, chains, hashes, keys_of, pool_info, refs
+from tests.unit.connector.line import BLOCK, Line, chains, half, hashes, refs
 
 LAYOUT = SlotLayout(1, 1, 512, BLOCK)
 WINDOWED = WindowGroup(LAYOUT, Window(sliding_tokens=2 * BLOCK + 1))  # two blocks
@@ -126,17 +125,8 @@ def test_position_without_all_its_slots_is_put_off_whole() -> None:
 class Bench:
     def __init__(self) -> None:
         self.line = Line()
-        self.pins = Pins()
-        self.half = SchedulerHalf(
-            self.line,
-            keys_of,
-            pool_info,
-            block_tokens=BLOCK,
-            worker_count=1,
-            fetch_timeout_seconds=1.0,
-            grouping=GROUPS,
-        )
-        self.half.pin_with(self.pins)
+        self.pins = self.line.pins
+        self.half = half(self.line, fetch_timeout_seconds=1.0, grouping=GROUPS)
 
 
 def test_whole_prompt_is_not_asked_for() -> None:

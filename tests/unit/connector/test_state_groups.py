@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvservice.connector.cache_groups import NULL_BLOCK, EngineGroup, SeveralGroups, load_entries, state_positions
 from kvservice.connector.plan import StepPlan, StepReport, StorePlan
-from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.store_plan import StorePart, plan_store
@@ -16,7 +15,7 @@ from kvservice.core.block.window_groups import WINDOW_BIT, Window, WindowGroup
 from kvservice.core.messages import AcquireResult, MissReason
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.units import LeaseId
-from tests.unit.connector.line import BLOCK, Line, Pins, chains, hashes, keys_of, pool_info, refs
+from tests.unit.connector.line import BLOCK, Line, chains, half, hashes, refs
 
 STATE = WindowGroup(SlotLayout(2, 1, 512, BLOCK), Window(is_state=True))
 # Two groups of states around a full one, as vLLM makes them.
@@ -109,17 +108,9 @@ class Engine:
     """A scheduler half, and an engine that computes a request in steps and forgets each state one step later."""
 
     def __init__(self) -> None:
-        self.line, self.pins = Line(), Pins()
-        self.half = SchedulerHalf(
-            self.line,
-            keys_of,
-            pool_info,
-            block_tokens=BLOCK,
-            worker_count=1,
-            fetch_timeout_seconds=1.0,
-            grouping=GROUPS,
-        )
-        self.half.pin_with(self.pins)
+        self.line = Line()
+        self.pins = self.line.pins
+        self.half = half(self.line, fetch_timeout_seconds=1.0, grouping=GROUPS)
         self.now = 0.0
 
     def arrive(self, blocks: int, hit: int = 0) -> None:

@@ -12,8 +12,7 @@ from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.units import HandoffId
-from tests.unit.connector.line import BLOCK, Line, hashes
-from tests.unit.connector.scheduler.test_scheduler import half_of, plan_step, run_step
+from tests.unit.connector.line import BLOCK, Line, half_of, hashes, plan_step, run_step
 
 TOTAL = 4 * BLOCK + 3
 IDS = [11, 12, 13, 14, 15]
@@ -58,12 +57,12 @@ def test_load_that_is_not_confirmed_with_its_step_is_taken_back(report: StepRepo
 
 def test_every_rank_has_to_confirm() -> None:
     line = Line()
-    scheduler = half(line, workers=2)
+    scheduler = half(line, worker_count=2)
     loading(line, scheduler)
     scheduler.end_layered(StepReport(layered={"r": 1}).merge(StepReport(layered_failed={"r": 1})))
     assert line.pins.forgotten
     line = Line()
-    scheduler = half(line, workers=2)
+    scheduler = half(line, worker_count=2)
     loading(line, scheduler)
     scheduler.end_layered(StepReport(layered={"r": 1}).merge(StepReport(layered={"r": 1})))
     assert not line.pins.forgotten

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvservice.connector.scheduler import half as half_module
 from kvservice.connector.scheduler import known_keys, near_eviction, recent_suspects, stores
 from kvservice.connector.scheduler.known_keys import KnownKeys
 from kvservice.connector.scheduler.near_eviction import NearEviction
@@ -15,8 +14,7 @@ from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import Generation, SlotIndex
-from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
-from tests.unit.connector.scheduler.test_scheduler import plan_step, report
+from tests.unit.connector.line import BLOCK, Line, half, hashes, keys_of, plan_step, report
 
 MOST = 4
 
@@ -42,9 +40,7 @@ def test_names_near_eviction_forget_what_was_noted_first(monkeypatch: pytest.Mon
 def test_blocks_told_of_beyond_the_bound_are_told_as_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "KNOWN_KEYS_MAX", MOST)
     line, chain = Line(), hashes(1, MOST + 2)
-    scheduler = half_module.SchedulerHalf(
-        line, keys_of, pool_info, block_tokens=BLOCK, worker_count=1, fetch_timeout_seconds=2.0, remember_stored=True
-    )
+    scheduler = half(line, remember_stored=True)
     scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     plan = plan_step(scheduler, [("r", chain, len(chain) * BLOCK, lambda: range(9))])
     scheduler.reported(report(plan))

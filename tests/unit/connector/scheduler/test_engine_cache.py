@@ -14,14 +14,7 @@ from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.units import HandoffId
-from tests.unit.connector.line import BLOCK, WINDOW, EngineBlocks, Line, half_with, hashes, keys_of
-
-
-def step(half: SchedulerHalf, *scheduled: tuple, preempted: tuple[str, ...] = ()) -> StepPlan:  # type: ignore[type-arg]
-    plan = StepPlan()
-    half.begin_step(plan, 0.0)
-    half.plan_stores(plan, scheduled, preempted)
-    return plan
+from tests.unit.connector.line import BLOCK, WINDOW, EngineBlocks, Line, half_with, hashes, keys_of, plan_step
 
 
 def stored(half: SchedulerHalf, plan: StepPlan) -> list[int]:
@@ -36,7 +29,7 @@ def run_to_end(half: SchedulerHalf, engine: EngineBlocks, name: str, prompt: int
     half.on_new_request(name, chain, 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(chain)
     half.allocated(name, ids, 0)
-    stored(half, step(half, (name, chain, blocks * BLOCK, lambda: ids)))
+    stored(half, plan_step(half, [(name, chain, blocks * BLOCK, lambda: ids)]))
     half.finished(name, chain, blocks * BLOCK, ids, store_rest=True)
     engine.give_up(ids)
     return ids
@@ -63,7 +56,7 @@ def test_promise_behind_the_engines_hit_fills_the_right_blocks() -> None:
     line.answer(2)
     assert half.matched("r", 6 * BLOCK, 9 * BLOCK + 1, 0.1) == Promise(2 * BLOCK)
     half.allocated("r", list(range(100, 110)), 2 * BLOCK)
-    (load,) = step(half).loads
+    (load,) = plan_step(half).loads
     assert [(entry.block_id, entry.key) for entry in load.entries] == [
         (106, keys_of(chain)[6]),
         (107, keys_of(chain)[7]),
@@ -137,7 +130,7 @@ def test_skipped_block_that_the_pool_lost_is_stored_again(late: bool) -> None:
     half.allocated("b", ids, 0)
     if late:
         line.answer(0, skipped_held=1)
-    plan = step(half, ("b", chain, 3 * BLOCK, lambda: ids))
+    plan = plan_step(half, [("b", chain, 3 * BLOCK, lambda: ids)])
     assert stored(half, plan) == ids[1:]
 
 
@@ -151,11 +144,11 @@ def test_lazy_engine_stores_what_a_preempted_request_has_full(offload: Offload) 
     half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
-    before = stored(half, step(half, ("r", chain, 2 * BLOCK + 3, lambda: ids)))
+    before = stored(half, plan_step(half, [("r", chain, 2 * BLOCK + 3, lambda: ids)]))
     engine.give_up(ids)  # preempted: what the third block holds was not computed
-    plan = step(half, preempted=("r",))
+    plan = plan_step(half, preempted=("r",))
     assert before + stored(half, plan) == ids[:2]
-    assert not step(half, preempted=("r",)).stores, "it is stored once"
+    assert not plan_step(half, preempted=("r",)).stores, "it is stored once"
     assert half.counters["store_blocks_preempted"] == (2 if offload is Offload.LAZY else 0)
     half.check_invariants()
 
@@ -166,10 +159,10 @@ def test_block_that_a_preempted_request_lost_ends_its_store() -> None:
     half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
-    step(half, ("r", chain, 3 * BLOCK, lambda: ids))
+    plan_step(half, [("r", chain, 3 * BLOCK, lambda: ids)])
     engine.give_up(ids)
     engine.take(hashes(2, 2))  # another request takes the fourth block and the last one of this request
-    assert stored(half, step(half, preempted=("r",))) == ids[:2]
+    assert stored(half, plan_step(half, preempted=("r",))) == ids[:2]
 
 
 @pytest.mark.parametrize("offload", [Offload.EAGER, Offload.LAZY])
@@ -178,15 +171,15 @@ def test_a_preempted_handoff_copies_what_the_engine_has(offload: Offload) -> Non
     line, engine, chain = Line(), EngineBlocks(32), hashes(1, 3)
     half = half_with(line, engine, offload)
     run_to_end(half, engine, "a", 1, 3)
-    stored(half, step(half))
+    stored(half, plan_step(half))
     half.on_new_request("p", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(HandoffId(bytes(16)))))
     ids = engine.share(chain)
     half.allocated("p", ids, 0)
     line.free = 0  # so it is put off
-    stored(half, step(half, ("p", chain, 3 * BLOCK, lambda: ids)))
+    stored(half, plan_step(half, [("p", chain, 3 * BLOCK, lambda: ids)]))
     line.free = 64
     engine.give_up(ids)
-    assert stored(half, step(half, preempted=("p",))) == ids
+    assert stored(half, plan_step(half, preempted=("p",))) == ids
     half.check_invariants()
 
 
@@ -195,16 +188,16 @@ def test_a_block_that_only_the_pool_has_is_copied_from_nowhere() -> None:
     line, engine, chain = Line(), EngineBlocks(32), hashes(1, 3)
     half = half_with(line, engine, Offload.LAZY)
     run_to_end(half, engine, "a", 1, 3)
-    stored(half, step(half))
+    stored(half, plan_step(half))
     half.on_new_request("p", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(HandoffId(bytes(16)))))
     ids = engine.share(chain)
     half.allocated("p", ids, 0)
     line.free = 0
-    step(half, ("p", chain, 3 * BLOCK, lambda: ids))
+    plan_step(half, [("p", chain, 3 * BLOCK, lambda: ids)])
     line.free = 64
     engine.give_up(ids)
     del engine.held[ids[1]]
-    assert stored(half, step(half, preempted=("p",))) == [ids[0], ids[2]]
+    assert stored(half, plan_step(half, preempted=("p",))) == [ids[0], ids[2]]
 
 
 def test_a_key_forgotten_within_the_step_copies_no_other_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +206,7 @@ def test_a_key_forgotten_within_the_step_copies_no_other_block(monkeypatch: pyte
     line, engine, chain, other = Line(), EngineBlocks(64), hashes(1, 3), hashes(2, 3)
     half = half_with(line, engine, Offload.LAZY)
     run_to_end(half, engine, "a", 1, 3)
-    stored(half, step(half))
+    stored(half, plan_step(half))
     half.on_new_request("p", chain, 0.0, terms=RequestTerms(may_load=False))
     ids = engine.share(chain)
     half.allocated("p", ids, 0)
@@ -221,11 +214,11 @@ def test_a_key_forgotten_within_the_step_copies_no_other_block(monkeypatch: pyte
     others, _ = engine.take(other)
     half.allocated("h", others, 0)
     line.free = 0
-    step(half, ("p", chain, 3 * BLOCK, lambda: ids), ("h", other, 3 * BLOCK, lambda: others))
+    plan_step(half, [("p", chain, 3 * BLOCK, lambda: ids), ("h", other, 3 * BLOCK, lambda: others)])
     line.free = 64
     engine.give_up(ids)
     engine.give_up(others)
-    assert stored(half, step(half, preempted=("p", "h"))) == [*others, *ids[:2]]
+    assert stored(half, plan_step(half, preempted=("p", "h"))) == [*others, *ids[:2]]
 
 
 def test_preempted_layer_wise_load_is_not_stored() -> None:
@@ -234,9 +227,9 @@ def test_preempted_layer_wise_load_is_not_stored() -> None:
     half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
-    step(half, ("r", chain, 3 * BLOCK, lambda: ids))
+    plan_step(half, [("r", chain, 3 * BLOCK, lambda: ids)])
     engine.give_up(ids)
-    assert not step(half, preempted=("r",)).stores
+    assert not plan_step(half, preempted=("r",)).stores
 
 
 # -- near eviction ----
@@ -246,7 +239,7 @@ def test_nothing_is_stored_that_is_not_near_eviction() -> None:
     line, engine = Line(), EngineBlocks(32)
     half = half_with(line, engine, Offload.EVICTING)
     run_to_end(half, engine, "r", 1, 3)
-    assert not step(half).stores
+    assert not plan_step(half).stores
     assert not line.sealed
     assert not half.has_pending_work(0.0)
 
@@ -257,14 +250,14 @@ def test_blocks_that_the_engine_takes_next_are_stored_first() -> None:
     ids = run_to_end(half, engine, "r", 1, 6)
     engine.take(hashes(2, 2))
     assert engine.queue == [9, 10, *reversed(ids)]
-    plan = step(half)
+    plan = plan_step(half)
     assert [entry.block_id for entry in plan.stores[0].entries] == ids[:1:-1], "the two before them are empty"
     assert engine.queue == [9, 10, *ids[1::-1]], "a block under copy is not taken"
     stored(half, plan)
     assert engine.queue == [*ids[:1:-1], 9, 10, *ids[1::-1]], "they still go first"
     assert {item.key for item in line.sealed} == set(keys_of(chain)[2:])
     assert [item.parent for item in line.sealed] == list(reversed(keys_of(chain)[1:5]))
-    assert not step(half).stores, "the four that go next are harmless"
+    assert not plan_step(half).stores, "the four that go next are harmless"
     assert not engine.pinned
 
 
@@ -273,8 +266,8 @@ def test_stored_block_near_eviction_is_not_copied_again() -> None:
     half = half_with(line, engine, Offload.EVICTING)
     run_to_end(half, engine, "r", 1, 8)
     engine.take(hashes(2, 4))
-    assert len(stored(half, step(half))) == WINDOW
-    assert not step(half).stores
+    assert len(stored(half, plan_step(half))) == WINDOW
+    assert not plan_step(half).stores
 
 
 def test_block_of_a_private_request_is_not_stored_near_eviction() -> None:
@@ -283,10 +276,10 @@ def test_block_of_a_private_request_is_not_stored_near_eviction() -> None:
     half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_store=False))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
-    step(half, ("r", chain, 4 * BLOCK, lambda: ids))
+    plan_step(half, [("r", chain, 4 * BLOCK, lambda: ids)])
     half.finished("r", chain, 4 * BLOCK, ids, store_rest=True)
     engine.give_up(ids)
-    assert not step(half).stores
+    assert not plan_step(half).stores
 
 
 def test_request_that_ends_while_the_engine_is_full_is_stored() -> None:
@@ -296,7 +289,7 @@ def test_request_that_ends_while_the_engine_is_full_is_stored() -> None:
     run_to_end(half, engine, "r", 1, 3)
     assert set(engine.pinned) == {1, 2, 3}
     engine.queue = [block_id for block_id in engine.queue if block_id not in (1, 2, 3)]
-    assert sorted(stored(half, step(half))) == [1, 2, 3]
+    assert sorted(stored(half, plan_step(half))) == [1, 2, 3]
     assert {item.key for item in line.sealed} == set(keys_of(chain))
 
 
@@ -306,7 +299,7 @@ def test_prompt_that_is_handed_off_does_not_wait_for_eviction() -> None:
     half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(HandoffId(bytes(16)))))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
-    assert stored(half, step(half, ("r", chain, 3 * BLOCK, lambda: ids))) == ids
+    assert stored(half, plan_step(half, [("r", chain, 3 * BLOCK, lambda: ids)])) == ids
     half.finished("r", chain, 3 * BLOCK, ids, store_rest=True)
     assert line.closed
 
@@ -317,8 +310,8 @@ def test_reset_forgets_what_was_near_eviction() -> None:
     half.on_new_request("r", hashes(1, 4), 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(hashes(1, 4))
     half.allocated("r", ids, 0)
-    step(half, ("r", hashes(1, 4), 4 * BLOCK, lambda: ids))
+    plan_step(half, [("r", hashes(1, 4), 4 * BLOCK, lambda: ids)])
     half.finished("r", hashes(1, 4), 4 * BLOCK, ids, store_rest=False)
     engine.give_up(ids)
     half.reset(b"another term")
-    assert not step(half).stores
+    assert not plan_step(half).stores

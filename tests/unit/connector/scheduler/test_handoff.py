@@ -18,8 +18,7 @@ from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.core.messages import Handoff
 from kvservice.errors import InvalidRequest
 from kvservice.units import BlockKey, HandoffId, NodeId
-from tests.unit.connector.line import BLOCK, Line, hashes
-from tests.unit.connector.scheduler.test_scheduler import half, plan_step, report, run_step
+from tests.unit.connector.line import BLOCK, Line, half, hashes, plan_step, report, run_step
 
 ID = HandoffId(bytes(range(16)))
 HERE = Handoff(ID, NodeId("n"))
@@ -86,7 +85,7 @@ def test_nothing_but_a_refusal_comes_of_nonsense(params: Any) -> None:
 
 def test_prefill_is_closed_when_its_last_copy_is_sealed() -> None:
     line, chain = Line(), hashes(1, 3)
-    scheduler = half(line, workers=2)
+    scheduler = half(line, worker_count=2)
     scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False, wants=Prefill(ID)))
     assert ID in line.handoffs
     scheduler.matched("r", 0, 3 * BLOCK, 0.0)

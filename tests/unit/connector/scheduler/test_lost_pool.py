@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvservice.connector.plan import StepPlan, StepReport
-from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.request_terms import RequestTerms
-from tests.unit.connector.line import BLOCK, EngineBlocks, Line, hashes, keys_of, pool_info
+from tests.unit.connector.line import BLOCK, EngineBlocks, Line, half, hashes
 
 CHAIN = hashes(1, 6)
 
@@ -17,9 +16,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.line, self.engine = Line(slots=100), EngineBlocks(64)
-        self.half = SchedulerHalf(
-            self.line, keys_of, pool_info, block_tokens=BLOCK, worker_count=1, fetch_timeout_seconds=2.0
-        )
+        self.half = half(self.line)
         self.half.pin_with(self.engine)
         self.half.on_new_request("r", CHAIN, 0.0, terms=RequestTerms(may_load=False))
         self.ids, _ = self.engine.take(CHAIN)

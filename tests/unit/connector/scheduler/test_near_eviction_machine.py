@@ -14,13 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvservice.connector.options import Offload
 from kvservice.connector.plan import StepPlan, StepReport, StorePlan
-from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.core.messages import SealItem
 from kvservice.units import BlockHash, BlockKey
-from tests.unit.connector.line import BLOCK, EngineBlocks, Line, hashes, keys_of, pool_info
+from tests.unit.connector.line import BLOCK, WINDOW, EngineBlocks, Line, half_with, hashes
 
-WINDOW = 4
 BLOCKS = 14
 RARELY = st.sampled_from([False] * 7 + [True])
 
@@ -37,18 +35,7 @@ class NearEviction(RuleBasedStateMachine):
         super().__init__()
         self.line = Line(slots=1000)
         self.engine = EngineBlocks(BLOCKS)
-        self.half = SchedulerHalf(
-            self.line,
-            keys_of,
-            pool_info,
-            block_tokens=BLOCK,
-            worker_count=1,
-            offload=Offload.EVICTING,
-            fetch_timeout_seconds=2.0,
-            evicting_blocks=WINDOW,
-        )
-        self.half.pin_with(self.engine)
-        self.half.read_cache(self.engine)
+        self.half = half_with(self.line, self.engine, Offload.EVICTING)
         self.running: dict[str, Running] = {}
         self.open: list[StorePlan] = []
         self.may_go: set[BlockHash] = set()  # of private requests, or lost with a preemption or a failed store

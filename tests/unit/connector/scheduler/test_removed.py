@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.request_terms import RequestTerms
-from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
-from tests.unit.connector.scheduler.test_scheduler import report, run_step
+from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info, report, run_step
 
 CHAIN = hashes(1, 3)
 

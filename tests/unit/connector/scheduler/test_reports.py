@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvservice.core.messages import RequestReport
-from tests.unit.connector.line import BLOCK, Line, hashes
-from tests.unit.connector.scheduler.test_scheduler import half, plan_step
+from tests.unit.connector.line import BLOCK, Line, half, hashes, plan_step
 
 
 def test_own_hit_loads_and_the_rest_add_up_to_the_prompt() -> None:

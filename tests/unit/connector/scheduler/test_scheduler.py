@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
 
 import pytest
 
@@ -17,42 +16,7 @@ from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.connector.scheduler.stores import REPORT_SECONDS_MAX
 from kvservice.core.segment.refs import BlockRef
 from kvservice.units import BlockHash, Generation, HandoffId, SlotIndex
-from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
-
-Half = TypeVar("Half", bound=SchedulerHalf)
-
-
-def half(line: Line, *, workers: int = 1, offload: Offload = Offload.EAGER, loan_seconds: float = 0.0) -> SchedulerHalf:
-    return half_of(SchedulerHalf, line, workers=workers, offload=offload, loan_seconds=loan_seconds)
-
-
-def half_of(
-    kind: type[Half], line: Line, *, workers: int = 1, offload: Offload = Offload.EAGER, loan_seconds: float = 0.0
-) -> Half:
-    made = kind(
-        line,
-        keys_of,
-        pool_info,
-        block_tokens=BLOCK,
-        worker_count=workers,
-        offload=offload,
-        evicting_blocks=4,
-        fetch_timeout_seconds=2.0,
-        loan_seconds=loan_seconds,
-    )
-    made.pin_with(line.pins)
-    return made
-
-
-def run_step(scheduler: SchedulerHalf, request: str, chain: Sequence[BlockHash], computed: int) -> StepPlan:
-    return plan_step(scheduler, [(request, chain, computed, lambda: range(100, 100 + len(chain) + 1))])
-
-
-def plan_step(scheduler: SchedulerHalf, scheduled: Sequence[Any] = ()) -> StepPlan:
-    plan = StepPlan()
-    scheduler.begin_step(plan, 0.0)
-    scheduler.plan_stores(plan, scheduled)
-    return plan
+from tests.unit.connector.line import BLOCK, Line, half, hashes, keys_of, plan_step, report, run_step
 
 
 def loading(line: Line, chain: Sequence[BlockHash]) -> SchedulerHalf:
@@ -64,11 +28,6 @@ def loading(line: Line, chain: Sequence[BlockHash]) -> SchedulerHalf:
     scheduler.allocated("r", [1, 2, 3], 2 * BLOCK)
     plan_step(scheduler)
     return scheduler
-
-
-def report(plan: StepPlan, **outcome: int) -> StepReport:
-    name = "failed" if outcome.get("failed") else "stored"
-    return StepReport(**{name: {store.store_id: 1 for store in plan.stores}})  # type: ignore[arg-type]
 
 
 def test_asks_at_arrival_and_waits_without_blocking() -> None:
@@ -214,7 +173,7 @@ def test_every_block_that_a_step_fills_is_stored_once() -> None:
 
 def test_block_is_sealed_when_the_last_worker_has_copied() -> None:
     line, chain = Line(), hashes(1, 1)
-    scheduler = half(line, workers=2)
+    scheduler = half(line, worker_count=2)
     scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     plan = run_step(scheduler, "r", chain, BLOCK)
     scheduler.reported(report(plan))
@@ -225,7 +184,7 @@ def test_block_is_sealed_when_the_last_worker_has_copied() -> None:
 
 def test_block_that_one_worker_failed_to_copy_is_not_sealed() -> None:
     line, chain = Line(), hashes(1, 2)
-    scheduler = half(line, workers=2)
+    scheduler = half(line, worker_count=2)
     scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     plan = run_step(scheduler, "r", chain, 2 * BLOCK)
     scheduler.reported(report(plan).merge(report(plan, failed=1)))
@@ -283,15 +242,7 @@ def test_block_stored_while_asked_for_is_not_stored_twice() -> None:
 
 def test_engine_that_only_consumes_reserves_nothing() -> None:
     line, chain = Line(), hashes(1, 2)
-    scheduler = SchedulerHalf(
-        line,
-        keys_of,
-        pool_info,
-        block_tokens=BLOCK,
-        worker_count=1,
-        fetch_timeout_seconds=2.0,
-        may_write=False,
-    )
+    scheduler = half(line, may_write=False)
     scheduler.on_new_request("r", chain, 0.0)
     line.answer(0)
     scheduler.matched("r", 0, 40, 0.1)
@@ -327,7 +278,7 @@ def test_lazy_offload_stores_at_the_end_and_pins_until_then() -> None:
 
 def test_block_under_copy_stays_pinned_when_its_request_is_gone() -> None:
     line, chain = Line(), hashes(1, 2)
-    scheduler = half(line, workers=2)
+    scheduler = half(line, worker_count=2)
     scheduler.on_new_request("r", chain, 0.0)
     line.answer(0)
     scheduler.matched("r", 0, 33, 0.1)

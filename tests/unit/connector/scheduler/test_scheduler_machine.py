@@ -24,7 +24,7 @@ from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.core.messages import Handoff
 from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId, NodeId
-from tests.unit.connector.line import BLOCK, Line, hashes, keys_of, pool_info
+from tests.unit.connector.line import BLOCK, Line, half_of, hashes
 
 WORKERS = 2
 LOAN_SECONDS = 3.0
@@ -79,17 +79,8 @@ class Engine(RuleBasedStateMachine):
     half_type: type[SchedulerHalf] = SchedulerHalf
 
     def make(self, lazy: bool) -> SchedulerHalf:
-        half = self.half_type(
-            self.line,
-            keys_of,
-            pool_info,
-            block_tokens=BLOCK,
-            worker_count=WORKERS,
-            offload=Offload.LAZY if lazy else Offload.EAGER,
-            fetch_timeout_seconds=2.0,
-            loan_seconds=LOAN_SECONDS,
-        )
-        half.pin_with(self.line.pins)
+        offload = Offload.LAZY if lazy else Offload.EAGER
+        half = half_of(self.half_type, self.line, worker_count=WORKERS, offload=offload, loan_seconds=LOAN_SECONDS)
         half.read_cache(self.own)
         return half
 

@@ -12,7 +12,7 @@ from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import Promise, StoredBlock, Wait
 from kvservice.connector.scheduler.request_terms import RequestTerms
-from tests.unit.connector.line import BLOCK, EngineBlocks, Line, hashes, keys_of, pool_info
+from tests.unit.connector.line import BLOCK, EngineBlocks, Line, half_of, hashes, keys_of, plan_step
 
 PARTS = pytest.mark.parametrize("parts", [1, 4, 16])
 
@@ -20,27 +20,11 @@ PARTS = pytest.mark.parametrize("parts", [1, 4, 16])
 def half_with(
     line: Line, parts: int, kind: type[SchedulerHalf] = SchedulerHalf, engine: EngineBlocks | None = None
 ) -> SchedulerHalf:
-    half = kind(
-        line,
-        keys_of,
-        pool_info,
-        block_tokens=parts * BLOCK,
-        worker_count=1,
-        fetch_timeout_seconds=2.0,
-        remember_stored=True,
-        grouping=OneGroup(parts),
-    )
-    half.pin_with(engine or line.pins)
+    half = half_of(kind, line, block_tokens=parts * BLOCK, remember_stored=True, grouping=OneGroup(parts))
     if engine is not None:
+        half.pin_with(engine)
         half.read_cache(engine)
     return half
-
-
-def step(half: SchedulerHalf, *scheduled: tuple, preempted: tuple[str, ...] = ()) -> StepPlan:  # type: ignore[type-arg]
-    plan = StepPlan()
-    half.begin_step(plan, 0.0)
-    half.plan_stores(plan, scheduled, preempted)
-    return plan
 
 
 def stored(half: SchedulerHalf, plan: StepPlan) -> list[tuple[int, int, int]]:
@@ -67,7 +51,7 @@ def test_a_prompt_shorter_than_one_slot_is_no_hit() -> None:
     assert half.matched("r", 0, 15 * BLOCK + 3, 0.1) == Promise(0)
     ids = list(range(100, 116))
     half.allocated("r", ids, 0)
-    assert not step(half, ("r", hashes(1, 15), 15 * BLOCK + 3, lambda: ids)).stores
+    assert not plan_step(half, [("r", hashes(1, 15), 15 * BLOCK + 3, lambda: ids)]).stores
 
 
 @PARTS
@@ -77,7 +61,7 @@ def test_whole_slots_are_stored_and_what_is_left_is_not(parts: int) -> None:
     half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids = list(range(100, 100 + len(chain)))
     half.allocated("r", ids, 0)
-    copied = stored(half, step(half, ("r", chain, len(chain) * BLOCK, lambda: ids)))
+    copied = stored(half, plan_step(half, [("r", chain, len(chain) * BLOCK, lambda: ids)]))
     first, second = copied[0][1], copied[parts][1]
     assert copied == [
         *((100 + part, first, part) for part in range(parts)),
@@ -103,7 +87,7 @@ def test_a_slot_filled_over_several_steps_is_stored_once(parts: int) -> None:
     half.allocated("r", ids, 0)
     copied = []
     for blocks in range(1, len(chain) + 1):
-        plan = step(half, ("r", chain[:blocks], blocks * BLOCK, lambda: ids))
+        plan = plan_step(half, [("r", chain[:blocks], blocks * BLOCK, lambda: ids)])
         assert bool(plan.stores) == (blocks % parts == 0)
         copied += [block for block, _, _ in stored(half, plan)]
     assert copied == ids
@@ -120,12 +104,12 @@ def test_a_load_leaves_the_engines_own_part_of_a_slot_alone(own: int) -> None:
     assert half.matched("r", own * BLOCK, total, 0.1) == Promise((8 - own) * BLOCK)
     ids = list(range(100, 113))
     half.allocated("r", ids, (8 - own) * BLOCK)
-    (load,) = step(half).loads
+    (load,) = plan_step(half).loads
     assert [(e.block_id, e.part) for e in load.entries] == [(ids[i], i % 4) for i in range(own, 8)]
     assert {e.key for e in load.entries} == set(keys_of(chain)[3:8:4][own // 4 :])
     half.loaded("r", failed=False)
     assert not line.leases
-    copied = stored(half, step(half, ("r", chain, total, lambda: ids)))
+    copied = stored(half, plan_step(half, [("r", chain, total, lambda: ids)]))
     assert [block for block, _, _ in copied] == ids[8:12], "what the pool has is not stored again"
     half.check_invariants()
 
@@ -141,7 +125,7 @@ def test_a_slot_that_the_engine_has_in_part_is_asked_for() -> None:
     assert half.matched("r", 7 * BLOCK, 12 * BLOCK + 1, 0.1) == Promise(BLOCK)
     ids = list(range(100, 113))
     half.allocated("r", ids, BLOCK)
-    (load,) = step(half).loads
+    (load,) = plan_step(half).loads
     assert [(e.block_id, e.part) for e in load.entries] == [(107, 3)]
 
 
@@ -164,11 +148,11 @@ def test_a_preempted_request_stores_its_whole_slots() -> None:
     half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     ids, _ = engine.take(chain)
     half.allocated("r", ids, 0)
-    step(half, ("r", chain, 10 * BLOCK, lambda: ids))  # no slot is free
+    plan_step(half, [("r", chain, 10 * BLOCK, lambda: ids)])  # no slot is free
     engine.give_up(ids)
     engine.take(hashes(2, 23))  # takes the last block of the request
     line.free = 64
-    copied = stored(half, step(half, preempted=("r",)))
+    copied = stored(half, plan_step(half, preempted=("r",)))
     assert [(block, part) for block, _, part in copied] == [(ids[i], i % 4) for i in range(8)]
     assert half.counters["store_blocks_preempted"] == 8
 
@@ -185,6 +169,6 @@ def test_a_hit_inside_a_slot_that_is_not_confirmed_waits() -> None:
     half.on_new_request("other", hashes(2, 8, shared=2), 0.0)
     line.answer(0)
     assert other(0.2) == Wait()
-    step(half)
+    plan_step(half)
     half.end_layered(StepReport(layered={"r": 1}))  # type: ignore[attr-defined]
     assert other(0.3) == Promise(0)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvservice.observe import tracing
-from tests.unit.connector.line import BLOCK, Line, hashes
-from tests.unit.connector.scheduler.test_scheduler import half, plan_step, report, run_step
+from tests.unit.connector.line import BLOCK, Line, half, hashes, plan_step, report, run_step
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

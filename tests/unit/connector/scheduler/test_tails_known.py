@@ -7,7 +7,7 @@ import hashlib
 from kvservice.connector.plan import StepPlan, StepReport
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.units import BlockHash
-from tests.unit.connector.line import BLOCK, EngineBlocks, Line, hashes, keys_of, pool_info
+from tests.unit.connector.line import BLOCK, EngineBlocks, Line, half_of, hashes
 
 CHAIN = hashes(1, 2)
 PROMPT = 2 * BLOCK + 5
@@ -16,9 +16,7 @@ PROMPT = 2 * BLOCK + 5
 class Bench:
     def __init__(self) -> None:
         self.line, self.engine = Line(), EngineBlocks(32)
-        self.half = TailedScheduler(
-            self.line, keys_of, pool_info, block_tokens=BLOCK, worker_count=1, fetch_timeout_seconds=2.0
-        )
+        self.half = half_of(TailedScheduler, self.line)
         self.half.pin_with(self.engine)
         self.half.name_tails_with(lambda _, begin, end: BlockHash(hashlib.sha256(f"{begin}-{end}".encode()).digest()))
 
