@@ -47,6 +47,7 @@ KEY_KINDS = (
     bytes.fromhex("06072a8648ce3d020106082a8648ce3d030107"),
     bytes.fromhex("06072a8648ce3d020106052b81040022"),
 )
+OUT_OF_DATE = (9, 10)  # OpenSSL's codes of a certificate that is not valid yet, and of one that has expired
 OTHER_PORT = "choose another --port, or --lookup-port of lookup partitions"
 WHAT_TO_DO = "make one with `kvservice certs DIR`, or see docs/howto/certificates.md"
 
@@ -62,6 +63,7 @@ class Pems:
     key: bytes = field(repr=False)
     authority: bytes
     serves: bool = True  # False for a client's certificate
+    valid: tuple[float, float] = (0.0, 0.0)  # from when and until when the certificate is, in seconds since 1970
 
 
 class TlsFiles:
@@ -301,11 +303,11 @@ def _take(directory: Path) -> tuple[TlsStamp, Pems]:
     try:
         stamp = _stamp(directory)
         certificate, key, authority = [_read(directory / n) for n in (CERTIFICATE_NAME, KEY_NAME, AUTHORITY_NAME)]
-        pems = Pems(certificate, key, authority, _try(directory))
+        pems = Pems(certificate, key, authority, *_try(directory))
         if _stamp(directory) != stamp:
             raise ConfigError(f"the files in {directory} changed while they were read: start again", key="tls_dir")
     except ssl.SSLCertVerificationError as error:
-        _unusable(directory, error.verify_message, error)
+        _unusable(directory, error.verify_message + _clock_here(error.verify_code), error)
     except ssl.SSLError as error:
         _unusable(directory, error.reason or str(error), error)
     except OSError as error:
@@ -322,6 +324,15 @@ def _unusable(directory: Path, reason: str, error: Exception) -> NoReturn:
     ) from error
 
 
+def _clock_here(verify_code: int) -> str:
+    """What the clock says, if the certificate is refused for its dates: the clock may be what is wrong."""
+    return f" (the clock of this machine says {utc_time(time.time())})" if verify_code in OUT_OF_DATE else ""
+
+
+def utc_time(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+
+
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
@@ -330,27 +341,29 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"cannot read {path.name} in {path.parent}: {error.strerror}", key="tls_dir") from error
 
 
-def _try(directory: Path) -> bool:
-    """Whether the certificate may serve: True for a node's, False for a client's.
+def _try(directory: Path) -> tuple[bool, tuple[float, float]]:
+    """(whether the certificate may serve: True for a node's, False for a client's; from when and until when it is
+    valid).
 
     Raises ssl.SSLError or OSError when it is neither.
     """
     try:
-        _shake_hands(directory, serves=True)
-        return True
+        _, valid = _shake_hands(directory, serves=True)
+        return True, valid
     except ssl.SSLCertVerificationError:
         with contextlib.suppress(ssl.SSLError):
-            names = _shake_hands(directory, serves=False)
+            names, valid = _shake_hands(directory, serves=False)
             if CLIENT_NAME in names and SERVER_NAME not in names:
-                return False
+                return False, valid
         raise
 
 
-def _shake_hands(directory: Path, *, serves: bool) -> set[str]:
+def _shake_hands(directory: Path, *, serves: bool) -> tuple[set[str], tuple[float, float]]:
     """Make a handshake of the files with themselves, in memory, by the rules of gRPC.
 
-    Returns the DNS names in the certificate that the server sees. The client checks the server's certificate only when
-    `serves` is set. Raises ssl.SSLError, and ConfigError for a key that Python's TLS library takes and gRPC's does not.
+    Returns the DNS names in the certificate that the server sees, and from when and until when it is valid. The client
+    checks the server's certificate only when `serves` is set. Raises ssl.SSLError, and ConfigError for a key that
+    Python's TLS library takes and gRPC's does not.
     """
     inward, outward = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = _context(ssl.PROTOCOL_TLS_SERVER, directory).wrap_bio(inward, outward, server_side=True)
@@ -372,7 +385,8 @@ def _shake_hands(directory: Path, *, serves: bool) -> set[str]:
                     "curve P-256 or P-384",
                     key="tls_dir",
                 )
-            return {str(value) for kind, value in seen.get("subjectAltName", ()) if kind == "DNS"}
+            names = {str(value) for kind, value in seen.get("subjectAltName", ()) if kind == "DNS"}
+            return names, (ssl.cert_time_to_seconds(seen["notBefore"]), ssl.cert_time_to_seconds(seen["notAfter"]))
     raise ssl.SSLError("the handshake does not end")
 
 

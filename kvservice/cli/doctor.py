@@ -44,6 +44,9 @@ SHM_ADVICE = "mount -o remount,size=64G /dev/shm; docker run --shm-size=64g; Kub
 # a golden value: the key of the second block of tokens 0..63 under a fingerprint of zeros
 GOLDEN_KEY = "00fb81bf90953c12faab38c669b3ef8b"
 TLS_ADVICE = "for several machines: `kvservice certs DIR`, KVSERVICE_TLS_DIR=DIR everywhere; docs/howto/certificates.md"
+# A certificate should be renewed with so much left. Issuers of short-lived ones renew them in the last third.
+RENEW_SECONDS, RENEW_SHARE = 14 * 86_400, 1 / 3
+RENEW_ADVICE = "`kvservice certs DIR --renew`, or your issuer, makes another; running processes take it within seconds"
 # How long the clocks are compared. Long enough to see an adjustment, short enough not to be noticed.
 CLOCK_SECONDS = 0.2
 # A difference above it is a clock that somebody moves; reading two clocks differs by microseconds.
@@ -202,6 +205,7 @@ def runtime_directory() -> Iterator[Check]:
 
 
 def tls() -> Iterator[Check]:
+    from kvservice.auth.tls import utc_time
     from kvservice.client.members import tls_beside
     from kvservice.config import tls_of_environment
     from kvservice.discovery import find_shards
@@ -220,8 +224,13 @@ def tls() -> Iterator[Check]:
         else:
             detail = "KVSERVICE_TLS_DIR is not set: a service started here uses Unix sockets and stays on this machine"
             yield Check("tls", ABSENT, detail, TLS_ADVICE)
+        return
+    begins_at, ends_at = files.current()[1].valid
+    detail = f"the certificate in {files.directory} works with its key and CA until {utc_time(ends_at)}"
+    if ends_at - time.time() < min(RENEW_SECONDS, RENEW_SHARE * (ends_at - begins_at)):
+        yield Check("tls", WARNING, f"{detail}; after that nothing new connects", RENEW_ADVICE)
     else:
-        yield Check("tls", OK, f"the certificate in {files.directory} works with its key and CA")
+        yield Check("tls", OK, detail)
 
 
 def shared_memory() -> Iterator[Check]:

@@ -81,6 +81,11 @@ def test_a_certificate_that_cannot_work_is_refused_by_reason(tmp_path: Path) -> 
             TlsFiles(directory)
 
 
+def test_a_refusal_for_dates_says_what_the_clock_says(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has expired \(the clock of this machine says \d{4}-\d\d-\d\d .* UTC\)"):
+        TlsFiles(write(tmp_path / "tls", days=-1))
+
+
 def test_a_key_of_another_certificate_is_refused(files: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "other")
     (files / "tls.key").write_bytes((other / "tls.key").read_bytes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvservice.auth.tls import utc_time
 from kvservice.cli import doctor
 from kvservice.cli.doctor_check import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.cli.output import Format
@@ -21,6 +23,7 @@ from kvservice.errors import ConfigError
 from kvservice.testing.cluster import LocalCluster
 from kvservice.tier.mounts import MountPoint
 from kvservice.units import BootEpoch, GiB, MiB, NodeId
+from tests.integration import certificates
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +165,19 @@ def test_plaintext_is_told_and_warned_of_when_others_reach_it(monkeypatch: pytes
     assert check.status == ABSENT and "stays on this machine" in check.detail and "kvservice certs" in check.advice
     monkeypatch.setenv("KVSERVICE_ALLOW_PLAINTEXT", "1")
     assert one(doctor.tls).status == WARNING
+
+
+@pytest.mark.parametrize(
+    ("days", "status"), [(0.001, WARNING), (13, OK), (365, OK)], ids=["ends soon", "short-lived", "new"]
+)
+def test_a_certificate_that_ends_soon_is_told_with_its_date(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, days: float, status: str
+) -> None:
+    monkeypatch.setenv("KVSERVICE_TLS_DIR", str(certificates.write(tmp_path / "tls", days=days)))
+    until, check = time.time() + days * 86_400, one(doctor.tls)
+    assert check.status == status
+    assert any(utc_time(until + late) in check.detail for late in (0, -60)), "a certificate knows no parts of a second"
+    assert ("certs DIR --renew" in check.advice) == (status == WARNING)
 
 
 def test_a_misspelt_setting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
