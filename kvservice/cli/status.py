@@ -105,6 +105,7 @@ def draw(seen: Overview, wide: bool) -> RenderableType:
 
 
 ADVICE = "`kvservice doctor`, on the machine that it is about, says what to do."
+NOT_DECODED = "Start it with the codec_key_file, tenants_file and codecs that wrote them."
 RESTRICTED = "Refused engines and slow requests belong to tenants. To see them, set KVSERVICE_TOKEN_FILE."
 
 
@@ -198,8 +199,10 @@ def draw_hits(seen: Overview) -> RenderableType:
     return Group(made, Text(f"evicted since start: {', '.join(causes)}")) if causes else made
 
 
-def draw_tiers(seen: Overview, names: Mapping[str, str]) -> Table:
-    """A line for each tier of each node."""
+def draw_tiers(seen: Overview, names: Mapping[str, str]) -> RenderableType:
+    """A line for each tier of each node, and what a wrong key or a missing codec has cost."""
+    from kvservice.client.tier_overview import not_decoded
+
     numbers = ("*blocks", "*used", "*of", "*waiting", "*written", "*read", "*hits", "*dropped", "*failed")
     made = table("node", "tier", "state", *numbers)
     for node in seen.nodes:
@@ -218,7 +221,11 @@ def draw_tiers(seen: Overview, names: Mapping[str, str]) -> Table:
                 f"{tier.dropped_blocks:,}",
                 f"{tier.failed_blocks:,}",
             )
-    return made
+    lost = [(node, tier, text) for node in seen.nodes for tier in node.tiers if (text := not_decoded(tier))]
+    lines = [
+        Text(f"{tier.name} of {names[node.node_id]}: {text}. {NOT_DECODED}", "yellow") for node, tier, text in lost
+    ]
+    return Group(made, *lines)
 
 
 def _drifts(seen: Overview, names: Mapping[str, str]) -> Table:

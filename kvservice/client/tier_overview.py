@@ -11,6 +11,7 @@ OPEN = "open"
 UNUSABLE = "failed"  # the others are opening and closed
 # Counters of blocks that were not written although they should have been, and of writes and reads that went wrong.
 _DROPPED = ("dropped_full", "dropped_evicted", "dropped_no_room")
+_NOT_DECODED = ("codec_key_unknown", "codec_unknown")
 _FAILED = ("write_failed", "read_failed", "read_corrupt")
 
 
@@ -32,6 +33,15 @@ class TierOverview:
     busy: int  # times that it was not asked, because it owed an answer or too much was being read
     dropped_blocks: int  # not written although they should have been
     failed_blocks: int  # that could not be written or read, or came back wrong
+
+
+def not_decoded(tier: TierOverview) -> str:
+    """What to say of blocks whose key or codec the node lacks; empty when there were none."""
+    count = sum(tier.counters.get(name, 0) for name in _NOT_DECODED)
+    if not count:
+        return ""
+    left = "" if tier.shared else ", and have left it"
+    return f"{count:,} blocks that were read from it need a key or a codec that is not here{left}"
 
 
 def tiers_of(reply: shard_pb2.StatsReply, counters: Mapping[str, int]) -> tuple[TierOverview, ...]:

@@ -3,6 +3,7 @@ those that its header names."""
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections import Counter
@@ -16,6 +17,8 @@ from kvservice.core.segment.blockfile import BlockFileHeader, pack_file_header
 from kvservice.core.segment.digest import copy_and_digest, digest_payload
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import CodecError, KeyUnknown
+
+log = logging.getLogger("kvservice.codec")
 
 CODECS_MAX = 8  # that one header may name; more are refused before anything is decoded
 NumbersOf = Callable[[bytes], Numbers | None]  # of the engines whose blocks have this TierBlock.fingerprint
@@ -119,13 +122,11 @@ class Coder:
         """
         try:
             steps = _steps(header.codec)
-            if any(step.name not in self._known for step in steps):
-                self._count(codec_unknown=1)
-                return PullResult.STALE
+            if unknown := [step.name for step in steps if step.name not in self._known]:
+                return self._lacks("codec_unknown", f"the codec {unknown[0]} is not here")
             self._decode(header, steps, data, target)
-        except KeyUnknown:
-            self._count(codec_key_unknown=1)
-            return PullResult.STALE
+        except KeyUnknown as error:
+            return self._lacks("codec_key_unknown", error.message)
         except CodecError:
             self._count(codec_corrupt=1)
             return PullResult.CORRUPT
@@ -158,6 +159,15 @@ class Coder:
             data = room
         if digest_payload(target, header.block.key) != header.block.digest:
             raise CodecError("the bytes do not have the digest of their header")
+
+    def _lacks(self, counted: str, reason: str) -> PullResult:
+        """The first such block is logged: it says that the process was started with other settings than before."""
+        with self._lock:
+            is_first = not self._counters[counted]
+            self._counters[counted] += 1
+        if is_first:
+            log.warning("blocks_cannot_be_decoded", extra={"reason": reason})
+        return PullResult.STALE
 
     def _count(self, **by: int) -> None:
         with self._lock:

@@ -10,9 +10,12 @@ import pytest
 import kvservice
 from kvservice.api.pool import ConnectOptions, Pool
 from kvservice.api.pool_thread import PoolThread
+from kvservice.client.tier_overview import not_decoded, tiers_of
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, disk_room, unpack_file_header
 from kvservice.pool.tiers import TierPhase
 from kvservice.testing.eventually import eventually
+from kvservice.wire.figures import encode_tiers
+from kvservice.wire.v1 import shard_pb2
 
 SHAPE = (4, 2, 16, 64)  # layer, K or V, token, number
 BLOCKS = 8
@@ -85,3 +88,24 @@ def test_blocks_come_back_from_disk_in_the_next_pool(
             assert hit.tokens == 16 * BLOCKS
             off = np.abs(hit.copy() - blocks).max()
             assert off == 0 if accepts == "" else 0 < off < 0.03
+
+
+def test_a_wrong_key_is_told_once_and_in_what_status_shows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = {name: tmp_path / name for name in ("first", "other")}
+    for name, file in keys.items():
+        file.write_bytes(name.encode() * 16)
+        file.chmod(0o600)
+    layout = kvservice.Layout(block_tokens=16, shape=SHAPE)
+    blocks = np.zeros((BLOCKS, *SHAPE), "float32")
+    with open_pool(tmp_path / "disk", keys["first"], "aesgcm") as pool:
+        assert pool.attach("m", layout).put(range(16 * BLOCKS), blocks).stored == BLOCKS
+        eventually(lambda: counters(pool).get("tier_disk_written_blocks", 0) == BLOCKS, "the blocks are on disk")
+    with open_pool(tmp_path / "disk", keys["other"], "aesgcm") as pool:
+        eventually(lambda: counters(pool).get("tier_disk_found", 0) == BLOCKS, "the blocks were found")
+        with pool.attach("m", layout).get(range(16 * BLOCKS)) as hit:
+            assert hit.tokens == 0
+        assert pool._thread._runtime is not None
+        stats = pool._thread._runtime.stats()
+        (disk,) = tiers_of(shard_pb2.StatsReply(tiers=encode_tiers(stats.tiers)), stats.counters)
+        assert not_decoded(disk).startswith(f"{BLOCKS} blocks that were read from it need a key")
+    assert [record.message for record in caplog.records].count("blocks_cannot_be_decoded") == 1

@@ -66,6 +66,17 @@ def test_status_has_a_line_for_each_tier_of_a_node() -> None:
     assert "Tiers below" not in _plain(make_overview())
 
 
+def test_status_tells_of_blocks_that_need_another_key() -> None:
+    disk, objects = make_tiers()
+    wrong = replace(disk, counters={"codec_key_unknown": 1_200, "codec_unknown": 34})
+    texts = [
+        " ".join(_plain(make_overview([replace(make_node(0), tiers=(first, objects)), make_node(1)])).split())
+        for first in (disk, wrong)
+    ]
+    assert "codec_key_file" not in texts[0] and "codec_key_file" in texts[1]
+    assert "disk of gpu-a.rack1: 1,234 blocks that were read from it need a key or a codec that is not here" in texts[1]
+
+
 def test_status_tells_what_a_lossy_codec_loses() -> None:
     rows = (CodecDrift("hurt", 0.05, 40, 33, float("inf"), 0.004, is_off=True), CodecDrift("m", 0.1, 20, 20, 0.008))
     reply = shard_pb2.StatsReply(drifts=encode_drifts(rows))
