@@ -459,7 +459,8 @@ class ServiceConfig(Settings):
         for address in self.lookup:
             if not _ADDRESS.fullmatch(address):
                 raise ConfigError(
-                    f"lookup has {address!r}; write host:port, dns:///host:port or unix:/path, with commas"
+                    f"lookup has {address!r}; write host:port, [IPv6 address]:port, dns:///host:port or "
+                    "unix:/path, with commas"
                 )
         check_tiers(self)
         return self

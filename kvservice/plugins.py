@@ -7,7 +7,7 @@ shows a whole package.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
@@ -26,8 +26,10 @@ TIERS = PluginGroup("kvservice.tiers", "tier", 1)
 CODECS = PluginGroup("kvservice.codecs", "codec", 1)
 
 
-def load(group: PluginGroup, name: str) -> Callable[[], object]:
+def load(group: PluginGroup, name: str, ours: Iterable[str]) -> Callable[[], object]:
     """What the entry point `name` of this group makes its part with. Imports the other package, so it may block.
+
+    `ours` are the names that need no package; an unknown name may be one of them, misspelt.
 
     Raises ConfigError when no package or several offer that name, when the package cannot be imported, and when it was
     written for another version of the interface.
@@ -37,7 +39,7 @@ def load(group: PluginGroup, name: str) -> Callable[[], object]:
         installed = ", ".join(sorted({point.name for point in entry_points(group=group.name)})) or "none"
         raise ConfigError(
             f"no package offers the {group.what} {name!r}: correct the name, or install its package for this Python; "
-            f"installed in group {group.name}: {installed}",
+            f"built in: {', '.join(ours)}; installed in group {group.name}: {installed}",
             key=name,
         )
     if len(found) > 1:

@@ -105,7 +105,7 @@ def check_codecs(settings: Sequence[str], *, has_keys: bool) -> None:
 
 def find_codec(name: str) -> Codec:
     """The codec of another package with this name. Raises ConfigError for one that fails or lacks a method."""
-    codec = made(CODECS, name, load(CODECS, name), Codec)
+    codec = made(CODECS, name, load(CODECS, name, (NONE, AUTO, *OURS)), Codec)
     if (called := getattr(codec, "name", None)) != name:
         raise ConfigError(f"codec {name!r} calls itself {called!r}: see docs/plugins.md")
     return cast(Codec, codec)

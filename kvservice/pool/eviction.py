@@ -16,6 +16,6 @@ def find_policy(name: str) -> Callable[[], EvictionPolicy]:
     """
     if name in POLICIES:
         return POLICIES[name]
-    factory = load(EVICTION, name)
+    factory = load(EVICTION, name, POLICIES)
     made(EVICTION, name, factory, EvictionPolicy)
     return cast(Callable[[], EvictionPolicy], factory)

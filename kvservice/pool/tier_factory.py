@@ -58,6 +58,6 @@ def find_tier(url: str) -> Callable[..., Tier] | None:
     scheme = url.partition("://")[0].lower()
     if scheme in SCHEMES:
         return None
-    factory = load(TIERS, scheme)
+    factory = load(TIERS, scheme, SCHEMES)
     check_methods(TIERS, scheme, factory, Tier)
     return cast(Callable[..., Tier], factory)

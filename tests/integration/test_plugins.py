@@ -226,4 +226,4 @@ def test_groups_have_the_versions_of_their_interfaces() -> None:
 @pytest.mark.parametrize("group", [TIERS, CODECS], ids=["tiers", "codecs"])
 def test_group_without_packages_says_that_none_is_installed(group: PluginGroup) -> None:
     with pytest.raises(ConfigError, match=f"installed in group {group.name}: none"):
-        load(group, "s3")
+        load(group, "s3", ("none",))

@@ -146,3 +146,9 @@ def test_a_size_is_read_in_every_common_form(text: str) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a size"):
         load_config(None, {}, pool_bytes=text)
+
+
+def test_an_ipv6_address_without_brackets_is_refused_with_the_form() -> None:
+    with pytest.raises(ConfigError, match=r"lookup has 'fd78::1:7400'; write .*\[IPv6 address\]:port"):
+        load_config(None, {}, lookup="fd78::1:7400")
+    assert load_config(None, {}, lookup="[fd78::1]:7400").lookup == ("[fd78::1]:7400",)
