@@ -22,7 +22,7 @@ from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
 from kvservice.client.eviction_overview import EvictionOverview, eviction_of
 from kvservice.client.lookup_overview import LookupOverview
-from kvservice.client.tier_overview import UNUSABLE, DriftOverview, TierOverview, drifts_of, sum_tiers, tiers_of
+from kvservice.client.tier_overview import OPEN, UNUSABLE, DriftOverview, TierOverview, drifts_of, sum_tiers, tiers_of
 from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.explain.evictions import EvictionCause
 from kvservice.core.messages import UsageRow
@@ -323,6 +323,12 @@ def _overview(
         for node in nodes
         for tier in node.tiers
         if tier.state == UNUSABLE
+    ]
+    problems += [
+        f"tier {tier.name} of node {node.label} takes no blocks, and is still read: {tier.detail}"
+        for node in nodes
+        for tier in node.tiers
+        if tier.state == OPEN and tier.detail
     ]
     problems += [
         f"node {node.label} reads no blocks of other machines by {node.transport}: that takes NIXL there (pip install "

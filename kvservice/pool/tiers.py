@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from kvservice.errors import KVServiceError, TierError
 from kvservice.observe import tracing
 from kvservice.observe.timings import Timings
 from kvservice.pool.runtime_ports import MemoryPort, Report
-from kvservice.tier.base import KeepsMarks, TellsTrouble, Tier, TierRead, TierWrite, WriteResult
+from kvservice.tier.base import KeepsMarks, TellsTrouble, TellsWriteTrouble, Tier, TierRead, TierWrite, WriteResult
 from kvservice.units import SlotIndex
 
 log = logging.getLogger("kvservice.pool")
@@ -57,7 +57,7 @@ class TierStatus:
 
     name: str
     phase: TierPhase
-    detail: str = ""  # why it failed
+    detail: str = ""  # why it failed, or takes no blocks while it is open
 
 
 class PoolTiers:
@@ -230,19 +230,21 @@ class PoolTiers:
         return tuple(self._makers)
 
     def states(self) -> tuple[TierStatus, ...]:
-        """An open tier that gives and takes nothing for the moment counts as failed."""
+        """An open tier that gives and takes nothing for the moment counts as failed. One that only takes nothing is
+        open, and its detail says why."""
         return tuple(map(self._now, self._states.values()))
 
     def _now(self, state: TierStatus) -> TierStatus:
         tier: object = self._open.get(state.name)
-        if state.phase is not TierPhase.OPEN or not isinstance(tier, TellsTrouble):
+        if state.phase is not TierPhase.OPEN:
             return state
         try:
-            trouble = tier.trouble()
+            trouble = tier.trouble() if isinstance(tier, TellsTrouble) else ""
+            of_writes = tier.write_trouble() if isinstance(tier, TellsWriteTrouble) else ""
         except Exception as error:  # noqa: BLE001  a tier is code of others too
             self._count_error(state.name, "errors", error)
             return state
-        return TierStatus(state.name, TierPhase.FAILED, trouble) if trouble else state
+        return TierStatus(state.name, TierPhase.FAILED, trouble) if trouble else replace(state, detail=of_writes)
 
     def counters(self) -> dict[str, int]:
         """All counters of the tiers, as tier_<name>_<what>."""

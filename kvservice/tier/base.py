@@ -117,6 +117,15 @@ class TellsTrouble(Protocol):
 
 
 @runtime_checkable
+class TellsWriteTrouble(Protocol):
+    """What a tier may do besides: say that it takes nothing for the moment, and still gives what it has."""
+
+    def write_trouble(self) -> str:
+        """Why; empty while it takes blocks. Returns at once, on any thread."""
+        ...
+
+
+@runtime_checkable
 class KeepsMarks(Protocol):
     """What a shared tier may do besides: keep the marks of clears for nodes that were away. Both methods block, raise
     TierError, and are called while the tier is open. It gives no block that it has had for as long as marks count

@@ -125,7 +125,12 @@ class BlockObjects:
     @property
     def trouble(self) -> str:
         """Why the store is left alone; empty while it answers."""
-        return self._reading.trouble or self._writing.trouble
+        return self._reading.trouble
+
+    @property
+    def write_trouble(self) -> str:
+        """Why nothing is written to it; empty while writes succeed."""
+        return self._writing.trouble
 
     def is_left_alone(self, now: float) -> bool:
         """Whether it is asked for no block."""

@@ -192,6 +192,9 @@ class ObjectTier:
     def trouble(self) -> str:
         return self._objects.trouble
 
+    def write_trouble(self) -> str:
+        return self._objects.write_trouble
+
     def counters(self) -> Mapping[str, int]:
         return {**self._counters, **self._objects.counters, **self._coder.counters()}
 

@@ -223,9 +223,10 @@ def _tier(seen: Overview, key: str) -> tuple[Text, RenderableType]:
         return _title("Tier", key), Text(GONE)
     title = _title("Tier", tier.name, f"of {printable(node.label)}")
     title.append(f"  {printable(tier.state)}", TIER_STYLES.get(tier.state, "yellow"))
+    why = "why it takes no blocks" if tier.state == "open" else "why it is not used"
     parts: list[RenderableType] = [
         _fields(
-            *([("why it is not used", tier.detail)] if tier.detail else []),
+            *([(why, tier.detail)] if tier.detail else []),
             ("shared by all nodes", "yes: blocks are those that this node knows of" if tier.shared else "no"),
             ("blocks", f"{tier.blocks:,}"),
             ("used", used_of(tier)),

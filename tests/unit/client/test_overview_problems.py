@@ -23,3 +23,15 @@ def test_a_machine_without_nixl_among_others_is_a_problem() -> None:
 
 def test_on_one_machine_shared_memory_is_enough() -> None:
     assert problems(("a", "shm"), ("a", "shm")) == problems(("a", "shm")) == []
+
+
+def test_a_tier_that_only_takes_nothing_is_told_as_still_read() -> None:
+    rows = [
+        shard_pb2.TierNumbers(name="objects", state="open", detail="no space"),
+        shard_pb2.TierNumbers(name="disk", state="failed", detail="not yours"),
+    ]
+    answer = _NodeAnswer("n0", "10.0.0.1:7401", shard_pb2.StatsReply(host="a", tiers=rows))
+    assert _overview("s", [], [answer], {}).problems == (
+        "tier disk of node a (n0) is not used: not yours",
+        "tier objects of node a (n0) takes no blocks, and is still read: no space",
+    )

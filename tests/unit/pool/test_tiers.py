@@ -234,6 +234,20 @@ async def test_an_open_tier_in_trouble_is_told_as_failed() -> None:
     bench.memory.close()
 
 
+class FullTier(FakeTier):
+    def write_trouble(self) -> str:
+        return "no space"
+
+
+async def test_a_tier_that_only_takes_nothing_stays_open_and_says_why() -> None:
+    bench = Bench(FullTier())
+    await bench.open()
+    (state,) = bench.tiers.states()
+    assert (state.phase, state.detail) == (TierPhase.OPEN, "no space")
+    await bench.tiers.close()
+    bench.memory.close()
+
+
 async def test_a_tier_that_is_down_for_the_moment_is_opened_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_tiers, "REOPEN_SECONDS_MIN", 0.01)
     down, wrong = FakeTier("down"), FakeTier("wrong")

@@ -282,7 +282,7 @@ def test_a_store_that_takes_no_more_is_still_read(tier: ObjectTier, blocks: Bloc
         assert set(blocks.write(*range(2, 10))) == {WriteResult.FAILED}
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
-    assert tier.counters()["store_left_alone"] == 1 and tier.trouble()
+    assert tier.counters()["store_left_alone"] == 1 and tier.write_trouble() and not tier.trouble()
     assert blocks.read(blocks.block(1))[0] == (PullResult.OK,) and blocks.probe(1) == 1
     assert blocks.write(10) == (WriteResult.FAILED,), "it is not asked to take anything yet"
 
@@ -293,11 +293,11 @@ def test_a_store_that_came_back_is_known_without_a_read(tmp_path: Path, tier: Ob
     good.rename(bad)
     good.write_bytes(b"")
     blocks.write(4, 5, 6)
-    assert tier.trouble()
+    assert tier.write_trouble()
     good.unlink()
     bad.rename(good)
     tier.load_marks()
-    assert not tier.trouble()
+    assert not tier.write_trouble()
 
 
 @pytest.mark.parametrize(
