@@ -78,10 +78,10 @@ def _ask_here(service: str | None, nodes: int) -> tuple[list[str], str]:
     from kvservice.client.members import find_members
 
     members = find_members(service)
-    known = {**members.shards, **members.gone}
-    problems, words = _judge(status.read_overview(members.service, members.lookups, known, members.tls), nodes)
-    if len(known) < nodes and not members.lookups:  # else the lookup partitions say so
-        problems.append(f"{counted(len(known), 'shard')} registered on this machine, but {nodes} are expected")
+    seen = status.read_overview(members.service, members.lookups, members.known, members.tls)
+    problems, words = _judge(seen, nodes)
+    if (count := len(members.known)) < nodes and not members.lookups:  # else the lookup partitions say so
+        problems.append(f"{counted(count, 'shard')} registered on this machine, but {nodes} are expected")
     return problems, words
 
 

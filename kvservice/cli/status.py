@@ -48,8 +48,7 @@ def collect(service: str | None, lookup: Sequence[str] | None = None) -> Overvie
     from kvservice.client.members import find_members
 
     members = find_members(service, lookup)
-    known = {**members.hidden, **members.shards, **members.gone}
-    seen = read_overview(members.service, members.lookups, known, members.tls)
+    seen = read_overview(members.service, members.lookups, members.known, members.tls)
     # For the option one partition is enough. What shards or the setting name must be all of them.
     return seen if lookup else replace(seen, problems=(*seen.problems, *misplaced(seen.lookups)))
 

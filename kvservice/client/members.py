@@ -31,6 +31,11 @@ class Members:
     hints: dict[str, str] = field(default_factory=dict)  # by address: why a call failed, and what to do
     hidden: dict[str, str] = field(default_factory=dict)  # by node: silent for the directory, which still knows it
 
+    @property
+    def known(self) -> dict[str, str]:
+        """Every shard that should answer, by node. An OverviewReader asks those that the directory names besides."""
+        return {**self.shards, **self.gone}
+
     def channel(self, address: str) -> grpc.Channel:
         """A channel to one of these addresses. The caller closes it."""
         from kvservice.auth.tls import open_blocking_channel

@@ -252,18 +252,20 @@ class OverviewReader:
         known: Mapping[str, str] | None = None,
         timeout: float = CALL_SECONDS,
     ) -> Overview:
-        """Ask every lookup partition, and every shard that these or `known` (node -> address) name.
+        """Ask every lookup partition, and every shard that these or `known` (node -> address) name. A node that is
+        silent for the directory is asked too: it may hang, or be cut off from the directory alone.
 
         Takes at most twice `timeout`, and longer for more than AT_ONCE_MAX silent nodes.
         """
         answers = await asyncio.gather(*[self._ask_lookup(address, timeout) for address in lookup_addresses])
-        addresses = dict(known or {})
+        rows = [row for _, reply in answers if reply is not None for row in reply.nodes]
         keys_of: Counter[str] = Counter()
-        for _, reply in answers:
-            for row in () if reply is None else reply.nodes:
-                keys_of[row.node.node_id] += row.block_count
-                if row.alive:
-                    addresses[row.node.node_id] = row.node.peer_address
+        for row in rows:
+            keys_of[row.node.node_id] += row.block_count
+        hidden, alive = [
+            {row.node.node_id: row.node.peer_address for row in rows if row.alive is wanted} for wanted in (False, True)
+        ]
+        addresses = {**hidden, **(known or {}), **alive}
         shards = await ask_each(
             lambda node: self._ask_shard(node, addresses[node], timeout), sorted(addresses), AT_ONCE_MAX
         )

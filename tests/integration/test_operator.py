@@ -229,5 +229,15 @@ def test_a_clear_is_not_complete_without_a_silent_node(service: Service) -> None
     eventually(lambda: hidden(service, "n1"), "n1 to be hidden")
     code, report = service.run("clear", "--everything")
     assert (code, report["complete"], [row["node"] for row in report["nodes"] if row["error"]]) == (1, False, ["n1"])
+
+
+def test_a_hidden_node_is_shown_as_silent_wherever_one_looks(service: Service) -> None:
+    """`top` had one node less, and a check passed."""
+    service.cluster.kill("n1")
+    eventually(lambda: hidden(service, "n1"), "n1 to be hidden")
     code, seen = service.run("status")
     assert (code, {node["node_id"]: node["state"] for node in seen["nodes"]}) == (1, {"n0": "ok", "n1": "silent"})
+    lookup = [word for address in service.cluster.lookup_addresses for word in ("--lookup", address)]
+    shown = CliRunner().invoke(app, ["top", "--plain", "--count", "1", *lookup]).stdout.splitlines()
+    assert [line.split()[2] for line in shown[1:3]] == ["ok", "silent"] and shown[2].split()[1] == "n1"
+    assert CliRunner().invoke(app, ["check", *lookup]).exit_code == 1

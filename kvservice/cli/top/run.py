@@ -40,8 +40,7 @@ class MemberSource:
 
         if self._reader is None:
             self._reader = OverviewReader(self._members.tls, Token.of_command())
-        known = {**self._members.shards, **self._members.gone}
-        return await self._reader.read(self._members.service, self._members.lookups, known)
+        return await self._reader.read(self._members.service, self._members.lookups, self._members.known)
 
     async def close(self) -> None:
         if self._reader is not None:
