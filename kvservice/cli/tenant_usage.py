@@ -27,6 +27,8 @@ class Held:
     used_bytes: int
     quota_bytes: int  # 0: no quota
     in_flight: int  # slots that it has reserved or fetches now
+    disk_used_bytes: int
+    disk_quota_bytes: int  # 0: no quota
 
 
 @dataclass(slots=True)
@@ -66,15 +68,28 @@ def _ask(members: Members, node: str) -> list[Held] | str:
     except grpc.RpcError as error:
         note_hint(members.hints, address, error)
         return str(getattr(error, "details", lambda: "")() or "no answer")
-    return [Held(each.name, node, each.used_bytes, each.quota_bytes, each.in_flight) for each in reply.tenants]
+    return [
+        Held(
+            each.name,
+            node,
+            each.used_bytes,
+            each.quota_bytes,
+            each.in_flight,
+            each.disk_used_bytes,
+            each.disk_quota_bytes,
+        )
+        for each in reply.tenants
+    ]
 
 
 def draw(usage: Usage, wide: bool) -> RenderableType:
-    made = table("tenant", "node", "*used", "*quota", "*of quota", "*slots being filled")
+    sizes = ("*used", "*quota", "*of quota", "*on disk", "*disk quota")
+    made = table("tenant", "node", *sizes, "*slots being filled")
     for each in usage.held:
         share = f"{100 * each.used_bytes / each.quota_bytes:.0f} %" if each.quota_bytes else ""
-        cells = (format_bytes(each.used_bytes), bound(each.quota_bytes), share, str(each.in_flight))
-        made.add_row(plain(each.tenant), plain(each.node), *cells)
+        memory = (format_bytes(each.used_bytes), bound(each.quota_bytes), share)
+        disk = (format_bytes(each.disk_used_bytes), bound(each.disk_quota_bytes))
+        made.add_row(plain(each.tenant), plain(each.node), *memory, *disk, str(each.in_flight))
     lines = [Text(f"problem: {printable(problem)}", style="red") for problem in usage.problems]
     if not usage.held and not lines:
         return Text("this service has no tenants: everybody is one, see docs/tenants.md")

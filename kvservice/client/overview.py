@@ -382,7 +382,15 @@ def _node(answer: _NodeAnswer, lookup_keys: int) -> NodeOverview:
         tuple(hit_window(window.name, window.seconds, window.counters) for window in reply.windows),
         {cause.value: counters.get(EVICTED[cause], 0) for cause in _EVICTIONS},
         tuple(
-            TenantUsage(row.name, row.used_bytes, row.quota_bytes, row.in_flight, dict(sorted(row.counters.items())))
+            TenantUsage(
+                row.name,
+                row.used_bytes,
+                row.quota_bytes,
+                row.in_flight,
+                dict(sorted(row.counters.items())),
+                row.disk_used_bytes,
+                row.disk_quota_bytes,
+            )
             for row in reply.tenants
         ),
         counters,
@@ -555,6 +563,8 @@ def _sum_tenants(tenants: Iterable[TenantUsage]) -> tuple[TenantUsage, ...]:
             sum(row.quota_bytes for row in rows),
             sum(row.in_flight for row in rows),
             dict(sum((Counter(row.counters) for row in rows), Counter())),
+            sum(row.disk_used_bytes for row in rows),
+            sum(row.disk_quota_bytes for row in rows),
         )
         for name, rows in found.items()
     )

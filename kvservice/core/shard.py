@@ -300,7 +300,7 @@ class ShardState:
         return NOBODY if attached is None else attached.account
 
     def tenants(self) -> tuple[TenantUsage, ...]:
-        return tuple(self._store.accounts.usage())
+        return self._tiers.with_disks(self._store.accounts.usage())
 
     def model_usage(self) -> tuple[UsageRow, ...]:
         return self._answers.usage.rows()

@@ -58,6 +58,8 @@ def encode_tenant(usage: TenantUsage) -> shard_pb2.TenantNumbers:
         quota_bytes=usage.quota_bytes,
         in_flight=max(usage.in_flight, 0),
         counters=usage.counters,
+        disk_used_bytes=usage.disk_used_bytes,
+        disk_quota_bytes=usage.disk_quota_bytes,
     )
 
 

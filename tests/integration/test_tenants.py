@@ -23,6 +23,7 @@ from kvservice.auth.tenants import (
     token_metadata,
 )
 from kvservice.auth.token import Token
+from kvservice.cli import tenant_usage
 from kvservice.client.block_list import BlockFilter, BlockReader
 from kvservice.client.engine_stats import EngineStatsReader
 from kvservice.client.overview import OverviewReader
@@ -384,4 +385,21 @@ async def test_who_looks_sees_blocks_and_requests_of_its_own_tenant(cluster: Loc
         await stranger.read({"n0": address}, BlockFilter(), 10)
     await stranger.close()
     for engine in engines.values():
+        await leave(engine)
+
+
+async def test_usage_says_what_a_tenant_has_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--disk-quota` could be set, and nothing showed what it counts."""
+    file = File(tmp_path / "tenants.json")
+    file.change("a", disk_quota="25%")
+    disk = {"PATH": str(tmp_path / "disk"), "BYTES": "16MiB", "WRITE": "stored"}
+    variables = {"KVSERVICE_TENANTS_FILE": str(file.path), **{f"KVSERVICE_DISK_{k}": v for k, v in disk.items()}}
+    with LocalCluster(1, 1, transport="shm", pool_bytes=12 * MiB, environment=variables) as one:
+        engine = await enter(one, "a")
+        assert await engine.store(named(engine, 1, 8)) == [SealStatus.SEALED] * 8
+        await eventually_async(lambda: one.stats("n0").counters["tier_disk_written_blocks"] == 8, "the disk has them")
+        monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(one.root))
+        rows = {row.tenant: row for row in (await asyncio.to_thread(tenant_usage.collect, one.service)).held}
+        assert rows["a"].disk_used_bytes >= 8 * BLOCK and rows["a"].disk_quota_bytes == 4 * MiB
+        assert (rows["b"].disk_used_bytes, rows["b"].disk_quota_bytes) == (0, 0)
         await leave(engine)

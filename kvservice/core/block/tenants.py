@@ -36,6 +36,8 @@ class TenantUsage:
     quota_bytes: int  # 0 = none
     in_flight: int
     counters: Mapping[str, int]
+    disk_used_bytes: int = 0
+    disk_quota_bytes: int = 0  # 0 = none
 
 
 def tag_of(account: str) -> int:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
 from kvservice.core.actions import Announce, Erase, Retract, WriteDown
 from kvservice.core.block.marks import MARK_SECONDS
-from kvservice.core.block.tenants import TenantLimits, tag_of
+from kvservice.core.block.tenants import TenantLimits, TenantUsage, tag_of
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.context import ShardContext
 from kvservice.core.events import PullResult, TierFound, WrittenDown
@@ -492,6 +492,19 @@ class Tiers:
             if tier.books is not None:
                 quotas = {name: limit.tier_bytes.get(tier.rules.name, 0) for name, limit in limits.items()}
                 tier.books.accounts.set_limits({name: TenantLimits(quota) for name, quota in quotas.items()})
+
+    def with_disks(self, tenants: Iterable[TenantUsage]) -> tuple[TenantUsage, ...]:
+        """These rows, with what the tenants have in the tiers of this node."""
+        books = [tier.books.accounts for tier in self._tiers.values() if tier.books is not None]
+        found = [{row.name: row for row in accounts.usage()} for accounts in books]
+        return tuple(
+            replace(
+                tenant,
+                disk_used_bytes=sum(rows[tenant.name].used_bytes for rows in found),
+                disk_quota_bytes=sum(rows[tenant.name].quota_bytes for rows in found),
+            )
+            for tenant in tenants
+        )
 
     def next_deadline(self) -> float | None:
         held = None if self._held_since is None else self._held_since + HOLD_SECONDS

@@ -649,7 +649,7 @@ class ListBlocksReply(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[ListedBlock, _Mapping]]] = ..., next_slot: _Optional[int] = ..., more: bool = ...) -> None: ...
 
 class TenantNumbers(_message.Message):
-    __slots__ = ("name", "used_bytes", "quota_bytes", "in_flight", "counters")
+    __slots__ = ("name", "used_bytes", "quota_bytes", "in_flight", "counters", "disk_used_bytes", "disk_quota_bytes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -662,12 +662,16 @@ class TenantNumbers(_message.Message):
     QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DISK_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     used_bytes: int
     quota_bytes: int
     in_flight: int
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., in_flight: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    disk_used_bytes: int
+    disk_quota_bytes: int
+    def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., in_flight: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., disk_used_bytes: _Optional[int] = ..., disk_quota_bytes: _Optional[int] = ...) -> None: ...
 
 class AccountingRequest(_message.Message):
     __slots__ = ()

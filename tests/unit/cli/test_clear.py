@@ -17,7 +17,7 @@ from tests.unit.cli.overviews import MODEL, make_node, make_overview
 
 SEEN = make_overview([make_node(0), make_node(1)])
 
-USAGE = [Held("search", "a", 1, 0, 0)]
+USAGE = [Held("search", "a", 1, 0, 0, 0, 0)]
 
 
 def said(monkeypatch: pytest.MonkeyPatch, wanted: Scope, *, found: bool = False, complete: bool = True) -> str:

@@ -117,10 +117,13 @@ def test_a_span_has_at_most_two_units(seconds: float, said: str) -> None:
 
 def test_usage_has_the_words_of_status_for_tenants() -> None:
     """`kvservice tenants usage` said HOLDS where status says used, and USED for a share."""
-    rows = [tenant_usage.Held("acme", "n0", GiB, 4 * GiB, 3), tenant_usage.Held("bob", "n0", 0, 0, 0)]
+    rows = [
+        tenant_usage.Held("acme", "n0", GiB, 4 * GiB, 3, 2 * GiB, 8 * GiB),
+        tenant_usage.Held("bob", "n0", 0, 0, 0, 0, 0),
+    ]
     console = Console(width=120, highlight=False, no_color=True, file=io.StringIO())
     console.print(tenant_usage.draw(tenant_usage.Usage(rows), wide=False))
     lines = str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
     assert lines[0].split("  ")[0] == "tenant" and "used" in lines[0] and "slots being filled" in lines[0]
-    assert lines[1].split() == ["acme", "n0", "1.0", "GiB", "4.0", "GiB", "25", "%", "3"]
-    assert lines[2].split() == ["bob", "n0", "0", "B", "-", "0"]
+    assert lines[1].split() == ["acme", "n0", *["1.0", "GiB", "4.0", "GiB", "25", "%", "2.0", "GiB", "8.0", "GiB", "3"]]
+    assert lines[2].split() == ["bob", "n0", "0", "B", "-", "0", "B", "-", "0"]

@@ -371,6 +371,8 @@ def test_a_tenant_keeps_its_quota_of_a_tier() -> None:
     assert harness.write_all() == list(chain) and len(harness.erased()) == 2
     assert harness.write_all("objects") == list(chain), "a quota is of one tier"
     assert harness.state.tier_usage()[0].used_bytes == 2 * FILE
+    (row,) = harness.state.tenants()
+    assert (row.name, row.disk_used_bytes, row.disk_quota_bytes) == ("a", 2 * FILE, 2 * FILE)
 
 
 def test_a_drain_and_a_restart_keep_what_the_disk_has() -> None:
