@@ -65,9 +65,9 @@ class OperatorClient:
         reply = await self._ask(address, self._stub(address).ListPins, request, CALL_SECONDS)
         return decode_pins(reply.pins)
 
-    async def clear(self, address: str, marks: Sequence[Mark]) -> ClearResult:
+    async def clear(self, address: str, marks: Sequence[Mark], seconds: float = CLEAR_SECONDS) -> ClearResult:
         request = shard_pb2.ClearRequest(marks=encode_marks(marks))
-        return decode_cleared(await self._ask(address, self._stub(address).Clear, request, CLEAR_SECONDS))
+        return decode_cleared(await self._ask(address, self._stub(address).Clear, request, seconds))
 
     async def close(self) -> None:
         await self._channels.close()

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import kvservice
 from kvservice.cli.main import app
 from kvservice.client.members import find_members
-from kvservice.client.operator import OperatorClient
+from kvservice.client.operator import CALL_SECONDS, OperatorClient
 from kvservice.core.block.keys import block_keys, chain_hashes
 from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.messages import EngineKind
@@ -222,6 +222,22 @@ def test_a_node_that_hung_learns_what_was_cleared_meanwhile(service: Service) ->
     eventually(lambda: cluster.stats("n1").counters["clears"] > before, "n1 to ask what was cleared")
     with service.reader.get(TOKENS) as hit:
         assert len(hit) == 0
+
+
+def test_a_clear_waits_little_for_a_node_that_hangs(service: Service) -> None:
+    """It waited as long as for one that clears millions of blocks, with nothing on the screen."""
+    pid = service.cluster.pid("n1")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: hidden(service, "n1"), "n1 to be hidden")
+        began = time.monotonic()
+        code, report = service.run("clear", "--everything")
+        took = time.monotonic() - began
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (code, [row["node"] for row in report["nodes"] if row["error"]]) == (1, ["n1"])
+    assert took < 2 * CALL_SECONDS
+    assert service.run("clear", "--everything", "--wait", "60")[0] == 0
 
 
 def test_a_clear_is_not_complete_without_a_silent_node(service: Service) -> None:
