@@ -121,8 +121,8 @@ def _draw_limits(rows: list[dict[str, Any]]) -> RenderableType:
 def usage(service: Service = None, lookup: Lookup = None, output: Output = Format.TABLE, watch: Watch = None) -> None:
     """Show what each tenant holds at each node.
 
-    It asks the shards of a running service. Only the 64 tenants that hold most are named at each node; the others are
-    one row."""
+    It asks the shards of a running service. Only the first 64 tenants of the file are named at each node; the others
+    are one row."""
     from kvservice.cli import tenant_usage
 
     problems: list[str] = show(lambda: tenant_usage.collect(service, lookup), tenant_usage.draw, output, watch).problems
