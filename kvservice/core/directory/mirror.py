@@ -2,7 +2,7 @@
 
 It holds what the watch streams of all lookup partitions said, and how recent that is. Owns the layout of the memory and
 the decisions: what an event changes, and what may be answered. The segment and the streams belong to others. Pure; one
-writer. Readers take no lock: a lookup during which a record was written is done again. What is torn all the same is at
+writer. Readers take no lock: what was read while a record was written is read again. What is torn all the same is at
 worst a wrong hint, as any answer of the directory may be: bytes are verified wherever they come from.
 
     0       head, 4 KiB     magic, layout, epoch of the writer, sizes, versions
@@ -44,7 +44,8 @@ STALE_SECONDS = 3.0  # a silent partition's part is not used: the directory itse
 NODES_AT = 2 * PAGE  # offset in bytes
 SETS_AT = NODES_AT + NODES_MAX * NODE_BYTES
 TABLE_AT = SETS_AT + SETS_MAX * SET_BYTES
-READS_MAX = 3  # of one lookup, while the writer changes what numbers stand for; then the lookup partition is asked
+PIECE_KEYS = 64  # of a lookup that met a change are read at once: few changes fall into so short a time
+READS_MAX = 8  # of one piece, while the writer changes what numbers stand for; then the lookup partition is asked
 AHEAD_ROWS = 8192  # rows made usable before they are needed, so that no event waits for memory
 SWEEP_KEYS = 4096  # keys visited by one call of sweep: some milliseconds
 assert STALE_SECONDS >= HIDE_SECONDS, "a mirror must not be stale before its nodes are hidden"
@@ -301,6 +302,7 @@ class MirrorReader:
         self._words = buffer[:NODES_AT].cast("Q")
         self._table = BlockTable(buffer[TABLE_AT : mirror_bytes(rows)], fresh=False)
         self._holders: dict[int, tuple[Holder, ...] | None] = {}  # by number of a set, for _versions
+        self._named: dict[bytes, tuple[Holder, ...]] = {}  # by record of a set: few records change with a version
         self._nodes: dict[int, Holder | None] = {}
         self._versions = (-1, -1)
 
@@ -327,29 +329,45 @@ class MirrorReader:
         return Feed(state) if state <= Feed.FULL else Feed.NEVER
 
     def resolve(self, packed: bytes) -> list[HolderRun] | None:
-        """The holders of these keys, as Directory.resolve. None when that is not known for one of the keys."""
-        for _ in range(READS_MAX):
-            self._refresh()
-            runs = self._resolve(packed)
-            if self._versions == self._written:  # else a number that was read may stand for another set by now
-                return runs
-        return None
+        """The holders of these keys, as Directory.resolve. None when that is not known for one of the keys.
 
-    def _resolve(self, packed: bytes) -> list[HolderRun] | None:
+        Pieces of the answer may be of different moments, as the answers of two lookup partitions are.
+        """
         runs: list[HolderRun] = []
-        start = 0
-        current: tuple[Holder, ...] = ()
-        for head, number in number_runs(self._table, packed):
-            holders = self._holders_of(number)
-            if holders is None:
+        count = end = len(packed) // KEY_BYTES
+        run_start = start = reads = 0
+        current: tuple[Holder, ...] | None = ()
+        while start < count:
+            found, read_to = self._read(packed, start, end)
+            for head, holders in found:
+                if holders != current:
+                    if holders is None:
+                        return None
+                    if current:
+                        runs.append(HolderRun(run_start, head - run_start, current))
+                    run_start, current = head, holders
+            reads = 0 if read_to > start else reads + 1
+            if reads == READS_MAX:
                 return None
-            if holders != current:
-                if current:
-                    runs.append(HolderRun(start, head - start, current))
-                start, current = head, holders
+            start, end = read_to, min(count, read_to + PIECE_KEYS)
         if current:
-            runs.append(HolderRun(start, len(packed) // KEY_BYTES - start, current))
+            runs.append(HolderRun(run_start, count - run_start, current))
         return runs
+
+    def _read(self, packed: bytes, start: int, end: int) -> tuple[list[tuple[int, tuple[Holder, ...] | None]], int]:
+        """(index, holders or None) at `start` and where they may change, and the index before which that holds: less
+        than `end` when a record changed meanwhile."""
+        self._refresh()
+        numbers = number_runs(self._table, packed[start * KEY_BYTES : end * KEY_BYTES])
+        named = self._holders
+        found: list[tuple[int, tuple[Holder, ...] | None]] = []
+        for first in range(0, len(numbers), PIECE_KEYS):
+            before = len(found)
+            for head, number in numbers[first : first + PIECE_KEYS]:
+                found.append((start + head, named[number] if number in named else self._name(number)))
+            if self._versions != self._written:  # a number that was read may stand for another set by now
+                return found[:before], found[before][0]
+        return found, end
 
     @property
     def _written(self) -> tuple[int, int]:
@@ -360,19 +378,27 @@ class MirrorReader:
         versions = self._written
         if versions != self._versions:
             if versions[0] != self._versions[0]:
-                self._nodes = {}
+                self._nodes, self._named = {}, {}
             self._holders = {0: ()}
             self._versions = versions
 
-    def _holders_of(self, number: int) -> tuple[Holder, ...] | None:
-        if number in self._holders:
-            return self._holders[number]
+    def _name(self, number: int) -> tuple[Holder, ...] | None:
         found: tuple[Holder, ...] | None = None
         if number < SETS_MAX:
-            count, *bits = _SET.unpack_from(self._buffer, SETS_AT + number * SET_BYTES)
-            nodes = {self._node(bit) for bit in bits[: min(count, SET_HOLDERS_MAX)]}
-            found = tuple(sorted((node for node in nodes if node is not None), key=lambda node: node.node_id))
+            record = bytes(self._buffer[SETS_AT + number * SET_BYTES : SETS_AT + (number + 1) * SET_BYTES])
+            found = self._named.get(record)
+            if found is None:
+                found = self._read_set(record)
         self._holders[number] = found
+        return found
+
+    def _read_set(self, record: bytes) -> tuple[Holder, ...]:
+        count, *bits = _SET.unpack(record)
+        nodes = {self._node(bit) for bit in bits[: min(count, SET_HOLDERS_MAX)]}
+        if len(self._named) >= SETS_MAX:
+            self._named.clear()
+        found = tuple(sorted((node for node in nodes if node is not None), key=lambda node: node.node_id))
+        self._named[record] = found
         return found
 
     def _node(self, bit: int) -> Holder | None:

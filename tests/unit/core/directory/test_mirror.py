@@ -152,3 +152,48 @@ def test_numbers_that_never_rest_are_unknown(memory: memoryview, monkeypatch: py
 
     monkeypatch.setattr(mirror, "number_runs", slow_read)
     assert reader.resolve(CHAIN[0]) is None
+
+
+def test_changes_cost_a_long_lookup_one_piece_each(memory: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each key has holders of its own, a busy writer changes some of them whenever many are read."""
+    writer, reader = live_writer(memory), MirrorReader(memory.toreadonly())
+    chain = make_chain(3 * mirror.PIECE_KEYS + 1)
+    names = [make_holder(f"n{bit}") for bit in range(8)]
+    for bit, holder in enumerate(names):
+        writer.apply(0, MirrorEvent(holder, pack_keys([key for i, key in enumerate(chain) if i >> bit & 1])), 1.0)
+    packed, other = pack_keys(chain), make_chain(1, "other")[0]
+    expected, read, reads = reader.resolve(packed), mirror.number_runs, [0]
+
+    def busy_read(table: BlockTable, packed: bytes) -> list[tuple[int, int]]:
+        found = read(table, packed)
+        reads[0] += 1
+        if len(packed) > len(pack_keys(chain[: mirror.PIECE_KEYS])) or reads[0] % 2:
+            writer.apply(0, MirrorEvent(make_holder("x"), other), 1.0)
+            writer.apply(0, MirrorEvent(make_holder("x"), removed=other), 1.0)
+        return found
+
+    monkeypatch.setattr(mirror, "number_runs", busy_read)
+    assert reader.resolve(packed) == expected
+    assert expected is not None and len(expected) == len(chain) - 1 and reads[0] <= 9
+
+
+def test_a_change_between_pieces_is_in_what_is_read_later(memory: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that were read before the change are not given the meanings of after it."""
+    monkeypatch.setattr(mirror, "PIECE_KEYS", 2)
+    writer, reader = live_writer(memory), MirrorReader(memory.toreadonly())
+    chain, a, b, c, d = make_chain(4), *map(make_holder, "abcd")
+    for holder, key in zip((a, b, c, d), chain, strict=True):
+        writer.apply(0, MirrorEvent(holder, key), 1.0)
+    name = reader._name
+
+    def slow_name(number: int) -> tuple[Holder, ...] | None:
+        found = name(number)
+        if found == (c,):
+            monkeypatch.setattr(reader, "_name", name)
+            writer.apply(0, MirrorEvent(d, removed=chain[3]), 1.0)
+            writer.apply(0, MirrorEvent(b, chain[0]), 1.0)  # the number that the last key had
+        return found
+
+    monkeypatch.setattr(reader, "_name", slow_name)
+    assert reader.resolve(pack_keys(chain)) == [HolderRun(i, 1, (holder,)) for i, holder in enumerate((a, b, c))]
+    assert reader.resolve(chain[0]) == [HolderRun(0, 1, (a, b))]
