@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,7 +20,8 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.announce import Announcer, Update
-from kvservice.core.directory.membership import HIDE_SECONDS, patience
+from kvservice.core.directory.membership import HIDE_SECONDS, AnnounceOutcome, patience
+from kvservice.core.directory.presence import Presence
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.lookup.service import OUTCOMES
@@ -44,7 +44,7 @@ _OUTCOMES = {said: outcome for outcome, said in OUTCOMES.items()}
 class AnnouncePump:
     """`node` returns who this shard is now. `on_fenced` is called once, on the loop, when a newer boot of this node is
     heard of. Without the node's `secret` no other process can announce the node meanwhile. `on_return` is called when
-    the directory may have hidden the node and has heard of it again, also the first time.
+    the directory may not have known the node for a while and has heard of it again, also the first time.
     """
 
     def __init__(
@@ -73,8 +73,7 @@ class AnnouncePump:
         self._tasks: list[asyncio.Task[None]] = []
         self._told_fenced = False
         self._on_return = on_return
-        self._hide_seconds, _ = patience(heartbeat_seconds)
-        self._heard_at = -math.inf  # when the last announcement left that some lookup partition answered
+        self._presence = Presence(len(self._addresses), patience(heartbeat_seconds)[0])
         self._returned = asyncio.Event()
 
     async def run(self) -> None:
@@ -144,18 +143,12 @@ class AnnouncePump:
                     continue
                 update = announcer.heartbeat(partition)
             sent_at = self._clock()
-            if await self._deliver(partition, update, failures):
+            if await self._deliver(partition, update, failures, sent_at):
                 failures, heard_at = 0, sent_at
-                self._note_heard(sent_at)
             else:
                 failures += 1
                 pause = min(BACKOFF_SECONDS_FIRST * 2 ** min(failures - 1, 10), BACKOFF_SECONDS_MAX)
                 await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
-
-    def _note_heard(self, sent_at: float) -> None:
-        if self._clock() - self._heard_at >= self._hide_seconds:
-            self._returned.set()
-        self._heard_at = max(self._heard_at, sent_at)
 
     async def _tell_returns(self) -> None:
         while self._on_return is not None:
@@ -166,8 +159,8 @@ class AnnouncePump:
             except Exception:  # task boundary: nothing else tells of the next return
                 log.exception("return_failed")
 
-    async def _deliver(self, partition: int, update: Update, failures: int) -> bool:
-        """Send one update. Returns whether the lookup partition answered."""
+    async def _deliver(self, partition: int, update: Update, failures: int, sent_at: float) -> bool:
+        """Send one update, at `sent_at`. Returns whether the lookup partition answered."""
         try:
             reply = await self._announce(partition, update, CALL_SECONDS)
             outcome = _OUTCOMES[reply.outcome]
@@ -187,6 +180,10 @@ class AnnouncePump:
                 )
             return False
         self._announcer.on_reply(partition, outcome, reply.lookup_epoch)
+        # One that asks for everything does not know the node yet.
+        is_known = outcome is AnnounceOutcome.APPLIED
+        if is_known and self._presence.heard(partition, reply.lookup_epoch, sent_at, self._clock()):
+            self._returned.set()
         return True
 
     async def _farewell(self, partition: int) -> None:

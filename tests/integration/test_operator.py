@@ -257,3 +257,24 @@ def test_a_hidden_node_is_shown_as_silent_wherever_one_looks(service: Service) -
     shown = CliRunner().invoke(app, ["top", "--plain", "--count", "1", *lookup]).stdout.splitlines()
     assert [line.split()[2] for line in shown[1:3]] == ["ok", "silent"] and shown[2].split()[1] == "n1"
     assert CliRunner().invoke(app, ["check", *lookup]).exit_code == 1
+
+
+def test_a_node_learns_what_a_new_directory_cleared(tmp_path: Path) -> None:
+    """A lookup partition that starts again knows no node, so a clear reaches those alone that it has heard of since."""
+    with LocalCluster(2, 1, pool_bytes=16 * MiB, environment={"KVSERVICE_HEARTBEAT_SECONDS": "5"}) as cluster:
+        service = Service(cluster, tmp_path)
+        service.reader.put(TOKENS, np.zeros((8, 1024), "float32"))
+        cluster.wait_until_announced("n1")
+        os.kill(cluster.pid("n1"), signal.SIGSTOP)  # for less time than the directory hides a node after
+        try:
+            cluster.kill("lookup0")
+            cluster.start_lookup(0)
+            cluster.wait_until_announced("n0")
+            assert [row["node"] for row in service.run("clear", "--model", MODEL)[1]["nodes"]] == ["n0"]
+        finally:
+            os.kill(cluster.pid("n1"), signal.SIGCONT)
+        eventually(lambda: cluster.stats("n1").counters["clears"], "n1 to ask what was cleared", 30.0)
+        with service.reader.get(TOKENS) as hit:
+            assert len(hit) == 0
+        for pool in service.pools:
+            pool.close()
