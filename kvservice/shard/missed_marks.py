@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import random
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import grpc
 
@@ -25,6 +26,8 @@ log = logging.getLogger("kvservice.shard")
 
 ASK_SECONDS = 2.0  # for one round of calls; a node that takes longer is down, and those that answer know its marks
 AT_ONCE_MAX = 32  # nodes asked in parallel
+# Between two calls when the directory is back. After an outage all nodes ask all others: 300 make 90,000 calls.
+APART_SECONDS = 0.01
 
 
 class MissedMarks:
@@ -33,40 +36,63 @@ class MissedMarks:
         self._clears = clears
         self._tls = tls
 
-    async def take(self, lookups: Sequence[str]) -> None:
+    async def take(self, lookups: Sequence[str], apart_seconds: float = 0.0) -> None:
         """Clear what others have cleared. Never raises: what does not answer is left out, and logged."""
+        await ask_others(self._node_id, lookups, self._tls, self._take, apart_seconds)
+
+    async def _take(self, marks: Sequence[Mark]) -> None:
         try:
-            await self._clears.take(await marks_of_others(self._node_id, lookups, self._tls))
+            await self._clears.take(marks)
         except Unavailable as error:  # a node must not keep others from starting by a clock that is wrong
             log.error("marks_not_taken", extra={"reason": error.message})
 
 
-async def marks_of_others(node_id: NodeId, lookups: Sequence[str], tls: TlsFiles | None) -> tuple[Mark, ...]:
-    """The marks that other live nodes keep. Never raises: what does not answer is left out, and logged."""
+async def ask_others(
+    node_id: NodeId,
+    lookups: Sequence[str],
+    tls: TlsFiles | None,
+    take: Callable[[Sequence[Mark]], Awaitable[None]],
+    apart_seconds: float = 0.0,
+) -> None:
+    """Ask the other live nodes for the marks that they keep. `take` gets each mark once, with the first answer that has
+    it: most nodes say the same. Never raises: what does not answer is left out, and logged."""
     channels = Channels(tls)
     try:
         answers = await asyncio.gather(*[_nodes(channels, address) for address in lookups])
         nodes = {node: address for found in answers for node, address in found.items() if node != node_id}
-
-        found: dict[Mark, None] = {}  # of each node much the same
+        told: set[Mark] = set()
         last = b""
+        begun_at = asyncio.get_running_loop().time()
 
-        async def ask(node: str) -> None:
+        async def ask(turn: tuple[int, str]) -> None:
             nonlocal last
+            index, node = turn
             stub, what = shard_pb2_grpc.OperatorServiceStub(channels.get(nodes[node])), f"the shard at {nodes[node]}"
+            await asyncio.sleep(begun_at + index * apart_seconds - asyncio.get_running_loop().time())
             try:
                 reply = readable(await stub.ListMarks(shard_pb2.ListMarksRequest(), timeout=ASK_SECONDS), what)
                 answer = reply.SerializeToString()
-                if answer != last:  # most nodes say the same, and decoding takes milliseconds of a shard's loop
-                    found.update(dict.fromkeys(decode_marks(reply.marks, MARKS_MAX)))
-                    last = answer
+                if answer == last:  # most nodes say the same, and decoding takes milliseconds of a shard's loop
+                    return
+                marks, last = decode_marks(reply.marks, MARKS_MAX), answer
             except (grpc.aio.AioRpcError, InvalidRequest) as error:
                 log.warning("marks_not_asked", extra={"node": node, "reason": _reason(error, what)})
+                return
+            new = [mark for mark in marks if mark not in told]
+            told.update(new)
+            if new:
+                await take(new)
 
-        await ask_each(ask, sorted(nodes), AT_ONCE_MAX)
-        return tuple(found)
+        await ask_each(ask, enumerate(order_of(node_id, nodes)), AT_ONCE_MAX)
     finally:
         await channels.close()
+
+
+def order_of(node_id: NodeId, nodes: Iterable[str]) -> list[str]:
+    """The order in which this node asks the others: one of its own, or all would ask the same node first."""
+    ordered = sorted(nodes)
+    random.Random(node_id).shuffle(ordered)
+    return ordered
 
 
 async def _nodes(channels: Channels, lookup: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvservice.client.overview import SILENT, OverviewReader, as_json
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.actions import Follow, Locate
+from kvservice.core.block.marks import Mark
 from kvservice.core.messages import Attachment, Handoff, Holder, SealItem, SealStatus
 from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import (
@@ -34,7 +35,7 @@ from kvservice.errors import (
     Unavailable,
 )
 from kvservice.lookup.client import LookupClient
-from kvservice.shard.missed_marks import marks_of_others
+from kvservice.shard.missed_marks import ask_others
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BootEpoch, Generation, HandoffId, NodeId, SlotIndex, SpanRoute
@@ -43,6 +44,10 @@ from kvservice.wire.status import ATTRIBUTES_KEY, REASON_KEY
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
 CHAIN = make_chain(4)
+
+
+async def never(marks: Sequence[Mark]) -> None:
+    raise AssertionError(f"nobody said {marks}")
 
 
 class Scripted(shard_pb2_grpc.PeerServiceServicer, lookup_pb2_grpc.LookupServiceServicer):
@@ -150,7 +155,7 @@ async def test_answers_that_cannot_be_read_are_failures() -> None:
         assert not (await lookup.resolve(CHAIN, 0, 20.0)).complete
         assert await lookup.find_node(NodeId("n0"), 20.0) is None
         assert await lookup.members(20.0) == []
-        assert await marks_of_others(NodeId("me"), [address], None) == ()
+        await ask_others(NodeId("me"), [address], None, never)
         for client in (peers, lookup, operator):
             await client.close()
 
