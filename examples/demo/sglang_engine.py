@@ -5,7 +5,8 @@
 Each line in is a call, each line out its answer, in order; the first line out says that the engine is ready. Both are
 objects. The process ends with its input. Calls: `{"ask": "text or token ids", "tokens": 8, "salt": ""}`,
 `{"forget": true}`, which empties the engine's own memories of prompts, `{"attach": true}` or `false`, which attaches or
-detaches the storage, and `{"counters": true}` for what SGLang's metrics have of the connector (with `enable_metrics`).
+detaches the storage, `{"weights": "MODEL"}`, which changes its weights in place to those of a model, and
+`{"counters": true}` for what SGLang's metrics have of the connector (with `enable_metrics`).
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ def answer(engine: Any, storage: object, call: Mapping[str, Any]) -> dict[str, A
         return {"forgotten": bool(engine.flush_cache().success)}
     if call.get("counters"):
         return counters()
+    if "weights" in call:
+        done, said = engine.update_weights_from_disk(call["weights"])[:2]
+        return {"done": bool(done), "said": said}
     if "attach" in call:
         manager = engine.tokenizer_manager
         doing = (

@@ -148,6 +148,10 @@ class SGLangProcess(EngineProcess):
         """Attach its storage or detach it, as soon as it is idle. Raises Unavailable."""
         self._call_idle({"attach": attached}, "done")
 
+    def change_weights(self, model: Path) -> None:
+        """Load the weights of this model in place, as soon as it is idle. Raises Unavailable."""
+        self._call_idle({"weights": str(model)}, "done")
+
 
 def processes_of_session(session: int) -> list[int]:
     """The processes of this session that live now."""

@@ -32,12 +32,12 @@ def make_shallow(folder: Path, model: Path, *, layers: int) -> Path:
     return folder
 
 
-def make_llama(folder: Path, tokenizer: Path, *, attention_heads: int, kv_heads: int) -> Path:
+def make_llama(folder: Path, tokenizer: Path, *, attention_heads: int, kv_heads: int, seed: int = 7) -> Path:
     """Two layers and SmolLM2's tokenizer, copied from its folder. Returns `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=128,

@@ -166,7 +166,7 @@ def _events() -> Any:
 @functools.cache
 def _clears() -> ClearTerms:
     """Those of this process, which is one rank of one engine."""
-    return ClearTerms(agreed_name())
+    return ClearTerms(agreed_name(), identity.weight_changes)
 
 
 def _identity(config: HiCacheStorageConfig, options: SGLangOptions, *, shares: bool) -> Identity:

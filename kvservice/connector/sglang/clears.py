@@ -1,9 +1,9 @@
-"""What the pages of an engine are called after each clear. Imports no engine.
+"""What the pages of an engine are called after each clear and each change of its weights. Imports no engine.
 
 SGLang clears its storages rank by rank. Where one rank reads what another one has stored, as with MLA, both must call
-pages alike afterwards. So a term is made of the number of the clear and of a name that the ranks of an engine agree on:
-a random one, new at each start, which lies in the store of their process group. Other engines and later starts never
-have the same terms.
+pages alike afterwards. So a term is made of the number of clears and changes, and of a name that the ranks of an engine
+agree on: a random one, new at each start, which lies in the store of their process group. Other engines and later
+starts never have the same terms.
 """
 
 from __future__ import annotations
@@ -27,17 +27,25 @@ class ClearTerms:
     """The clears of one rank's process. A storage that is attached again goes on with them: the weights of the engine
     may have been changed in place before."""
 
-    def __init__(self, engine: bytes) -> None:
-        """`engine`: a name of this engine and this start, the same on all ranks."""
+    def __init__(self, engine: bytes, changes: Callable[[], int] = lambda: 0) -> None:
+        """`engine`: a name of this engine and this start, the same on all ranks. `changes`: how often its weights were
+        changed in place, as far as it says so."""
         self._engine = engine
         self._count = 0
-        self.term = b""  # of the pages now; empty before the first clear
+        self.changes = changes
+
+    @property
+    def term(self) -> bytes:
+        """Of the pages now; empty before the first clear or change."""
+        numbers = self._count, self.changes()
+        if not any(numbers):
+            return b""
+        text = b"kvservice/sglang-clear/2" + b"".join(each.to_bytes(8, "big") for each in numbers) + self._engine
+        return hashlib.blake2b(text, digest_size=TERM_BYTES).digest()
 
     def next(self) -> bytes:
         """The term from now on."""
         self._count += 1
-        text = b"kvservice/sglang-clear/1" + self._count.to_bytes(8, "big") + self._engine
-        self.term = hashlib.blake2b(text, digest_size=TERM_BYTES).digest()
         return self.term
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.arg_groups.overrides import resolution_result
-from sglang.srt.runtime_context import get_server_args, process_model_config
+from sglang.srt.runtime_context import get_context, get_server_args, process_model_config
 from sglang.version import __version__
 
 from kvservice.connector.config_text import PLAIN_ROPES, flat_fields, parts_of, text_of, without
@@ -45,6 +45,8 @@ SECTIONS_LEFT_OUT: Mapping[str, str] = {
     "exec.overlap": WHEN,
     "exec.offload": PLACE,
 }
+# Whose notes say that weights were changed in place: from a disk, and in any way with which a new version is given.
+WEIGHT_CHANGES = frozenset({"model_runner.update_model_fields", "scheduler.weight_version"})
 # Settings of these sections that are named all the same, because they change the numbers.
 NAMED_ALL_THE_SAME = frozenset({"forward_hooks", "enable_quant_communications"})
 # Environment variables that choose other code, other weights or fewer bits. They are named if they are set.
@@ -159,6 +161,11 @@ def engine_fields(options: SGLangOptions) -> dict[str, object]:
     if found := resolution_result(server, "quantization_param_path"):
         fields["kv_scales"] = hashlib.sha256(Path(str(found)).read_bytes()).hexdigest()
     return fields
+
+
+def weight_changes() -> int:
+    """How often SGLang has noted that the weights of this process were changed in place."""
+    return sum(source in WEIGHT_CHANGES for source, _ in get_context().overrides_log())
 
 
 def check_supported() -> None:

@@ -133,8 +133,11 @@ class PagePool:
         return self._loop.wait(self._store([], list(pages), addresses, alone=True))
 
     def begin_term(self, term: bytes) -> None:
-        """Pages have other names from now on. Every promise is over, also one whose question is still under way."""
+        """Pages have other names from now on. Every promise is over, also one whose question is still under way.
+        Idempotent."""
         with self._lock:
+            if term == self._term:
+                return
             self._term = term
             promises = {id(promise): promise for promise, _ in self._promised.values()}
             self._promised.clear()

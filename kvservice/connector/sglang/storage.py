@@ -11,6 +11,7 @@ Nothing raises into SGLang's threads: a failure is counted, logged once per kind
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -118,6 +119,8 @@ class PageStorage:
         self.failures = Failures(self.counters)
         self._gate: KnownPrompt | None = None  # with the option share
         self._silence = ShardSilence()
+        self._changes = self._clears.changes()  # of the weights, for which the pools have names
+        self._of_thread = threading.local()
 
     # -- host pools ----
 
@@ -217,7 +220,7 @@ class PageStorage:
     @guarded(lambda before, pages: 0)
     def find(self, before: Sequence[str] | None, pages: Sequence[str]) -> int:
         """How many of these pages are there, from the first on."""
-        pool = self._pools.get(KV)
+        pool = self._pools.get(KV) if self._is_of_now() else None
         if self._gate is not None and not self._gate.is_open:
             self.counters[f"share_left_out_gate_{self._gate.state.value}"] += 1
             self._gate.remind(pages)
@@ -230,6 +233,8 @@ class PageStorage:
     ) -> FoundPrefix:
         """How long a prefix all pools can serve. A pool that states no policy known here has no say, and is empty. All
         together have the time of one question."""
+        if not self._is_of_now():
+            return FoundPrefix(0, {}, [])
         until = time.monotonic() + self._options.fetch_timeout_seconds
         count = self.find(before, pages) if KV in self._pools else len(pages)
         by_pool = {KV: count} if count and KV in self._pools else {}
@@ -273,7 +278,7 @@ class PageStorage:
     @guarded(lambda before, wanted: [False] * len(wanted.pages))
     def load(self, before: Sequence[str] | None, wanted: PageTransfer) -> list[bool]:
         """Copy pages into the host pool: True for the leading ones that came."""
-        if (pool := self._pools.get(wanted.pool)) is None:
+        if (pool := self._pools.get(wanted.pool)) is None or not self._is_of_now():
             return [False] * len(wanted.pages)
         addresses = self._addresses(wanted)
         if wanted.policy == TRAILING_PAGES:
@@ -284,7 +289,7 @@ class PageStorage:
     def store(self, before: Sequence[str] | None, wanted: PageTransfer) -> list[bool]:
         """Store pages of the host pool: True for the leading ones that the pool holds then, or does not want. `before`
         is None if SGLang does not say it."""
-        if (pool := self._pools.get(wanted.pool)) is None:
+        if (pool := self._pools.get(wanted.pool)) is None or not self._is_of_now():
             return [False] * len(wanted.pages)
         addresses = self._addresses(wanted)
         if self._gate is not None and not self._gate.is_open:
@@ -302,9 +307,8 @@ class PageStorage:
     def clear(self) -> None:
         """From now on this rank neither finds nor stores what it knew by the same names, and what it was promised is
         over. The blocks stay, for others, until they are evicted."""
-        term = self._clears.next()
-        for pool in self._pools.values():
-            pool.begin_term(term)
+        self._begin_term(self._clears.next())
+        self._of_thread = threading.local()  # the operator says that no thread holds pages of before
 
     def close(self) -> None:
         """Leave the pool. Blocks until the copies under way have ended. Idempotent."""
@@ -319,6 +323,19 @@ class PageStorage:
         return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
 
     # -- inside ----
+
+    def _is_of_now(self) -> bool:
+        """Whether this thread's pages are of the weights of now. A change of the weights in place begins a term. SGLang
+        empties its memories behind one and starts its threads anew, so an earlier thread may hold pages of before."""
+        if (changes := self._clears.changes()) != self._changes:
+            log.info("the weights were changed in place: after a flush this engine finds what it stores from then on")
+            self._begin_term(self._clears.term)
+            self._changes = changes  # not before, so that no other thread goes on with names of before
+        return bool(self._of_thread.__dict__.setdefault("changes", changes) == changes)
+
+    def _begin_term(self, term: bytes) -> None:
+        for pool in self._pools.values():
+            pool.begin_term(term)
 
     def _addresses(self, wanted: PageTransfer) -> list[list[int]]:
         """By page: the addresses of its pieces. Raises ValueError for places that are not whole pages."""

@@ -1,0 +1,106 @@
+"""Weights of an SGLang engine that are changed in place: what is found by whom, and from when on."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvservice.api.pool_thread import PoolThread
+from kvservice.connector.sglang.clears import ClearTerms
+from kvservice.connector.sglang.pages import Ranks
+from kvservice.connector.sglang.storage import PageStorage
+from tests.unit.connector.sglang.host_memory import (
+    PROMPT,
+    HostMemory,
+    LatentMemory,
+    page_hashes,
+    places,
+    storage,
+    wanted,
+)
+
+PAGES = page_hashes(PROMPT)
+NUMBERS = [0, 1, 2, 3, 4, 5]
+
+
+class Engine:
+    """The notes of an engine, and its threads, which a flush starts anew."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.clears = ClearTerms(b"an engine", lambda: self.changes)
+        self._threads = ThreadPoolExecutor(1)
+
+    def flush(self) -> None:
+        self._threads.shutdown()
+        self._threads = ThreadPoolExecutor(1)
+
+    def store(self, made: PageStorage) -> list[bool]:
+        return self._threads.submit(made.store, [], wanted(PAGES, NUMBERS)).result()
+
+    def find(self, made: PageStorage) -> int:
+        return self._threads.submit(made.find, [], PAGES).result()
+
+
+def test_changed_weights_find_nothing_of_the_earlier_ones(thread: PoolThread) -> None:
+    engine = Engine()
+    made = storage(HostMemory(), thread=thread, clears=engine.clears)
+    assert engine.store(made) == [True] * 6 and engine.find(made) == 6
+    engine.changes += 1
+    engine.flush()
+    assert engine.find(made) == 0
+    assert engine.store(made) == [True] * 6 and engine.find(made) == 6
+
+
+def test_a_thread_from_before_a_change_neither_finds_nor_stores(thread: PoolThread) -> None:
+    """Until the engine is flushed its memories may hold pages of the earlier weights."""
+    engine = Engine()
+    made = storage(HostMemory(), thread=thread, clears=engine.clears)
+    made.register("mamba", LatentMemory(), places([0]))
+    assert engine.store(made) == [True] * 6 and engine.find(made) == 6
+    engine.changes += 1
+    assert engine.store(made) == [False] * 6 and engine.find(made) == 0
+    engine.flush()
+    assert engine.find(made) == 0, "nothing was stored"
+
+
+def test_a_clear_behind_a_change_does_as_a_flush(thread: PoolThread) -> None:
+    engine = Engine()
+    made = storage(HostMemory(), thread=thread, clears=engine.clears)
+    assert engine.store(made) == [True] * 6
+    engine.changes += 1
+    made.clear()
+    assert engine.find(made) == 0
+    assert engine.store(made) == [True] * 6 and engine.find(made) == 6
+
+
+def test_a_storage_attached_behind_a_change_finds_nothing(thread: PoolThread) -> None:
+    engine = Engine()
+    assert engine.store(storage(HostMemory(), thread=thread, clears=engine.clears)) == [True] * 6
+    engine.changes += 1
+    again = storage(HostMemory(), thread=thread, clears=engine.clears)
+    assert engine.find(again) == 0
+    assert engine.store(again) == [True] * 6 and engine.find(again) == 6
+
+
+def test_a_change_ends_what_was_promised(thread: PoolThread) -> None:
+    engine = Engine()
+    made = storage(HostMemory(), thread=thread, clears=engine.clears)
+    assert engine.store(made) == [True] * 6 and engine.find(made) == 6
+    engine.changes += 1
+    engine.flush()
+    assert made.load([], wanted(PAGES, [8, 9, 10, 11, 12, 13])) == [False] * 6
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranks_find_what_one_stores_after_a_change(thread: PoolThread, count: int) -> None:
+    engines = [Engine(), Engine()]
+    ranks = [
+        storage(LatentMemory(), ranks=Ranks(number, 2, replicated=True), thread=thread, clears=engine.clears)
+        for number, engine in enumerate(engines)
+    ]
+    for engine in engines:
+        engine.changes += count
+    assert engines[0].store(ranks[0]) == [True] * 6
+    assert [engine.find(rank) for engine, rank in zip(engines, ranks, strict=True)] == [6, 6]
