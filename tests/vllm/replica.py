@@ -10,6 +10,8 @@
 {"scale_norms": 0.3}                ->  {"scaled": 12}        changes the weights in place
 {"midway": "...", "max_tokens": 20, "after": 8, "scale_norms": 0.3}  ->  {"outputs": [...]}
     the weights change when so many tokens are there, as `pause_generation(mode="keep")` allows
+{"session": [[1, 2], [3]], "max_tokens": 20}  ->  {"token_ids": [...]}
+    streaming input, each part once the one before is answered; all tokens that the session has computed
 """
 
 from __future__ import annotations
@@ -222,6 +224,8 @@ def main() -> None:
             say(reset=llm.reset_prefix_cache(reset_connector=True))
         elif "midway" in command:
             say(outputs=[describe(change_midway(llm, command))])
+        elif "session" in command:
+            say(token_ids=stream_input(llm.llm_engine, command["session"], command["max_tokens"]))
         elif "scale_norms" in command:
             say(scaled=sum(llm.collective_rpc(scale_norms, args=(command["scale_norms"],))))
         elif command.get("counters"):
@@ -318,6 +322,32 @@ def change_midway(llm: Any, command: dict[str, Any]) -> Any:
     while core.scheduler.has_requests():
         engine.step()
     return outputs[0]
+
+
+def stream_input(engine: Any, parts: list[list[int]], max_tokens: int) -> list[int]:
+    """As AsyncLLM does for a generator of inputs: each part is answered, and an empty end follows."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.request import RequestStatus
+
+    scheduler = engine.engine_core.engine_core.scheduler
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+    def add(tokens: list[int], *, resumable: bool) -> None:
+        engine.engine_core.add_request(
+            EngineCoreRequest("session", tokens, None, params, None, time.time(), None, None, None, resumable=resumable)
+        )
+
+    for part in parts:
+        add(part, resumable=True)
+        session = request_of(scheduler)
+        while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            engine.step()
+    computed = list(session.all_token_ids[: session.num_computed_tokens])
+    add([0], resumable=False)
+    while scheduler.has_requests():
+        engine.step()
+    return computed
 
 
 def request_of(scheduler: Any) -> Any:

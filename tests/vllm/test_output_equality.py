@@ -121,6 +121,17 @@ def test_without_the_engines_own_prefix_caching(replicas: dict[str, Replica]) ->
     assert plain.counters()["loaded_blocks"] >= before + 8
 
 
+def test_a_session_of_streaming_input_is_stored_when_it_ends(replicas: dict[str, Replica]) -> None:
+    off, tight = replicas["off"], replicas["tight"]
+    before = tight.counters()["stored_blocks"]
+    tight.send(session=[list(range(100, 200)), list(range(900, 961)), [7], list(range(500, 650))], max_tokens=20)
+    tokens = {"prompt_token_ids": [*tight.answer()["token_ids"], 5, 6, 7]}
+    wanted = off.ask(tokens, 16)["token_ids"]
+    settle(tight, before + 12)
+    tight.reset()
+    assert tight.ask_warm(tokens, 16, 12 * 32)["token_ids"] == wanted
+
+
 def test_after_eviction(replicas: dict[str, Replica]) -> None:
     off, tight = replicas["off"], replicas["tight"]
     texts = [prompt(name, 14) for name in ("Gil", "Hal", "Ian", "Jon")]

@@ -83,6 +83,11 @@ ATTACH_WAIT_SECONDS = 15.0
 STORABLE = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
 
 
+def is_session_end(request: Request) -> bool:
+    """Whether it is a session of streaming input that ended. vLLM aborts one that waits for more."""
+    return bool(request.resumable) and request.status is RequestStatus.FINISHED_ABORTED
+
+
 class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     """One instance per role. `_scheduler` or `_worker` is None for the other role. Both are None if the engine's model
     or settings are not supported; the connector then does nothing."""
@@ -370,7 +375,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             hashes,
             request.num_computed_tokens,
             table,
-            store_rest=done,
+            store_rest=done or is_session_end(request),
         )
         answer = None
         if done and handoff is not None and attachment is not None:

@@ -106,6 +106,7 @@ class Request:
     all_token_ids: tuple[int, ...] = tuple(range(1024))
     mm_features: tuple[Any, ...] = ()
     prompt_embeds: Any = None
+    resumable: bool = False
 
 
 @dataclass
