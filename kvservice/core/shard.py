@@ -118,7 +118,7 @@ class ShardState:
         self._hinted = Hinted(shard, self._holds)
         self._answers = Answers(shard, self._hinted, lambda *held: self._warming.held(*held))
         self._pulls = Pulls(shard)
-        self._handoffs = Handoffs(shard, lambda op, now: self._acquisitions.handoff_over(op, now))
+        self._handoffs = Handoffs(shard, lambda op, now: self._acquisitions.handoff_over(op, now), self.account_of)
         self._acquisitions = Acquisitions(shard, self._pulls, self._tiers, self._answers, self._handoffs.watch)
         self._windowed = WindowedAcquisitions(shard, self._acquisitions, self._answers)
         self._tails = Tails(shard, self._acquisitions, self._tiers, self._answers)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvservice.core.actions import Reply
+from kvservice.core.block.tenants import NOBODY
 from kvservice.core.context import ShardContext
 from kvservice.core.events import PeerFollow
 from kvservice.core.messages import FollowResult, HandoffState, Statement
@@ -31,6 +32,7 @@ from kvservice.units import AttachmentId, BlockKey, HandoffId
 HANDOFF_ID_BYTES = 16  # random, so that no two are equal; other lengths are refused
 OPEN_MAX = 4096  # entries of one shard, open and closed. At the limit closed ones go first, then Exhausted is raised.
 OPEN_OF_ONE_MAX = 1024  # of one attachment, so that none of them uses up all entries
+# A tenant has no more hand-offs open than are left for others: one alone half of OPEN_MAX, each of two a third.
 OPEN_SECONDS = 120.0  # without a message of its writer: longer than any pause that an engine survives. Then it closes.
 # Readers ask and are answered late. If news were pushed to them, nobody would notice that one of them is gone. A reader
 # has one question for each request that follows a writer; above this limit Exhausted is raised.
@@ -91,6 +93,7 @@ FOLLOW_TRANSITIONS: dict[tuple[FollowState, FollowEvent], FollowState] = {
 @dataclass(slots=True)
 class _Handoff:
     attachment: AttachmentId
+    account: str  # the tenant of the attachment
     state: HandoffState
     until: float  # an open one is closed then; a closed one is forgotten
     call: int  # number of the Open, as far as it is known; statements composed before that call do not count here
@@ -123,9 +126,13 @@ class _Watch:
 class Handoffs:
     """The hand-offs whose writers are on this node, and everybody who follows them."""
 
-    def __init__(self, shard: ShardContext, ended: Callable[[int, float], None]) -> None:
-        """`ended(op, now)` is called when the hand-off that this watcher waits for has ended."""
+    def __init__(
+        self, shard: ShardContext, ended: Callable[[int, float], None], account_of: Callable[[AttachmentId], str]
+    ) -> None:
+        """`ended(op, now)` is called when the hand-off that this watcher waits for has ended. `account_of` says whose
+        an attachment is."""
         self._shard = shard
+        self._account_of = account_of
         self._store = shard.store
         self._counters = shard.counters
         self._ended = ended
@@ -144,7 +151,10 @@ class Handoffs:
         """Open a hand-off. A repetition of the same call has no effect, and a closed hand-off stays closed."""
         known = self._enter(handoff, attachment, call, now)
         if known is None:
-            raise Exhausted(f"{OPEN_MAX} hand-offs are open already, or {OPEN_OF_ONE_MAX} of this engine")
+            raise Exhausted(
+                f"{self.open_count} hand-offs are open already: one engine may have {OPEN_OF_ONE_MAX}, all {OPEN_MAX}, "
+                "and a tenant as many as it leaves for others"
+            )
         if known.attachment != attachment or (known.is_heard and not 0 < call == known.call):
             raise InvalidRequest(f"hand-off {handoff.hex()} exists already: use a fresh random id for each request")
         known.call, known.is_heard = call, True
@@ -175,16 +185,19 @@ class Handoffs:
     def _enter(self, handoff: HandoffId, attachment: AttachmentId, call: int, now: float) -> _Handoff | None:
         """The known entry, or a new one whose state the caller changes at once. None when there is no room."""
         known = self._handoffs.get(handoff)
-        if known is None and self._has_room(attachment):
-            known = self._handoffs[handoff] = _Handoff(attachment, HandoffState.UNKNOWN, now, call, is_heard=False)
+        if known is None and self._has_room(attachment, account := self._account_of(attachment)):
+            known = _Handoff(attachment, account, HandoffState.UNKNOWN, now, call, is_heard=False)
+            self._handoffs[handoff] = known
         return known
 
-    def _has_room(self, attachment: AttachmentId) -> bool:
+    def _has_room(self, attachment: AttachmentId, account: str) -> bool:
         """Make room for one more entry, by forgetting the closed one that is due first. False when there is none."""
         if len(self._handoffs) < OPEN_OF_ONE_MAX:
             return True
         is_open = [known for known in self._handoffs.values() if known.state is HandoffState.OPEN]
         if len(is_open) == OPEN_MAX or sum(known.attachment == attachment for known in is_open) >= OPEN_OF_ONE_MAX:
+            return False
+        if account != NOBODY and sum(known.account == account for known in is_open) >= OPEN_MAX - len(is_open):
             return False
         if len(self._handoffs) == OPEN_MAX:
             closed = [(h.until, name) for name, h in self._handoffs.items() if h.state is HandoffState.CLOSED]

@@ -303,6 +303,17 @@ def test_one_engine_keeps_no_other_from_handing_off(line: Line) -> None:
     _open(line.shard, line.shard.attach(make_spec("other")), OPEN_MAX)
 
 
+def test_one_tenant_keeps_no_other_from_handing_off(line: Line) -> None:
+    many = [line.shard.attach(make_spec(f"many{i}"), "many") for i in range(4)]
+    for number in range(OPEN_MAX // 2):
+        _open(line.shard, many[number % 4], number)
+    with pytest.raises(Exhausted):
+        _open(line.shard, many[0], OPEN_MAX)
+    few = line.shard.attach(make_spec("few"), "few")
+    for number in range(OPEN_MAX, OPEN_MAX + OPEN_OF_ONE_MAX):
+        _open(line.shard, few, number)
+
+
 def _open(shard: CoreHarness, attachment: AttachmentId, number: int) -> None:
     op = shard.next_op()
     shard.send(ev.OpenHandoff(op, attachment, HandoffId(number.to_bytes(16, "big")), number + 1))
