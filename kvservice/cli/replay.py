@@ -109,7 +109,7 @@ def draw_below(figures: dict[str, Any]) -> list[Table]:
     block = figures["block_bytes"]
     title = f"Tiers below the memory, with {format_bytes(block)} for each block of 512 tokens"
     table = Table(title=title, title_justify="left", title_style="")
-    for name in ("nodes", "memory", "tier", "writes", "hits", "of tier", "written a day", "of its size"):
+    for name in ("nodes", "memory", "tier", "writes", "hits", "of own tier", "written a day", "of its size"):
         table.add_column(name, justify="right")
     for run in runs:
         name = "disk" if run["disk"] else "objects"

@@ -45,6 +45,17 @@ def test_a_replay_prints_one_row_for_each_way_and_draws_it(trace_file: Path, tmp
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_share_of_a_disk_is_named_as_the_nodes_own(trace_file: Path) -> None:
+    """On several nodes most of what disks add is read from those of others, which count as hits of other nodes."""
+    options = ("--capacity", 100, "--nodes", 4, "--disk", 400)
+    code, out, _ = run(trace_file, *options, "-o", "json")
+    runs = json.loads(out)["runs"]
+    pooled = {"nodes": 4, "pooled": True, "routing": "round-robin"}
+    memory, disk = (row for row in runs if pooled.items() <= row.items())
+    assert code == 0 and disk["hit_rate"] - memory["hit_rate"] > 2 * disk["disk_rate"] > 0
+    assert "of own tier" in run(trace_file, *options)[1]
+
+
 def test_json_has_stable_keys_and_the_warm_up_is_not_counted(trace_file: Path) -> None:
     options = ("--capacity", 400, "--nodes", 1, "--policy", "belady", "-o", "json")
     rates = []
