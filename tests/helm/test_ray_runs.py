@@ -112,7 +112,7 @@ def test_the_head_brings_the_service_up_by_itself(head: Head) -> None:
     check = pod(head.objects, "check").spec["containers"][0]
     done = ContainerProcess(check, head.place, head.root / "check.log").run(timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr + (head.root / "log").read_text()
-    assert "metrics of 1 shards" in done.stdout
+    assert "metrics of 1 shard" in done.stdout
     status: dict[str, Any] = json.loads(head.process.run(["kvservice", "status", "-o", "json"]).stdout)
     assert status["service"] == head.service and len(status["nodes"]) == len(status["lookups"]) == 1
     (lookup,) = status["lookups"]

@@ -107,7 +107,7 @@ def test_pods_serve_each_other_in_the_image(nodes: tuple[Node, Node], tmp_path: 
                 each.wait_for(probe, START_SECONDS)
         shards = running[1:]
         done = checked(objects, nodes[0], shards, names, tmp_path)
-        assert done.returncode == 0 and "1 lookup partitions, 2 cache shards" in done.stdout, done.stdout + done.stderr
+        assert done.returncode == 0 and "1 lookup partition, 2 cache shards" in done.stdout, done.stdout + done.stderr
         for shard in shards:
             assert shard.process is not None and Path(f"/proc/{shard.process.pid}").stat().st_uid == 60900
             ports = listening(shard.process.pid)
