@@ -185,7 +185,8 @@ def settings() -> Iterator[Check]:
 
 
 def runtime_directory() -> Iterator[Check]:
-    """Checks the directory of the sockets: no other user may change it, and no other machine may share it."""
+    """Checks the directory of the sockets: this user must write there, no other user may, and no other machine may
+    share it."""
     from kvservice.discovery import default_runtime_root
     from kvservice.private_files import check_directory
     from kvservice.tier.mounts import file_system_of, mounts_here
@@ -197,7 +198,11 @@ def runtime_directory() -> Iterator[Check]:
         yield Check("runtime_directory", PROBLEM, error.message)
         return
     kind = file_system_of(root, mounts_here())
-    if kind.rpartition(".")[2] in NETWORK_FILE_SYSTEMS or kind.startswith("nfs"):
+    there = next(each for each in (root, *root.parents) if each.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        advice = "let this user write there, or set KVSERVICE_RUNTIME_DIR to a directory of its own"
+        yield Check("runtime_directory", PROBLEM, f"{root} on {kind} cannot be used: {there} is not writable", advice)
+    elif kind.rpartition(".")[2] in NETWORK_FILE_SYSTEMS or kind.startswith("nfs"):
         advice = "set KVSERVICE_RUNTIME_DIR to a directory of this machine; machines that share one mix up their shards"
         yield Check("runtime_directory", WARNING, f"{root} is on {kind}, which other machines may share", advice)
     else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -358,6 +360,16 @@ def test_a_runtime_directory_that_others_write_or_share_is_told(
     tmp_path.chmod(0o777)
     (check,) = doctor.runtime_directory()
     assert check.status == PROBLEM and "other users can write" in check.detail
+
+
+def test_a_runtime_directory_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o500)
+    code = "from kvservice.cli import doctor; [row] = doctor.runtime_directory(); print(row.status, row.detail)"
+    drop = ["setpriv", "--bounding-set", "-dac_override"] if os.geteuid() == 0 else []  # root writes everywhere
+    for wanted in ("run", "run/below"):
+        variables = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(tmp_path / wanted)}
+        said = subprocess.run([*drop, sys.executable, "-c", code], env=variables, capture_output=True, text=True).stdout
+        assert said.startswith(PROBLEM) and f"{tmp_path / 'run'} is not writable" in said
 
 
 def test_an_installation_without_a_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
