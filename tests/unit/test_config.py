@@ -148,7 +148,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         load_config(None, {}, pool_bytes=text)
 
 
-def test_an_ipv6_address_without_brackets_is_refused_with_the_form() -> None:
+def test_an_ipv6_address_without_brackets_is_told_its_form() -> None:
     with pytest.raises(ConfigError, match=r"lookup has 'fd78::1:7400'; write .*\[IPv6 address\]:port"):
         load_config(None, {}, lookup="fd78::1:7400")
     assert load_config(None, {}, lookup="[fd78::1]:7400").lookup == ("[fd78::1]:7400",)
