@@ -65,11 +65,7 @@ def _measure(
         prompt = f"{document}\n\n{questions[number - 1]}"
         answer = ray.get(replica.ask.remote(prompt, ANSWER_TOKENS), timeout=ANSWER_SECONDS)
         rows.append(Row.of(number, label, answer, with_cache=with_cache))
-        row = rows[-1]
-        steps.say(
-            f"Q{number} {label}: first token after {row.first_token_seconds:.2f} s, {row.computed_tokens:,} tokens "
-            f"computed, {row.engine_tokens + row.pool_tokens:,} hit locally, {row.remote_tokens:,} hit remotely"
-        )
+        steps.say(rows[-1].sentence)
 
     steps.begin("preparing the model")
     folder = prepared_model(model)

@@ -53,6 +53,14 @@ class Row:
             answer["text"],
         )
 
+    @property
+    def sentence(self) -> str:
+        return (
+            f"Q{self.question} {self.replica}: first token after {self.first_token_seconds:.2f} s, "
+            f"{self.computed_tokens:,} tokens computed, {self.engine_tokens + self.pool_tokens:,} hit locally, "
+            f"{self.remote_tokens:,} hit remotely"
+        )
+
 
 def show(rows: list[Row], nodes: list[tuple[str, dict[str, Any]]], crossing: Crossing, console: Console) -> None:
     """Print the table, what a remote hit gained, what crossed, and whether the answers are equal."""

@@ -93,11 +93,7 @@ def _measure(
     def ask(label: str, asked: Asked, number: int, *, with_cache: bool = True) -> None:
         steps.begin(f"question {number} to {label}")
         rows.append(Row.of(number, label, asked.ask(prompts[number - 1]), with_cache=with_cache))
-        row = rows[-1]
-        steps.say(
-            f"Q{number} {label}: first token after {row.first_token_seconds:.2f} s, {row.computed_tokens:,} tokens "
-            f"computed, {row.engine_tokens + row.pool_tokens:,} hit locally, {row.remote_tokens:,} hit remotely"
-        )
+        steps.say(rows[-1].sentence)
 
     steps.begin("preparing the model")
     folder = prepared_model(model)
