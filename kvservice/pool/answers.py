@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from kvservice.core.drain.sender import DrainProgress
 from kvservice.core.explain.counter_windows import CounterWindow, CounterWindows
 from kvservice.core.explain.records import Explanation, HistoryEntry
-from kvservice.core.messages import CodecDrift, EngineKind, EngineStats, PoolStats, TierFigures
+from kvservice.core.messages import CodecDrift, EngineKind, PoolStats, TierFigures
 from kvservice.core.segment.geometry import Geometry
 from kvservice.core.shard import ShardState
 from kvservice.pool.runtime_ports import MemoryPort, PoolConfig, PullerPort
@@ -63,10 +63,6 @@ class PoolAnswers:
     def state(self) -> ShardState:
         """The core's state, to look at and not to change."""
         return self._state
-
-    @property
-    def draining(self) -> bool:
-        return self._state.draining
 
     @property
     def epoch(self) -> BootEpoch:
@@ -149,9 +145,6 @@ class PoolAnswers:
 
     def windows(self) -> tuple[CounterWindow, ...]:
         return self._windows.read(self._clock(), self._state.all_counters())
-
-    def engine_stats(self, account: str | None = None) -> EngineStats:
-        return self._state.engine_stats(account)
 
     def accounting(self) -> tuple[dict[str, int], int, str, int, int]:
         """(slots by state, capacity, violation or '', leases, attachments), after a full check."""

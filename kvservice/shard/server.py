@@ -348,7 +348,7 @@ class ShardServer:
         pool = self._pool
         if pool is None:
             return Condition(unready="there is no pool: the shard starts, stops, or replaces its memory")
-        return Condition(dead=pool.fenced or "", unready="draining" if pool.draining else "")
+        return Condition(dead=pool.fenced or "", unready="draining" if pool.state.draining else "")
 
     def set_lookup_addresses(self, addresses: Sequence[str]) -> None:
         """Use new addresses of the lookup partitions. Their number must stay the same."""

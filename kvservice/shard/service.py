@@ -183,7 +183,7 @@ class AdminServicer:
     async def engine_stats(self, request: shard_pb2.EngineStatsRequest, context: Context) -> shard_pb2.EngineStatsReply:
         """The engines; with a tenant's token only its own, and on a private channel with their secret keys."""
         caller = self._authenticator.caller_if_any(context)
-        stats = self._pool.engine_stats(None if caller is None else caller.tenant.name)
+        stats = self._pool.state.engine_stats(None if caller is None else caller.tenant.name)
         reply = codec.encode_engine_stats(self._holder(), stats)
         if caller is not None and is_private(context):
             reply.tenant_key, reply.public_key = self._authenticator.keys_for(caller)

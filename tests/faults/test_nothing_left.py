@@ -461,7 +461,7 @@ async def test_the_directory_takes_a_node_back_whose_clock_went_back(config: Sha
             await asyncio.sleep(1.0)  # many heartbeats: it would have been told by now that it is not the newest
             heard = [member.holder.epoch for member in lookup._directory._membership.members()]
             assert heard == [server.pool.epoch]
-            assert not server.pool.draining
+            assert not server.pool.state.draining
             await server.stop(leaving=False)
             (DEV_SHM / f"kvservice-{config.settings.service}-n").unlink()
     finally:
