@@ -120,7 +120,7 @@ class Authenticator:
             tenant_key=tenant_key,
             public_key=public_key,
             may_publish=tenant.public is Public.PUBLISH,
-            quota_bytes=quota_bytes(tenant.quota, room_of(attachment.geometry)),
+            quota_bytes=quota_bytes(tenant.quota, attachment.geometry.slabs_bytes),
         )
 
     def unbind(self, attachment: AttachmentId) -> None:
@@ -170,7 +170,8 @@ class Authenticator:
                 self._revoke(attachment, "this tenant's rights changed: attach again")
             else:
                 bound.caller = Bearer(new, old.token)
-        self._pool.set_tenants(tenants.limits(room_of(self._pool.geometry), self._pool.disk_bytes), tenants.secrets())
+        limits = tenants.limits(self._pool.geometry.slabs_bytes, self._pool.disk_bytes)
+        self._pool.set_tenants(limits, tenants.secrets())
 
     def _revoke(self, attachment: AttachmentId, reason: str) -> None:
         bound = self._bound.pop(attachment, None)
@@ -178,11 +179,6 @@ class Authenticator:
             self._pool.count("attachments_revoked")
             log.info("attachment_revoked", extra={"tenant": bound.caller.tenant.name, "attachment": int(attachment)})
             bound.revoke(reason)
-
-
-def room_of(geometry: Geometry) -> int:
-    """The bytes of the pool of which a tenant's quota in percent is a share."""
-    return geometry.slab_bytes * geometry.slab_count
 
 
 def _rights(tenant: Tenant) -> tuple[object, ...]:

@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvservice import discovery
 from kvservice.aio import DaemonThreads, end_tasks, in_thread, is_set_within
-from kvservice.auth.authenticator import Authenticator, room_of
+from kvservice.auth.authenticator import Authenticator
 from kvservice.auth.tenants import open_tenants
 from kvservice.auth.tls import TlsFiles, check_listener, is_bound, is_loopback, listen, local_or_tcp, open_tls
 from kvservice.client.peer import PeerClient
@@ -169,7 +169,7 @@ class ShardServer:
                 settings.lease_seconds,
                 # Above every earlier one, also of new memory after a reboot. The clock may have been set back.
                 epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock())),
-                tenants={} if tenants is None else tenants.current.limits(room_of(geometry), disk_bytes(tiers)),
+                tenants={} if tenants is None else tenants.current.limits(geometry.slabs_bytes, disk_bytes(tiers)),
                 eviction=eviction,
                 tiers=tiers,
                 accept_spill=settings.accept_spill,

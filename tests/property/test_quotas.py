@@ -67,7 +67,7 @@ class QuotaMachine(RuleBasedStateMachine):
     def protected(self, who: str) -> float:
         """What nobody may take from it: its quota, or its share of a pool that is smaller than all quotas together."""
         quotas = {name: limits.quota_bytes for name, limits in self.harness.tenants.items()}
-        pool = self.harness.geometry.slab_bytes * self.harness.geometry.slab_count
+        pool = self.harness.geometry.slabs_bytes
         return quotas[who] * min(1.0, pool / sum(quotas.values()))
 
     def by(self, who: str, what: Callable[[], object]) -> None:

@@ -146,8 +146,7 @@ class Holds:
 
     def _budget(self, account: str, share: float) -> int:
         quota = self._shard.store.accounts.quota_of(account)
-        geometry = self._shard.geometry
-        pool = geometry.slab_bytes * geometry.slab_count
+        pool = self._shard.geometry.slabs_bytes
         return int(share * min(pool, quota or pool))
 
     def _within(self, slots: Sequence[Slot], budget: int) -> int:

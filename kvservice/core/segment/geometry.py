@@ -57,8 +57,13 @@ class Geometry:
     slab_count: int  # at least 1
 
     @property
+    def slabs_bytes(self) -> int:
+        """The bytes of all slabs. Shares of a pool, as a quota in percent, are of these."""
+        return self.slab_bytes * self.slab_count
+
+    @property
     def segment_bytes(self) -> int:
-        return CONTROL_BYTES + SCRATCH_BYTES + self.slab_bytes * self.slab_count
+        return CONTROL_BYTES + SCRATCH_BYTES + self.slabs_bytes
 
     @property
     def scratch_offset(self) -> int:

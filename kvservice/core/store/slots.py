@@ -138,7 +138,7 @@ class SlotTable:
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
-        self.accounts = Accounts(geometry.slab_count * geometry.slab_bytes)
+        self.accounts = Accounts(geometry.slabs_bytes)
         self._slots: dict[int, list[Slot]] = {}  # by slab
         self._slot_count = 0
         self._free: dict[int, deque[SlotIndex]] = {}  # by payload size; never has slots of a slab that was taken back

@@ -55,8 +55,7 @@ class Spill:
         self.is_on = is_on and shard.has_directory
         self._shard = shard
         self._counters = shard.counters
-        memory_bytes = shard.geometry.slab_count * shard.geometry.slab_bytes
-        self._offer_bytes_max = min(OFFER_BYTES_MAX, int(memory_bytes * OFFERED_SHARE))
+        self._offer_bytes_max = min(OFFER_BYTES_MAX, int(shard.geometry.slabs_bytes * OFFERED_SHARE))
         self._waiting: dict[BlockKey, None] = {}  # in their order
         self._taken: BoundedTable[BlockKey, bool] = BoundedTable(TAKEN_MAX)
         self._receivers: dict[NodeId, _Receiver] = {}  # those that get offers

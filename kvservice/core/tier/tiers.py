@@ -90,16 +90,15 @@ class Tiers:
         self.spill = Spill(shard, is_on=spills)
         self._store = shard.store
         self._counters = shard.counters
-        memory_bytes = shard.geometry.slab_count * shard.geometry.slab_bytes
-        self._reading_max = int(memory_bytes * READING_SHARE)
-        self._clean_below = int(memory_bytes * CLEAN_FREE_SHARE)
+        self._reading_max = int(shard.geometry.slabs_bytes * READING_SHARE)
+        self._clean_below = int(shard.geometry.slabs_bytes * CLEAN_FREE_SHARE)
         self._tiers: dict[str, _Tier] = {}
         for each in rules:
             assert each.name not in self._tiers, "two tiers have one name"
             books = None
             if not each.is_shared:
                 books = TierBooks(each.budget_bytes, GuardedWorth(), self._gone_from(each), each.extra_bytes)
-            self._tiers[each.name] = _Tier(each, tier_holder(each.name), WriteQueue(memory_bytes), books)
+            self._tiers[each.name] = _Tier(each, tier_holder(each.name), WriteQueue(shard.geometry.slabs_bytes), books)
         self._of_holder = {tier.holder.node_id: tier for tier in self._tiers.values()}
         self._moments = {tier.rules.write for tier in self._tiers.values()}
         self.hears_uses = WriteMoment.REUSED in self._moments  # else nobody needs to call `used`
