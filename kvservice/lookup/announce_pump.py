@@ -44,7 +44,8 @@ _OUTCOMES = {said: outcome for outcome, said in OUTCOMES.items()}
 class AnnouncePump:
     """`node` returns who this shard is now. `on_fenced` is called once, on the loop, when a newer boot of this node is
     heard of. Without the node's `secret` no other process can announce the node meanwhile. `on_return` is called when
-    the directory may not have known the node for a while and has heard of it again, also the first time.
+    the directory may not have known the node for a while and has heard of it again, also the first time: at
+    once, and with True when others have had the time to announce themselves after it.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class AnnouncePump:
         tls: TlsFiles | None = None,
         secret: bytes = b"",
         rng: random.Random | None = None,
-        on_return: Callable[[], Awaitable[None]] | None = None,
+        on_return: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:
         self._announcer = announcer
         self._addresses = _checked(addresses, announcer)
@@ -75,6 +76,7 @@ class AnnouncePump:
         self._on_return = on_return
         self._presence = Presence(len(self._addresses), patience(heartbeat_seconds)[0])
         self._returned = asyncio.Event()
+        self._settle_seconds = heartbeat_seconds + 2 * BACKOFF_SECONDS_MAX
 
     async def run(self) -> None:
         """Announce until `stop`, cancellation, or a newer boot of this node."""
@@ -151,13 +153,19 @@ class AnnouncePump:
                 await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
 
     async def _tell_returns(self) -> None:
-        while self._on_return is not None:
+        while True:
             await self._returned.wait()
             self._returned.clear()
-            try:
-                await self._on_return()
-            except Exception:  # task boundary: nothing else tells of the next return
-                log.exception("return_failed")
+            await self._tell_return(False)
+            if not await is_set_within(self._settle_seconds, self._returned):
+                await self._tell_return(True)
+
+    async def _tell_return(self, is_later: bool) -> None:
+        try:
+            if self._on_return is not None:
+                await self._on_return(is_later)
+        except Exception:  # task boundary: nothing else tells of the next return
+            log.exception("return_failed")
 
     async def _deliver(self, partition: int, update: Update, failures: int, sent_at: float) -> bool:
         """Send one update, at `sent_at`. Returns whether the lookup partition answered."""

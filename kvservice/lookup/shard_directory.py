@@ -47,7 +47,7 @@ class ShardDirectory:
         node: Callable[[], Holder],
         heartbeat_seconds: float,
         on_fenced: Callable[[], None],
-        on_return: Callable[[], Awaitable[None]] | None = None,
+        on_return: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:
         self._node = node
         self._pump = AnnouncePump(

@@ -35,10 +35,14 @@ class MissedMarks:
         self._node_id = node_id
         self._clears = clears
         self._tls = tls
+        self._answered: frozenset[str] = frozenset()
 
-    async def take(self, lookups: Sequence[str], apart_seconds: float = 0.0) -> None:
-        """Clear what others have cleared. Never raises: what does not answer is left out, and logged."""
-        await ask_others(self._node_id, lookups, self._tls, self._take, apart_seconds)
+    async def take(self, lookups: Sequence[str], apart_seconds: float = 0.0, *, only_new: bool = False) -> None:
+        """Clear what others have cleared. With `only_new` only those are asked that did not answer the last time, like
+        one that the directory did not know. Never raises: what does not answer is left out, and logged."""
+        skipped = self._answered if only_new else frozenset()
+        answered = await ask_others(self._node_id, lookups, self._tls, self._take, apart_seconds, skipped)
+        self._answered = skipped | answered
 
     async def _take(self, marks: Sequence[Mark]) -> None:
         try:
@@ -53,13 +57,18 @@ async def ask_others(
     tls: TlsFiles | None,
     take: Callable[[Sequence[Mark]], Awaitable[None]],
     apart_seconds: float = 0.0,
-) -> None:
-    """Ask the other live nodes for the marks that they keep. `take` gets each mark once, with the first answer that has
-    it: most nodes say the same. Never raises: what does not answer is left out, and logged."""
-    channels = Channels(tls)
+    skipped: frozenset[str] = frozenset(),
+) -> frozenset[str]:
+    """Ask the other live nodes, but for those skipped, for the marks that they keep. Returns who has answered.
+
+    `take` gets each mark once, with the first answer that has it: most nodes say the same. Never raises: what does not
+    answer is left out, and logged.
+    """
+    channels, without = Channels(tls), skipped | {node_id}
     try:
         answers = await asyncio.gather(*[_nodes(channels, address) for address in lookups])
-        nodes = {node: address for found in answers for node, address in found.items() if node != node_id}
+        nodes = {node: address for found in answers for node, address in found.items() if node not in without}
+        answered: set[str] = set()
         told: set[Mark] = set()
         last = b""
         begun_at = asyncio.get_running_loop().time()
@@ -72,18 +81,20 @@ async def ask_others(
             try:
                 reply = readable(await stub.ListMarks(shard_pb2.ListMarksRequest(), timeout=ASK_SECONDS), what)
                 answer = reply.SerializeToString()
-                if answer == last:  # most nodes say the same, and decoding takes milliseconds of a shard's loop
-                    return
-                marks, last = decode_marks(reply.marks, MARKS_MAX), answer
+                # Most nodes say the same, and decoding takes milliseconds of a shard's loop.
+                marks = () if answer == last else decode_marks(reply.marks, MARKS_MAX)
             except (grpc.aio.AioRpcError, InvalidRequest) as error:
                 log.warning("marks_not_asked", extra={"node": node, "reason": _reason(error, what)})
                 return
+            last = answer
+            answered.add(node)
             new = [mark for mark in marks if mark not in told]
             told.update(new)
             if new:
                 await take(new)
 
         await ask_each(ask, enumerate(order_of(node_id, nodes)), AT_ONCE_MAX)
+        return frozenset(answered)
     finally:
         await channels.close()
 

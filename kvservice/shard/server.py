@@ -197,7 +197,7 @@ class ShardServer:
                 self.holder,
                 settings.heartbeat_seconds,
                 self._superseded,
-                lambda: missed.take(self._lookup_addresses, APART_SECONDS),
+                lambda is_later: missed.take(self._lookup_addresses, APART_SECONDS, only_new=is_later),
             )
 
     def leave(self, timeout_seconds: float, handover: bool, exit: bool) -> DrainProgress:

@@ -278,3 +278,26 @@ def test_a_node_learns_what_a_new_directory_cleared(tmp_path: Path) -> None:
             assert len(hit) == 0
         for pool in service.pools:
             pool.close()
+
+
+def test_a_node_asks_those_that_the_directory_hears_of_later(tmp_path: Path) -> None:
+    """It was cut off at the clear, and a directory that starts again hears of it first."""
+    with LocalCluster(2, 1, pool_bytes=16 * MiB) as cluster:
+        service = Service(cluster, tmp_path)
+        service.reader.put(TOKENS, np.zeros((8, 1024), "float32"))
+        cluster.wait_until_announced("n1")
+        os.kill(cluster.pid("n1"), signal.SIGSTOP)
+        eventually(lambda: hidden(service, "n1"), "n1 to be hidden")
+        service.clear_at("n0", Mark(MarkKind.MODEL, time.time(), MODEL))
+        os.kill(cluster.pid("n0"), signal.SIGSTOP)
+        cluster.kill("lookup0")
+        cluster.start_lookup(0)
+        os.kill(cluster.pid("n1"), signal.SIGCONT)
+        eventually(lambda: "n1" in find_members(None, cluster.lookup_addresses).shards, "n1 to be known")
+        assert not cluster.stats("n1").counters["clears"]
+        os.kill(cluster.pid("n0"), signal.SIGCONT)
+        eventually(lambda: cluster.stats("n1").counters["clears"], "n1 to ask n0, too", 30.0)
+        with service.reader.get(TOKENS) as hit:
+            assert len(hit) == 0
+        for pool in service.pools:
+            pool.close()
