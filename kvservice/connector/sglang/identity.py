@@ -6,6 +6,7 @@ here with the reason; a setting in no table is named. Written for SGLang 0.5.23.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.runtime_context import get_context, get_server_args, process_model_config
@@ -22,8 +24,8 @@ from sglang.version import __version__
 from kvservice.connector.config_text import PLAIN_ROPES, flat_fields, parts_of, text_of, without
 from kvservice.connector.sglang.options import SGLangOptions
 from kvservice.connector.sglang.sharing import ModelSource
-from kvservice.connector.weights import weights_identity
-from kvservice.errors import ConfigError, UnsupportedLayout
+from kvservice.connector.weights import changed_since, weights_identity
+from kvservice.errors import ConfigError, UnnamedWeights, UnsupportedLayout
 
 PLACE = "it says where weights, pages or buffers lie, and how many there are"
 WHEN = "it says when a token is computed, and beside which others"
@@ -154,13 +156,25 @@ def engine_fields(options: SGLangOptions) -> dict[str, object]:
     }
     path, revision = str(model.model_path), getattr(model, "revision", None)
     commit = getattr(model.hf_config, "_commit_hash", None)
-    fields["weights"] = options.weights_name() or weights_identity(path, revision, commit, cache)
+    fields["weights"] = options.weights_name() or _as_loaded(path, revision, commit, cache)
     for adapter in resolution_result(server, "lora_paths") or ():
         folder = str(getattr(adapter, "lora_path", ""))
-        fields[f"adapter.{getattr(adapter, 'lora_name', '')}"] = weights_identity(folder, None, None, cache)
+        fields[f"adapter.{getattr(adapter, 'lora_name', '')}"] = _as_loaded(folder, None, None, cache)
     if found := resolution_result(server, "quantization_param_path"):
         fields["kv_scales"] = hashlib.sha256(Path(str(found)).read_bytes()).hexdigest()
     return fields
+
+
+@functools.cache
+def _as_loaded(model: str, revision: str | None, commit: str | None, cache: Path | None) -> str:
+    """The identity of weights as this process has loaded them, also for a storage that is attached again. Raises
+    UnnamedWeights where the first one is attached to a running engine, and files are others than at its start. (Weights
+    that were changed in place have terms of their own.)"""
+    if resolution_result(get_server_args(), "hicache_storage_backend") is None and not weight_changes():
+        started = psutil.Process().create_time()
+        if (changed := changed_since(model, started)) is not None:
+            raise UnnamedWeights(f"{changed} was changed after this engine started: restart it, or set weights_version")
+    return weights_identity(model, revision, commit, cache)
 
 
 def weight_changes() -> int:

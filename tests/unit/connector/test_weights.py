@@ -14,8 +14,16 @@ from pathlib import Path
 import pytest
 
 from kvservice.connector import weights
-from kvservice.connector.weights import FileDigests, Terms, cache_folder, weight_files, weights_identity
+from kvservice.connector.weights import (
+    FileDigests,
+    Terms,
+    cache_folder,
+    changed_since,
+    weight_files,
+    weights_identity,
+)
 from kvservice.errors import UnnamedWeights
+from kvservice.testing.eventually import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -358,3 +366,31 @@ def test_weights_without_a_name_are_nobody_elses_until_a_reset(tmp_path: Path) -
 
     terms = Terms(str(tmp_path / "version"))
     assert terms.first(nameless) != terms.first(nameless)
+
+
+def time_of_change(file: Path) -> float:
+    file.touch()
+    return file.stat().st_ctime
+
+
+def test_a_file_or_a_link_that_changed_since_is_named(model: Path, tmp_path: Path) -> None:
+    link = tmp_path / "current"
+    link.symlink_to(model)
+
+    def moment() -> float:
+        """Later than what was done, by the file system's clock, which has ticks of some milliseconds."""
+        marker = tmp_path / "marker"
+        done = time_of_change(marker)
+        eventually(lambda: time_of_change(marker) > done, "the next tick")
+        return marker.stat().st_ctime
+
+    before = moment()
+    assert changed_since(str(link), before) is None and changed_since("someone/model", 0.0) is None
+    (model / "config.json").write_text("[]")
+    assert changed_since(str(link), before) is None, "it says nothing of weights"
+    os.utime(model / "model-2.safetensors")
+    assert changed_since(str(model), before) == model / "model-2.safetensors"
+    before = moment()
+    link.unlink()
+    link.symlink_to(model)
+    assert changed_since(str(model), before) is None and changed_since(str(link), before) == link
