@@ -109,7 +109,7 @@ def weights_identity(model: str, revision: str | None, commit: str | None = None
     return f"{model}@{found}"
 
 
-_ADVICE = 'name the weights yourself with "weights_version" in kv_connector_extra_config'
+_ADVICE = 'name the weights yourself with the option "weights_version"'
 
 
 def weight_files(folder: Path) -> list[Path]:

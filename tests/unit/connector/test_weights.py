@@ -394,3 +394,10 @@ def test_a_file_or_a_link_that_changed_since_is_named(model: Path, tmp_path: Pat
     link.unlink()
     link.symlink_to(model)
     assert changed_since(str(model), before) is None and changed_since(str(link), before) == link
+
+
+def test_unnamed_weights_say_an_option_that_each_engine_has(tmp_path: Path) -> None:
+    """vLLM, SGLang and LMCache have it in settings of other names."""
+    with pytest.raises(UnnamedWeights) as raised:
+        weights_identity(str(tmp_path), None)
+    assert raised.value.message.endswith('name the weights yourself with the option "weights_version"')
