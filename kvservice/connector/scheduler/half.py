@@ -404,8 +404,7 @@ class SchedulerHalf:
         if report.suspects:
             self._suspects.add(report.suspects)
             self._session.suspect(report.suspects)
-        for name, count in report.counters.items():
-            self.counters[name] += count
+        self.counters.update(report.counters)
         self._loans.returned(report.returned)
         self._stores.reported(report)
 
@@ -452,7 +451,7 @@ class SchedulerHalf:
                 self._store_rest(request, hashes, computed_tokens, block_ids)
         finally:
             if request.state is RequestState.ANSWERED:
-                self._end_promise(request)
+                self._end_lease(*request.lease)
             self._session.abandon(request_id)
             self._session.report(request.report())
             request.move(RequestEvent.END)
@@ -535,6 +534,13 @@ class SchedulerHalf:
             self._paused = False
             self.counters["resets"] += 1
 
+    def forget_adapter(self, adapter: bytes) -> None:
+        """The engine may have other weights than this name says: nothing that it has not stored yet is stored by it."""
+        self._near.clear()
+        self._ended.clear()
+        for request in self._requests.values():
+            request.admitted = request.admitted and request.adapter != adapter
+
     def _forget_promise(self, request: EngineRequest) -> None:
         request.reads = request.writes = request.asked = None
         request.stored = request.kept_out  # if it goes on, it is computed again from its start
@@ -549,7 +555,7 @@ class SchedulerHalf:
             return True
         if request.state is not RequestState.ANSWERED:
             return False
-        self._end_promise(request)
+        self._end_lease(*request.lease)
         request.result = None
         request.move(RequestEvent.DECLINE)
         return True
@@ -563,10 +569,6 @@ class SchedulerHalf:
     def _is_current(self, attachment: AttachmentId | None) -> bool:
         current = self._session.attachment
         return current is not None and current.attachment_id == attachment
-
-    def _end_promise(self, request: EngineRequest) -> None:
-        attachment, result = request.promise
-        self._end_lease(attachment, result.lease_id)
 
     def _end_lease(self, attachment: AttachmentId, lease_id: LeaseId) -> None:
         if lease_id:

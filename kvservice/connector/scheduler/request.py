@@ -11,7 +11,7 @@ from kvservice.connector.scheduler.request_terms import NO_TERMS, RequestTerms
 from kvservice.core.block.keys import term_key
 from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, Handoff, RequestReport
 from kvservice.core.transitions import step
-from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
+from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
 
 
 class RequestState(Enum):
@@ -126,6 +126,12 @@ class EngineRequest:
         """What it is promised in state ANSWERED, and the attachment that holds the lease."""
         assert self.result is not None and self.attachment is not None
         return self.attachment, self.result
+
+    @property
+    def lease(self) -> tuple[AttachmentId, LeaseId]:
+        """The lease of that promise."""
+        attachment, result = self.promise
+        return attachment, result.lease_id
 
     @property
     def promised_end(self) -> int:

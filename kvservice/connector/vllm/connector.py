@@ -174,6 +174,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._live,
             self._spec.layout.block_tokens,
             grouping,
+            is_named=self._is_named,
             events=self._events,
             pages=self._pages,
             states=self._states,
@@ -248,7 +249,23 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     def _adapter(self, request: Request) -> bytes | None:
         """The adapter's identity. None if it is not known which weights the request is computed with."""
         lora = request.lora_request
-        return b"" if lora is None else self._adapters.of(lora.lora_path, lora.lora_int_id)
+        found = b"" if lora is None else self._adapters.of(lora.lora_path, lora.lora_int_id)
+        self._forget_lost_adapters()
+        return found
+
+    def _is_named(self, request: Request) -> bool:
+        """Whether what the request has computed is of the weights that it is named by."""
+        lora = request.lora_request
+        if lora is None:
+            return True
+        reason = self._adapters.look(lora.lora_path, lora.lora_int_id)
+        self._forget_lost_adapters()
+        return not reason
+
+    def _forget_lost_adapters(self) -> None:
+        for adapter in self._adapters.take_lost():
+            assert self._scheduler is not None
+            self._scheduler.forget_adapter(adapter)
 
     def _has_unnamed_media(self, request: Request) -> bool:
         """Whether two requests with other images could have its names."""
@@ -375,7 +392,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             hashes,
             request.num_computed_tokens,
             table,
-            store_rest=done or is_session_end(request),
+            store_rest=(done or is_session_end(request)) and self._is_named(request),
         )
         answer = None
         if done and handoff is not None and attachment is not None:

@@ -7,7 +7,8 @@ it is done, and also if the files changed while the engine may still have the ol
 vLLM does not say when it loads an adapter, and that may be long before the first request. Files that have not changed
 since before the engine could load anything are those that it has loaded. Others are trusted only if the operator says
 that files at one path never change. Each request is named by a look that began after it came: an engine asked to load
-an adapter again may have loaded other bytes just before.
+an adapter again may have loaded other bytes just before. While it runs, its blocks are stored after looks that began
+once their step was planned.
 """
 
 from __future__ import annotations
@@ -77,31 +78,40 @@ class Adapters:
         self._looker = ThreadPoolExecutor(1, "kvservice-looks")
         self._patience = LOOK_WAIT_SECONDS  # how long looks may be waited for now
         self._waited_at = time.monotonic()
+        self._lost: list[bytes] = []
         self.counters: Counter[str] = Counter()
 
     def of(self, path: str, number: int = 0) -> bytes | None:
         """The adapter's identity, 32 bytes. None as long as it is not known; the reason is counted. `number` is vLLM's
         own: vLLM finds a loaded adapter by it, whatever path a later request gives."""
-        now = self._clock()
-        if number and (self._paths.get(number) or self._paths.put(number, path)) != path:
-            self._paths.put(number, NO_PATH)
-            self.counters["adapter_ambiguous"] += 1
+        if reason := self.look(path, number):
+            self.counters[reason] += 1
             return None
+        adapter = self._adapters.get(path)
+        return None if adapter is None else adapter.identity
+
+    def take_lost(self) -> list[bytes]:
+        """The identities of adapters of which the engine may have loaded other bytes since the last call."""
+        found, self._lost = self._lost, []
+        return found
+
+    def look(self, path: str, number: int = 0) -> str:
+        """Look at its files again. Returns the counter of the reason why the adapter has no name now, else nothing."""
+        now = self._clock()
+        if number and (known := self._paths.get(number) or self._paths.put(number, path)) != path:
+            self._lose(self._adapters.get(known))
+            self._paths.put(number, NO_PATH)
+            return "adapter_ambiguous"
         adapter = self._adapters.get(path)
         if adapter is None:
             adapter = self._adapters.put(path, _Adapter(self._reader.submit(self._read, path, None)))
         self._take(path, adapter, now)
         self._begin(path, adapter, now)
         if adapter.changed:
-            self.counters["adapter_changed"] += 1
-            return None
+            return "adapter_changed"
         if adapter.is_in_doubt:
-            self.counters["adapter_in_doubt"] += 1
-            return None
-        if adapter.identity is None or adapter.work is not None:
-            self.counters["adapter_unknown"] += 1
-            return None
-        return adapter.identity
+            return "adapter_in_doubt"
+        return "adapter_unknown" if adapter.identity is None or adapter.work is not None else ""
 
     def close(self) -> None:
         for threads in (self._reader, self._looker):
@@ -126,6 +136,10 @@ class Adapters:
         self._waited_at = time.monotonic()
         self._patience = max(self._patience - (self._waited_at - began), 0.0)
 
+    def _lose(self, adapter: _Adapter | None) -> None:
+        if adapter is not None and adapter.identity is not None:
+            self._lost.append(adapter.identity)
+
     def _take(self, path: str, adapter: _Adapter, now: float) -> None:
         if adapter.work is None or not adapter.work.done():
             return
@@ -145,6 +159,7 @@ class Adapters:
         else:
             adapter.changed = found[0] != adapter.stamp
         if adapter.changed:
+            self._lose(adapter)
             log.error(
                 "the files of adapter %s changed while it is in use, so its requests run without the cache until the "
                 "engine is restarted; give new weights a path of their own",

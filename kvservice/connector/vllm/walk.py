@@ -6,7 +6,7 @@ It reads what vLLM hands over and imports nothing of it. Used on the scheduler's
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvservice.connector.cache_groups import Grouping, Table
@@ -36,14 +36,17 @@ class StepWalk:
         block_tokens: int,
         grouping: Grouping,
         *,
+        is_named: Callable[[Request], bool] = lambda _: True,
         events: StoredEvents | None = None,
         pages: SharedRequests | None = None,
         states: StateTables | None = None,
     ) -> None:
-        """`live` are the engine's requests. `block_tokens` are those of a position."""
+        """`live` are the engine's requests. `block_tokens` are those of a position. Of a request that is not `is_named`
+        nothing is stored in this step."""
         self._live = live
         self._due = DueRing(block_tokens)
         self._grouping = grouping
+        self._is_named = is_named
         self._events = events
         self._pages = pages
         self._states = states
@@ -78,6 +81,7 @@ class StepWalk:
         tokens = output.num_scheduled_tokens
         probes = self._pages is not None and self._pages.gate.is_waiting
         self._shown += self._due.begin_step(tokens, output.total_num_scheduled_tokens, tokens if probes else fresh)
+        named: dict[int, bool] = {}  # by vLLM's number of the adapter
         for request_id in self._shown:
             request = self._live.get(request_id)
             if request is None:
@@ -88,6 +92,11 @@ class StepWalk:
             begin = begins.get(request_id, request.num_computed_tokens)
             end = begin + tokens[request_id]
             self._due.look_again(request_id, end)
+            adapter = 0 if request.lora_request is None else request.lora_request.lora_int_id
+            if adapter not in named:  # one look at its files a step
+                named[adapter] = self._is_named(request)
+            if not named[adapter]:
+                continue
             ids: BlockIds = functools.partial(block_ids, request_id)
             if probes:
                 assert self._pages is not None

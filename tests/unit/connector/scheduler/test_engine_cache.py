@@ -14,7 +14,16 @@ from kvservice.connector.scheduler.handoff import Prefill
 from kvservice.connector.scheduler.ports import Promise, Wait
 from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.units import HandoffId
-from tests.unit.connector.line import BLOCK, WINDOW, EngineBlocks, Line, half_with, hashes, keys_of, plan_step
+from tests.unit.connector.line import (
+    BLOCK,
+    WINDOW,
+    EngineBlocks,
+    Line,
+    half_with,
+    hashes,
+    keys_of,
+    plan_step,
+)
 
 
 def stored(half: SchedulerHalf, plan: StepPlan) -> list[int]:
@@ -314,4 +323,18 @@ def test_reset_forgets_what_was_near_eviction() -> None:
     half.finished("r", hashes(1, 4), 4 * BLOCK, ids, store_rest=False)
     engine.give_up(ids)
     half.reset(b"another term")
+    assert not plan_step(half).stores
+
+
+def test_blocks_near_eviction_lose_the_name_of_a_lost_adapter() -> None:
+    """Other weights may be computed under the same hashes of the engine."""
+    line, engine = Line(), EngineBlocks(4)
+    half = half_with(line, engine, Offload.EVICTING)
+    half.on_new_request("r", hashes(1, 4), 0.0, terms=RequestTerms(may_load=False), adapter=b"adapter")
+    ids, _ = engine.take(hashes(1, 4))
+    half.allocated("r", ids, 0)
+    plan_step(half, [("r", hashes(1, 4), 4 * BLOCK, lambda: ids)])
+    half.finished("r", hashes(1, 4), 4 * BLOCK, ids, store_rest=False)
+    engine.give_up(ids)
+    half.forget_adapter(b"adapter")
     assert not plan_step(half).stores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,9 @@ import pytest
 from kvservice.connector.vllm import lora
 from kvservice.connector.vllm.lora import RETRY_SECONDS, Adapters
 from kvservice.testing.eventually import eventually
+from tests.unit.connector.vllm.test_connector import BLOCK, Pair, StepOutput, adapted, blocks, make, model, wait_for
+
+__all__ = ["make", "model"]  # fixtures
 
 
 class Clock:
@@ -149,3 +152,31 @@ def test_adapter_used_longest_ago_makes_room_and_is_read_again(
     assert adapters.of(paths[1], 1) is None, "forgotten"
     assert identity(1) == lora.identity_of(Path(paths[1]))
     adapters.close()
+
+
+@pytest.mark.parametrize("reload", ["same path", "other path"])
+@pytest.mark.parametrize(("offload", "stored"), [("eager", 1), ("lazy", 0)])
+def test_what_is_computed_after_a_reload_is_not_stored(
+    make: Callable[..., Pair], tmp_path: Path, reload: str, offload: str, stored: int
+) -> None:
+    pair, ids = make({"adapter_files": "immutable", "offload": offload}), [3, 1, 4, 9]
+    for name in ("old", "new"):
+        path = adapter(tmp_path / name, name.encode())
+        eventually(lambda path=path: pair.scheduler._adapters.of(path), f"the digest of {name}")
+    running, later = adapted("a", tmp_path / "old"), adapted("b", tmp_path / "new")
+    pair.scheduler.on_new_request(running)
+    assert pair.match(running) == (0, False)
+    pair.scheduler.update_state_after_alloc(running, blocks(ids), 0)
+    pair.step(StepOutput({"a": BLOCK}, {"a": 0}, {"a": ids}))
+    running.num_computed_tokens = BLOCK
+    wait_for(pair, "stored_blocks", stored)
+    if reload == "same path":
+        adapter(tmp_path / "old", b"other weights")
+    else:
+        later.lora_request.lora_int_id = running.lora_request.lora_int_id
+        pair.scheduler.on_new_request(later)
+    pair.step(StepOutput({"a": 2 * BLOCK}, {}, {"a": ids}))
+    running.num_computed_tokens = 3 * BLOCK
+    pair.finish(running, ids)
+    pair.step(StepOutput())
+    assert pair.scheduler.counters().get("store_blocks_planned", 0) == stored

@@ -40,7 +40,9 @@ class Engine:
 
     def step(self, new: tuple[str, ...] = (), resumed: tuple[str, ...] = (), **tokens: int) -> list[tuple[str, int]]:
         for name in new:
-            self.live[name] = SimpleNamespace(request_id=name, block_hashes=[], num_computed_tokens=0)
+            self.live[name] = SimpleNamespace(
+                request_id=name, block_hashes=[], num_computed_tokens=0, lora_request=None
+            )
         output: Any = SimpleNamespace(
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
