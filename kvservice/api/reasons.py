@@ -15,7 +15,7 @@ WORDS: dict[str, str] = {
     MissReason.SLOWER_THAN_RECOMPUTE.value: "fetching it would take longer than computing it",
     MissReason.LOOKUP_FAILED.value: "the lookup service did not answer",
     MissReason.PEER_FAILED.value: "the node that has it did not answer",
-    MissReason.STALE.value: "its slot was given to another block meanwhile",
+    MissReason.STALE.value: "it was evicted or cleared meanwhile",
     MissReason.CORRUPT.value: "its bytes are not those that were stored, so it is not served",
     MissReason.WINDOW.value: "it needs blocks of a window, or a state, that are not there",
     MissReason.NO_ROOM.value: "no slot could be freed to fetch it into",

@@ -114,13 +114,12 @@ class PeerCalls:
         self._shard.emit(Reply(event.op, self._shard.lend(event.reader, blocks, now)))
 
     def _to_lend(self, key: BlockKey, now: float) -> Block | None:
-        """The block in memory, unless the reader would read it in vain: of a block that a restart found nobody knows
-        the age, and after a clear of its like no other node keeps such a one. Names that are not known count as others:
-        the reader knows its own."""
-        block = self._shard.store.get(key)
-        if block is None or block.stored_at:
+        """The block in memory, unless the reader would read it in vain: no other node keeps a block of unknown age, as
+        a restart finds it, after a clear of its like, nor one that was stored in the seconds behind the clear. Names
+        that are not known count as others: the reader knows its own."""
+        block, freshness = self._shard.store.get(key), self._shard.freshness
+        if block is None or not (freshness.marks or freshness.max_age_seconds):
             return block
-        freshness = self._shard.freshness
         scopes = freshness.scopes(key, block.account, block.origin.fingerprint)
         known = scopes if scopes.names is not None else replace(scopes, names=frozenset())
         return block if freshness.accepts(known, block.stored_at, now) else None

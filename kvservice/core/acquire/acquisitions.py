@@ -522,7 +522,7 @@ class Acquisitions:
         for acquisition, index in self._take_waiters(key):
             acquisition.pending.discard(index)
             if block is None or block.payload_bytes != acquisition.payload_bytes:
-                acquisition.end(index, MissReason.STALE)
+                acquisition.end(index, MissReason.STALE, origin or "")
             else:
                 self._store.pin((block.slot,))
                 acquisition.held[index] = block.slot

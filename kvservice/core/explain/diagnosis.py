@@ -262,7 +262,8 @@ def _known_reason(request: RecordedRequest, evidence: Evidence, index: int) -> D
         found = _from_history(request, evidence, index)
         if found.miss_cause is MissCause.EVICTED:
             return found
-        return _missed(index, cause, node, f"node {node} had evicted it, or was about to, when it was read")
+        text = f"node {node} had evicted or cleared it, or was about to, when it was read"
+        return _missed(index, cause, node, text)
     if cause is MissCause.OWNER_GONE:
         return _missed(index, cause, node, f"node {node} held it and did not answer")
     if cause is MissCause.CORRUPT:

@@ -10,7 +10,7 @@ import pytest
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
-from kvservice.core.block.marks import Mark, MarkKind
+from kvservice.core.block.marks import CLOCK_SKEW_SECONDS, Mark, MarkKind
 from kvservice.core.block.tenants import TenantLimits
 from kvservice.core.messages import LocateResult, SealStatus
 from kvservice.core.segment.geometry import slab_of, slot_index
@@ -364,6 +364,19 @@ def test_a_peer_reads_nothing_that_it_would_refuse(mark: Mark, is_lent: bool) ->
     reader.learn({fingerprint: frozenset({("", "model")})})
     said = reader.accepts(reader.scopes(CHAIN[0], "acme", fingerprint), 0.0, harness.now)
     assert said == is_lent, "as a reader says that has an engine of the block"
+
+
+def test_a_peer_reads_nothing_stored_right_after_a_clear() -> None:
+    """Clocks differ, so a reader takes such a block for one from before the clear, each time that it asks for it."""
+    harness = CoreHarness()
+    engine = harness.attach()
+    harness.state.freshness.marks.add([Mark(MarkKind.EVERYTHING, harness.state.freshness.wall(harness.now))])
+    harness.store(engine, CHAIN[:1])
+    assert peer_locate(harness, CHAIN[0]).handles == (None,)
+    harness.advance(CLOCK_SKEW_SECONDS)
+    harness.store(engine, CHAIN[:2], start=1)
+    (handle,) = peer_locate(harness, CHAIN[1]).handles
+    assert handle is not None
 
 
 def test_a_peer_of_another_epoch_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvservice.core import events as ev
+from kvservice.core.block.marks import MarkKind
 from kvservice.core.explain.records import (
     ANSWERED_MAX,
     KEEP_SECONDS,
@@ -17,7 +18,7 @@ from kvservice.core.explain.records import (
 )
 from kvservice.core.messages import AcquireRequest, Handoff, MissReason, RequestReport
 from kvservice.errors import FingerprintMismatch
-from kvservice.testing.builders import CoreHarness, make_chain, make_located, make_spec, run_of
+from kvservice.testing.builders import WALL, CoreHarness, make_chain, make_located, make_spec, run_of
 from kvservice.units import AttachmentId, HandoffId
 
 CHAIN = make_chain(4)
@@ -55,6 +56,18 @@ def test_a_record_names_the_node_that_was_asked_in_vain() -> None:
     shard.resolved(op, run_of(0, 4))
     shard.located(shard.locates[-1], None)
     assert (record_of(shard, "r").miss, record_of(shard, "r").miss_node) == (MissReason.PEER_FAILED, "peer")
+
+
+def test_a_record_names_the_node_whose_block_was_read_in_vain() -> None:
+    """A block from before a clear, of a node that did not hear of it, is read and then refused."""
+    shard = CoreHarness()
+    engine = shard.attach()
+    shard.clear(MarkKind.EVERYTHING)
+    op = ask(shard, engine, "r")
+    shard.resolved(op, run_of(0, 4))
+    shard.located(shard.locates[-1], make_located(CHAIN, stored_at=WALL))
+    shard.pulled(shard.pulls[-1], ev.PullResult.OK)
+    assert (record_of(shard, "r").miss, record_of(shard, "r").miss_node) == (MissReason.STALE, "peer")
 
 
 def test_a_deadline_is_recorded_a_cancelled_call_unanswered() -> None:
