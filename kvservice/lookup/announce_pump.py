@@ -21,7 +21,7 @@ from kvservice.client.channels import Channels
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.directory.announce import Announcer, Update
 from kvservice.core.directory.membership import HIDE_SECONDS, AnnounceOutcome, patience
-from kvservice.core.directory.presence import Presence
+from kvservice.core.directory.presence import KnownTimes
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.lookup.service import OUTCOMES
@@ -74,7 +74,7 @@ class AnnouncePump:
         self._tasks: list[asyncio.Task[None]] = []
         self._told_fenced = False
         self._on_return = on_return
-        self._presence = Presence(len(self._addresses), patience(heartbeat_seconds)[0])
+        self._presence = KnownTimes(len(self._addresses), patience(heartbeat_seconds)[0])
         self._returned = asyncio.Event()
         self._settle_seconds = heartbeat_seconds + 2 * BACKOFF_SECONDS_MAX
 

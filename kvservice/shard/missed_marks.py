@@ -44,6 +44,10 @@ class MissedMarks:
         answered = await ask_others(self._node_id, lookups, self._tls, self._take, apart_seconds, skipped)
         self._answered = skipped | answered
 
+    async def ask_again(self, lookups: Callable[[], Sequence[str]], is_later: bool) -> None:
+        """The directory has heard of this node again, or that was some seconds ago. Never raises."""
+        await self.take(lookups(), APART_SECONDS, only_new=is_later)
+
     async def _take(self, marks: Sequence[Mark]) -> None:
         try:
             await self._clears.take(marks)

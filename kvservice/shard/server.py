@@ -50,7 +50,7 @@ from kvservice.pool.tier_factory import open_coders
 from kvservice.pool.tier_specs import disk_bytes, disk_folder, find_tiers, marks_beside, names_beside
 from kvservice.private_files import is_listening, make_directory
 from kvservice.shard.engine_socket import EngineSocket
-from kvservice.shard.missed_marks import APART_SECONDS, MissedMarks
+from kvservice.shard.missed_marks import MissedMarks
 from kvservice.shard.node_files import NodeFiles
 from kvservice.shard.operator import OperatorServicer
 from kvservice.shard.readiness import LIVE, ReadinessServicer
@@ -193,12 +193,8 @@ class ShardServer:
         self._register(config.lookup_addresses)
         (directory / discovery.KEPT_NAME).unlink(missing_ok=True)  # the record says where the memory is
         if self._directory is not None:
-            self._directory.start(
-                self.holder,
-                settings.heartbeat_seconds,
-                self._superseded,
-                lambda is_later: missed.take(self._lookup_addresses, APART_SECONDS, only_new=is_later),
-            )
+            on_return = partial(missed.ask_again, lambda: self._lookup_addresses)
+            self._directory.start(self.holder, settings.heartbeat_seconds, self._superseded, on_return)
 
     def leave(self, timeout_seconds: float, handover: bool, exit: bool) -> DrainProgress:
         """Begin to leave the service, or continue. Returns at once with the progress; call it again for more.

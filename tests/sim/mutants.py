@@ -272,8 +272,8 @@ MUTANTS = (
     Mutant(
         "a promise that is not taken up is given back",
         SCHEDULER,
-        "            if request.state is RequestState.ANSWERED:\n                self._end_promise",
-        "            if False:\n                self._end_promise",
+        "            if request.state is RequestState.ANSWERED:\n                self._end_lease",
+        "            if False:\n                self._end_lease",
         seed=1040,
     ),
     Mutant(

@@ -19,7 +19,7 @@ class _Known:
     until: float = -math.inf  # when the last announcement left that it answered
 
 
-class Presence:
+class KnownTimes:
     """Times are monotonic, in seconds."""
 
     def __init__(self, partition_count: int, hide_seconds: float) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.core.directory.presence import Presence
+from kvservice.core.directory.presence import KnownTimes
 
 HIDE = 3.0
 
 
 def told(*answers: tuple[int, int, float], partition_count: int = 2) -> list[bool]:
     """What is said after each of these (partition, its epoch, when the announcement left)."""
-    presence = Presence(partition_count, HIDE)
+    presence = KnownTimes(partition_count, HIDE)
     return [presence.heard(partition, epoch, at, at + 0.1) for partition, epoch, at in answers]
 
 
