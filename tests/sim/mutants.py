@@ -227,9 +227,9 @@ MUTANTS = (
     Mutant(
         "what is stored is stored under its own key",
         STORE_PLAN,
-        "        planned.items.append(_seal_item(ref, keys, group, position, request.hints))\n"
+        "        planned.items.append(_seal_item(ref, keys, group, position, request.terms.hints))\n"
         "        planned.entries += entries_of(places, ref, keys[position])\n",
-        "        planned.items.append(_seal_item(ref, keys, group, position - 1, request.hints))\n"
+        "        planned.items.append(_seal_item(ref, keys, group, position - 1, request.terms.hints))\n"
         "        planned.entries += entries_of(places, ref, keys[position - 1])\n",
         seed=0,
     ),
