@@ -198,7 +198,7 @@ def runtime_directory() -> Iterator[Check]:
         yield Check("runtime_directory", PROBLEM, error.message)
         return
     kind = file_system_of(root, mounts_here())
-    there = next(each for each in (root, *root.parents) if each.exists())
+    there = next(each for each in (root, *root.parents) if os.access(each, os.F_OK))
     if not os.access(there, os.W_OK | os.X_OK):
         advice = "let this user write there, or set KVSERVICE_RUNTIME_DIR to a directory of its own"
         yield Check("runtime_directory", PROBLEM, f"{root} on {kind} cannot be used: {there} is not writable", advice)

@@ -362,10 +362,12 @@ def test_a_runtime_directory_that_others_write_or_share_is_told(
     assert check.status == PROBLEM and "other users can write" in check.detail
 
 
-def test_a_runtime_directory_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir(mode=0o500)
+@pytest.mark.parametrize("mode", [0o500, 0])
+def test_a_runtime_directory_that_cannot_be_written_is_a_problem(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "run").mkdir(mode=mode)
     code = "from kvservice.cli import doctor; [row] = doctor.runtime_directory(); print(row.status, row.detail)"
-    drop = ["setpriv", "--bounding-set", "-dac_override"] if os.geteuid() == 0 else []  # root writes everywhere
+    rights = "-dac_override,-dac_read_search"  # with them root writes and looks everywhere
+    drop = ["setpriv", "--bounding-set", rights] if os.geteuid() == 0 else []
     for wanted in ("run", "run/below"):
         variables = {**os.environ, "KVSERVICE_RUNTIME_DIR": str(tmp_path / wanted)}
         said = subprocess.run([*drop, sys.executable, "-c", code], env=variables, capture_output=True, text=True).stdout
