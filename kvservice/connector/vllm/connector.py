@@ -174,7 +174,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._live,
             self._spec.layout.block_tokens,
             grouping,
-            is_named=self._is_named,
+            is_named=functools.partial(self._is_named, may_be_later=True),
             events=self._events,
             pages=self._pages,
             states=self._states,
@@ -253,12 +253,12 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._forget_lost_adapters()
         return found
 
-    def _is_named(self, request: Request) -> bool:
+    def _is_named(self, request: Request, *, may_be_later: bool = False) -> bool:
         """Whether what the request has computed is of the weights that it is named by."""
         lora = request.lora_request
         if lora is None:
             return True
-        reason = self._adapters.look(lora.lora_path, lora.lora_int_id)
+        reason = self._adapters.look(lora.lora_path, lora.lora_int_id, may_be_later=may_be_later)
         self._forget_lost_adapters()
         return not reason
 

@@ -31,6 +31,7 @@ log = logging.getLogger("kvservice.connector")
 # For looks at the files: one takes a tenth of a millisecond unless their disk is slow or away.
 LOOK_WAIT_SECONDS = 0.2
 LOOK_WAIT_SHARE = 0.1  # Of the time: with a slow disk the engine goes on, and most requests have no name.
+LOOK_KEPT_SECONDS = 0.1  # Of that wait, for requests: each is named once, and blocks may be stored in a later step.
 RETRY_SECONDS = 5.0  # Until files that could not be read are read again; the engine may still be downloading them.
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt"})
 CONFIG_NAME = "adapter_config.json"
@@ -78,6 +79,7 @@ class Adapters:
         self._looker = ThreadPoolExecutor(1, "kvservice-looks")
         self._patience = LOOK_WAIT_SECONDS  # how long looks may be waited for now
         self._waited_at = time.monotonic()
+        self._look_seconds = 0.0  # how long the last look took
         self._lost: list[bytes] = []
         self.counters: Counter[str] = Counter()
 
@@ -95,18 +97,21 @@ class Adapters:
         found, self._lost = self._lost, []
         return found
 
-    def look(self, path: str, number: int = 0) -> str:
-        """Look at its files again. Returns the counter of the reason why the adapter has no name now, else nothing."""
+    def look(self, path: str, number: int = 0, *, may_be_later: bool = False) -> str:
+        """Look at its files again. Returns the counter of the reason why the adapter has no name now, else nothing.
+        With `may_be_later` that takes no time that new requests need."""
         now = self._clock()
         if number and (known := self._paths.get(number) or self._paths.put(number, path)) != path:
             self._lose(self._adapters.get(known))
             self._paths.put(number, NO_PATH)
             return "adapter_ambiguous"
+        if may_be_later and self._earn() < LOOK_KEPT_SECONDS + self._look_seconds:
+            return "adapter_unknown"
         adapter = self._adapters.get(path)
         if adapter is None:
             adapter = self._adapters.put(path, _Adapter(self._reader.submit(self._read, path, None)))
         self._take(path, adapter, now)
-        self._begin(path, adapter, now)
+        self._begin(path, adapter, now, LOOK_KEPT_SECONDS if may_be_later else 0.0)
         if adapter.changed:
             return "adapter_changed"
         if adapter.is_in_doubt:
@@ -117,24 +122,28 @@ class Adapters:
         for threads in (self._reader, self._looker):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, path: str, adapter: _Adapter, now: float) -> None:
+    def _begin(self, path: str, adapter: _Adapter, now: float, kept_seconds: float) -> None:
         """Look again at files that are known, or read those that could not be read."""
         if adapter.work is not None or adapter.changed or adapter.is_in_doubt:
             return
         if adapter.identity is not None:
-            adapter.work = self._looker.submit(self._read, path, adapter.stamp)
-            self._wait(adapter.work)
+            adapter.work = self._looker.submit(self._look, path, adapter.stamp)
+            self._wait(adapter.work, kept_seconds)
             self._take(path, adapter, now)
         elif now >= adapter.read_at:
             adapter.work = self._reader.submit(self._read, path, None)
 
-    def _wait(self, look: Future[Any]) -> None:
-        began = time.monotonic()
-        earned = (began - self._waited_at) * LOOK_WAIT_SHARE
-        self._patience = min(self._patience + earned, LOOK_WAIT_SECONDS)
-        wait((look,), self._patience)
-        self._waited_at = time.monotonic()
+    def _wait(self, look: Future[Any], kept_seconds: float) -> None:
+        wait((look,), max(self._earn() - kept_seconds, 0.0))
+        began, self._waited_at = self._waited_at, time.monotonic()
         self._patience = max(self._patience - (self._waited_at - began), 0.0)
+
+    def _earn(self) -> float:
+        """How long looks may be waited for now."""
+        began, self._waited_at = self._waited_at, time.monotonic()
+        earned = (self._waited_at - began) * LOOK_WAIT_SHARE
+        self._patience = min(self._patience + earned, LOOK_WAIT_SECONDS)
+        return self._patience
 
     def _lose(self, adapter: _Adapter | None) -> None:
         if adapter is not None and adapter.identity is not None:
@@ -165,6 +174,13 @@ class Adapters:
                 "engine is restarted; give new weights a path of their own",
                 path,
             )
+
+    def _look(self, path: str, known: Stamp) -> tuple[Stamp, bytes] | None:
+        """Runs on another thread. Notes how long a look takes."""
+        began = time.monotonic()
+        found = self._read(path, known)
+        self._look_seconds = time.monotonic() - began
+        return found
 
     def _read(self, path: str, known: Stamp | None) -> tuple[Stamp, bytes] | None:
         """Runs on another thread. Reads the bytes only if nothing is known yet. Returns an empty identity if it is in

@@ -180,3 +180,28 @@ def test_what_is_computed_after_a_reload_is_not_stored(
     pair.finish(running, ids)
     pair.step(StepOutput())
     assert pair.scheduler.counters().get("store_blocks_planned", 0) == stored
+
+
+def test_looks_before_stores_leave_time_for_new_requests(make: Callable[..., Pair], tmp_path: Path) -> None:
+    """On a slow disk. A block may be stored in a later step, and a request is named once."""
+    pair, path, ids = make({"adapter_files": "immutable"}), adapter(tmp_path / "a", b"weights"), [3, 1, 4, 9]
+    adapters = pair.scheduler._adapters
+    known = eventually(lambda: adapters.of(path), "the digest of the adapter")
+    looks = 0
+
+    def slowly(found: str) -> Path:
+        nonlocal looks
+        looks += 1
+        time.sleep(lora.LOOK_KEPT_SECONDS / 5)
+        return Path(found)
+
+    adapters._locate = slowly
+    running = adapted("a", tmp_path / "a")
+    pair.scheduler.on_new_request(running)
+    pair.scheduler.update_state_after_alloc(running, blocks(ids), 0)
+    pair.step(StepOutput({"a": BLOCK}, {"a": 0}, {"a": ids}))
+    for _ in range(20):
+        pair.step(StepOutput({"a": 2}, {}, {"a": ids}))
+    assert looks < 20, "a step without a look stores nothing"
+    eventually(lambda: (work := adapters._adapters.get(path).work) is None or work.done(), "the end of the last look")
+    assert adapters.of(path) == known
