@@ -116,13 +116,14 @@ class PeerCalls:
     def _to_lend(self, key: BlockKey, now: float) -> Block | None:
         """The block in memory, unless the reader would read it in vain: no other node keeps a block of unknown age, as
         a restart finds it, after a clear of its like, nor one that was stored in the seconds behind the clear. Names
-        that are not known count as others: the reader knows its own."""
+        that are not known count as others: the reader knows its own. A block from ahead of this node's clock is lent:
+        the reader's clock may be right."""
         block, freshness = self._shard.store.get(key), self._shard.freshness
         if block is None or not (freshness.marks or freshness.max_age_seconds):
             return block
         scopes = freshness.scopes(key, block.account, block.origin.fingerprint)
         known = scopes if scopes.names is not None else replace(scopes, names=frozenset())
-        return block if freshness.accepts(known, block.stored_at, now) else None
+        return block if block.stored_at >= freshness.not_before(known, now) else None
 
     def _release(self, event: ev.PeerRelease, now: float) -> None:
         self._check_epoch(event.epoch)

@@ -379,6 +379,17 @@ def test_a_peer_reads_nothing_stored_right_after_a_clear() -> None:
     assert handle is not None
 
 
+def test_a_clock_that_is_set_back_keeps_no_block_from_peers() -> None:
+    """The reader's clock may be right, and then it takes the block."""
+    harness = CoreHarness()
+    engine, freshness = harness.attach(), harness.state.freshness
+    freshness.marks.add([Mark(MarkKind.EVERYTHING, freshness.wall(harness.now) - 3600)])
+    harness.store(engine, CHAIN[:1])
+    freshness.set_clock(freshness.wall(0.0) - 60)
+    (handle,) = peer_locate(harness, CHAIN[0]).handles
+    assert handle is not None
+
+
 def test_a_peer_of_another_epoch_is_refused() -> None:
     harness = CoreHarness()
     harness.store(harness.attach(), CHAIN)
