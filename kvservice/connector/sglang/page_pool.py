@@ -126,11 +126,11 @@ class PagePool:
         """Store these pages, which follow the pages `before`. True for the leading ones that the pool holds then, or
         does not want: it said at the last question for this prompt that nothing like it comes back. Returns when
         nothing reads the addresses any more."""
-        return self._loop.wait(self._store(list(before), list(pages), addresses, alone=False))
+        return self._loop.wait(self._store(list(before), list(pages), addresses, self._term, alone=False))
 
     def store_alone(self, pages: Sequence[str], addresses: Sequence[Sequence[int]]) -> list[bool]:
         """The same for pages that stand for themselves."""
-        return self._loop.wait(self._store([], list(pages), addresses, alone=True))
+        return self._loop.wait(self._store([], list(pages), addresses, self._term, alone=True))
 
     def begin_term(self, term: bytes) -> None:
         """Pages have other names from now on. Every promise is over, also one whose question is still under way.
@@ -283,8 +283,9 @@ class PagePool:
     # -- storing ----
 
     async def _store(
-        self, before: list[str], pages: list[str], addresses: Sequence[Sequence[int]], *, alone: bool
+        self, before: list[str], pages: list[str], addresses: Sequence[Sequence[int]], term: bytes, *, alone: bool
     ) -> list[bool]:
+        """`term`: that of the call. Another one may begin while this waits for the pool; its pages are from before."""
         chain = [*before, *pages][:KEYS_PER_REQUEST_MAX]
         storable = max(len(chain) - len(before), 0)
         if not storable:
@@ -297,7 +298,7 @@ class PagePool:
         if (mapped := await self._pool()) is None:
             self._counters[f"dropped_{NO_POOL}"] += len(pages)
             return [False] * len(pages)
-        keys = self._keys(mapped, chain, self._term)
+        keys = self._keys(mapped, chain, term)
         blocks = [(page, block) for page in range(storable) for block in range(len(keys))]
 
         def items(first: int, refs: Sequence[BlockRef]) -> list[SealItem]:

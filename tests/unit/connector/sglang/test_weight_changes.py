@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from kvservice.api.pool_thread import PoolThread
 from kvservice.connector.sglang.clears import ClearTerms
 from kvservice.connector.sglang.pages import Ranks
-from kvservice.connector.sglang.storage import PageStorage
+from kvservice.connector.sglang.storage import KV, PageStorage
+from kvservice.testing.eventually import eventually
 from tests.unit.connector.sglang.host_memory import (
     PROMPT,
     HostMemory,
@@ -104,3 +107,27 @@ def test_ranks_find_what_one_stores_after_a_change(thread: PoolThread, count: in
         engine.changes += count
     assert engines[0].store(ranks[0]) == [True] * 6
     assert [engine.find(rank) for engine, rank in zip(engines, ranks, strict=True)] == [6, 6]
+
+
+def test_pages_that_wait_at_a_change_keep_their_names(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for the pool, are of the earlier weights, and were stored as pages of the new ones."""
+    engine, may_go = Engine(), threading.Event()
+    made = storage(HostMemory(), thread=thread, clears=engine.clears)
+    pool = made._pools[KV]
+    memory, waiting = pool._pool, list[int]()
+
+    async def slow_memory() -> object:
+        waiting.append(1)
+        await asyncio.to_thread(may_go.wait, 30)
+        return await memory()
+
+    monkeypatch.setattr(pool, "_pool", slow_memory)
+    with ThreadPoolExecutor(2) as others:
+        storing = others.submit(made.store, [], wanted(PAGES, NUMBERS))
+        eventually(lambda: waiting, "the wait for the pool")
+        engine.changes += 1
+        finding = others.submit(made.find, [], PAGES)
+        eventually(lambda: pool._term == engine.clears.term, "the names of the new weights")
+        may_go.set()
+        assert storing.result() == [True] * 6 and finding.result() == 0
+    assert engine.find(made) == 0
