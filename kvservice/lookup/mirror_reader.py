@@ -127,6 +127,7 @@ class MirroredLookup:
     def __init__(self, mirror: Mirror | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._mirror = mirror
         self._clock = clock
+        self._feeds_version = 0  # of the reader that `live` has returned
         self.counters: Counter[str] = Counter()
 
     @property
@@ -151,6 +152,7 @@ class MirroredLookup:
         if reader.partition_count != partition_count:
             self.counters["mirror_fallback_other_partitions"] += 1
             return None, []
+        self._feeds_version = reader.feeds_version
         return reader, [self._is_live(reader.feed(partition, now)) for partition in range(partition_count)]
 
     def _is_live(self, feed: Feed) -> bool:
@@ -160,10 +162,13 @@ class MirroredLookup:
         return False
 
     def resolve(self, reader: MirrorReader, packed: bytes) -> list[HolderRun] | None:
-        """The holders of these keys, or None when the lookup partition must be asked."""
+        """The holders of these keys, or None when the lookup partition must be asked. `live` was called just now."""
         runs = reader.resolve(packed)
         if runs is None:
             self.counters["mirror_fallback_sets"] += 1
+        elif reader.feeds_version != self._feeds_version:  # keys may have been forgotten that a snapshot brings again
+            self.counters["mirror_fallback_syncing"] += 1
+            runs = None
         else:
             self.counters["mirror_answers"] += 1
         return runs

@@ -55,7 +55,7 @@ assert NODE_BYTES % 8 == SET_BYTES % 8 == 0, "the table of keys is read as u64"
 _HEAD = struct.Struct("<8sQQQQ")  # magic, layout, epoch, partitions, rows
 _NODE = struct.Struct("<IBBHHQ")  # crc of what follows, counts, -, bytes of the name, of the address, boot epoch
 _SET = struct.Struct(f"<{SET_BYTES // 2}H")  # number of holders, then their numbers
-_NODES_VERSION, _SETS_VERSION = 16, 17  # of the head as u64
+_NODES_VERSION, _SETS_VERSION, _FEEDS_VERSION = 16, 17, 18  # of the head as u64
 
 
 class Feed(IntEnum):
@@ -242,7 +242,9 @@ class MirrorWriter:
     # -- records ----
 
     def _set_feed(self, partition: int, feed: Feed) -> None:
+        """The version grows behind the state, and before anything is forgotten: `MirrorReader.feeds_version`."""
         self._words[PAGE // 8 + 2 * partition] = int(feed)
+        self._words[_FEEDS_VERSION] += 1
 
     def _write_node(self, bit: int, node: Holder, *, counts: bool) -> None:
         if self._records.get(bit) == (node, counts):
@@ -320,6 +322,12 @@ class MirrorReader:
     def used_bytes(self) -> int:
         """Bytes of the buffer that are in use, from its beginning on."""
         return mirror_bytes(self._table.row_count)
+
+    @property
+    def feeds_version(self) -> int:
+        """How often a feed has changed its state. What was read is that of a live feed only if this, read before the
+        feed, is the same afterwards."""
+        return self._words[_FEEDS_VERSION]
 
     def feed(self, partition: int, now: float) -> Feed:
         """The state of this partition's part. Only LIVE may be used for answers."""

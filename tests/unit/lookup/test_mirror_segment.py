@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from kvservice.core.directory.key_table import ROWS_MIN
 from kvservice.core.directory.mirror import MirrorEvent, MirrorWriter, keys_that_fit, mirror_bytes, mirror_rows
+from kvservice.core.messages import Holder
 from kvservice.discovery import MIRROR_NAME
 from kvservice.errors import SegmentError, ServiceConflict
 from kvservice.lookup.mirror_file import MirrorSegment, mirror_path
 from kvservice.lookup.mirror_reader import MirroredLookup, NodeMirror
 from kvservice.lookup.mirror_writer import DirectoryMirror, pieces_of
 from kvservice.memory.segment import remove_stale, segment_path
-from kvservice.units import NodeId
+from kvservice.units import BootEpoch, NodeId
 from kvservice.wire.v1 import common_pb2, lookup_pb2
 
 ROWS = 8192
@@ -82,6 +84,29 @@ def test_reader_waits_for_a_mirror_and_follows_the_next(tmp_path: Path) -> None:
     assert mirror.reader(230.0) is None
     assert readers[0] is not readers[1]
     mirror.close()
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_what_is_forgotten_during_a_lookup_is_no_miss(tmp_path: Path, comes_back: bool) -> None:
+    """A stream begins anew between the look at its feed and the read, and has maybe become live again."""
+    segment = MirrorSegment.create(file_of(tmp_path), SIZE)
+    (tmp_path / MIRROR_NAME).symlink_to(segment.path)
+    writer = MirrorWriter(segment.buffer, 1, epoch=1)
+    writer.allow_rows(ROWS_MIN)
+    event = MirrorEvent(Holder(NodeId("a"), "a:1", BootEpoch(1)), bytes(16))
+    lookup = MirroredLookup(NodeMirror(tmp_path), clock=lambda: 100.0)
+    writer.begin(0)
+    writer.apply(0, event, 100.0)
+    writer.apply(0, MirrorEvent(snapshot_end=True), 100.0)
+    reader, live = lookup.live(1)
+    assert reader is not None and live == [True] and lookup.resolve(reader, bytes(16))
+    writer.begin(0)
+    if comes_back:
+        writer.apply(0, MirrorEvent(snapshot_end=True), 100.0)
+    assert lookup.resolve(reader, bytes(16)) is None and lookup.counters["mirror_fallback_syncing"] == 1
+    lookup.set_mirror(None)
+    writer.close()
+    segment.close()
 
 
 def test_mirror_of_other_partitions_is_not_used(tmp_path: Path) -> None:
