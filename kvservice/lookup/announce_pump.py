@@ -189,8 +189,8 @@ class AnnouncePump:
             return False
         self._announcer.on_reply(partition, outcome, reply.lookup_epoch)
         # One that asks for everything does not know the node yet.
-        is_known = outcome is AnnounceOutcome.APPLIED
-        if is_known and self._presence.heard(partition, reply.lookup_epoch, sent_at, self._clock()):
+        is_known, stay = outcome is AnnounceOutcome.APPLIED, (reply.lookup_epoch, reply.shown_since)
+        if is_known and self._presence.heard(partition, stay, sent_at, self._clock()):
             self._returned.set()
         return True
 

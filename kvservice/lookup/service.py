@@ -97,7 +97,8 @@ class LookupServicer:
         failpoint("lookup.announce")
         self._counters["announce_calls"] += 1
         self._hub.publish()
-        return lookup_pb2.AnnounceReply(outcome=OUTCOMES[outcome], lookup_epoch=self._epoch)
+        shown_since = self._directory.shown_since(node.node_id)
+        return lookup_pb2.AnnounceReply(outcome=OUTCOMES[outcome], lookup_epoch=self._epoch, shown_since=shown_since)
 
     def _check_speaks_for(self, caller: Caller, node: Holder) -> None:
         try:

@@ -17,9 +17,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvservice.aio import end_tasks
 from kvservice.core.actions import Retract
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX, span_route
 from kvservice.core.directory.announce import Announcer
+from kvservice.core.directory.membership import FORGET_SECONDS, HIDE_SECONDS
 from kvservice.core.messages import Holder
 from kvservice.discovery import lookup_socket
 from kvservice.errors import ConfigError, Unavailable
@@ -227,6 +229,30 @@ async def test_dead_node_is_hidden_in_three_seconds_without_a_word(lookups: list
         died = time.monotonic()
         await until(asking, chain, lambda answer: known(answer) == 0)
         assert 2.0 < time.monotonic() - died < 4.5
+
+
+@pytest.mark.parametrize("seconds", [HIDE_SECONDS + 1, FORGET_SECONDS + 1])
+async def test_a_node_whose_clock_stood_still_is_told_it_was_hidden(seconds: float) -> None:
+    """As the clock of a machine that was suspended. What was cleared meanwhile it must ask for."""
+    suspended = 0.0
+    told: list[bool] = []
+
+    async def returned(is_later: bool) -> None:
+        told.append(is_later)
+
+    server = LookupServer("127.0.0.1:0", allow_plaintext=True, clock=lambda: time.monotonic() + suspended)
+    announcer = Announcer(1, list)
+    holder = Holder(NodeId("a"), "a:1", BootEpoch(1))
+    pump = AnnouncePump(announcer, [await server.start()], lambda: holder, 0.1, lambda: None, on_return=returned)
+    task = asyncio.create_task(pump.run())
+    try:
+        await eventually_async(lambda: told == [False], "the first answer")
+        suspended = seconds
+        await eventually_async(lambda: told[-1:] == [False] and len(told) > 1, "the node to hear that it was hidden")
+    finally:
+        await pump.stop(leaving=False)
+        await end_tasks([task])
+        await server.stop(0)
 
 
 async def test_leaving_node_is_forgotten_at_once(lookups: list[LookupProcess]) -> None:

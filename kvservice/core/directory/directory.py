@@ -215,6 +215,11 @@ class Directory:
             for member in self._membership.members()
         ]
 
+    def shown_since(self, node_id: NodeId) -> int:
+        """A number that changes when the node was hidden or forgotten and is shown again."""
+        member = self._membership.get(node_id)
+        return 0 if member is None else member.shown_since
+
     def is_hidden(self, node_id: NodeId) -> bool:
         return not self._membership.is_visible(node_id)
 

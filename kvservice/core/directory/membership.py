@@ -108,6 +108,7 @@ class Member:
     last_sequence: int  # of the last announcement taken in this epoch; 0 = none
     heard_at: float  # when the last valid announcement came
     proof: bytes = b""  # digest of the announcer's proof
+    shown_since: int = 0  # version of the table when it last became visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +277,8 @@ class Membership:
         target = step(TRANSITIONS, member.state, event, f"member {member.holder.node_id}")
         if target is not member.state:
             self.version += 1
+        if target in VISIBLE and member.state not in VISIBLE:
+            member.shown_since = self.version
         member.state = target
 
     def check_invariants(self) -> None:

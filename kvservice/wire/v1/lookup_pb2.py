@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvservice.wire.v1 import common_pb2 as kvservice_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvservice/wire/v1/lookup.proto\x12\x11kvservice.wire.v1\x1a\x1ekvservice/wire/v1/common.proto\"\x1e\n\x0eResolveRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\";\n\nResolveRun\x12\r\n\x05start\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0f\n\x07holders\x18\x03 \x03(\r\"g\n\x0cResolveReply\x12+\n\x04runs\x18\x01 \x03(\x0b\x32\x1d.kvservice.wire.v1.ResolveRun\x12*\n\x05nodes\x18\x02 \x03(\x0b\x32\x1b.kvservice.wire.v1.NodeInfo\"\xeb\x01\n\x0f\x41nnounceRequest\x12)\n\x04node\x18\x01 \x01(\x0b\x32\x1b.kvservice.wire.v1.NodeInfo\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\x12\x12\n\nfull_begin\x18\x05 \x01(\x08\x12\x10\n\x08\x66ull_end\x18\x06 \x01(\x08\x12\x11\n\tpartition\x18\x07 \x01(\r\x12\x17\n\x0fpartition_count\x18\x08 \x01(\r\x12\x0f\n\x07leaving\x18\t \x01(\x08\x12\x18\n\x10protocol_version\x18\n \x01(\r\"\xc6\x01\n\rAnnounceReply\x12\x39\n\x07outcome\x18\x01 \x01(\x0e\x32(.kvservice.wire.v1.AnnounceReply.Outcome\x12\x14\n\x0clookup_epoch\x18\x02 \x01(\x04\"d\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTCOME_APPLIED\x10\x01\x12\x12\n\x0eOUTCOME_RESYNC\x10\x02\x12\x17\n\x13OUTCOME_STALE_EPOCH\x10\x03\"C\n\x0cWatchRequest\x12\x19\n\x11heartbeat_seconds\x18\x01 \x01(\x01\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"\x8c\x01\n\nWatchEvent\x12)\n\x04node\x18\x01 \x01(\x0b\x32\x1b.kvservice.wire.v1.NodeInfo\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\r\n\x05reset\x18\x04 \x01(\x08\x12\x14\n\x0csnapshot_end\x18\x05 \x01(\x08\x12\x0e\n\x06hidden\x18\x06 \x01(\x08\"\"\n\x0f\x46indNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\":\n\rFindNodeReply\x12)\n\x04node\x18\x01 \x01(\x0b\x32\x1b.kvservice.wire.v1.NodeInfo\"\x14\n\x12LookupStatsRequest\"\x7f\n\x0fLookupNodeStats\x12)\n\x04node\x18\x01 \x01(\x0b\x32\x1b.kvservice.wire.v1.NodeInfo\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x04\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\r\n\x05\x61live\x18\x04 \x01(\x08\"\x90\x02\n\x10LookupStatsReply\x12\x11\n\tpartition\x18\x01 \x01(\r\x12\x17\n\x0fpartition_count\x18\x02 \x01(\r\x12\x14\n\x0clookup_epoch\x18\x03 \x01(\x04\x12\x11\n\tkey_count\x18\x04 \x01(\x04\x12\x31\n\x05nodes\x18\x05 \x03(\x0b\x32\".kvservice.wire.v1.LookupNodeStats\x12\x43\n\x08\x63ounters\x18\x06 \x03(\x0b\x32\x31.kvservice.wire.v1.LookupStatsReply.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"6\n\x11LostBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x13\n\x0b\x61ge_seconds\x18\x02 \x01(\x01\"O\n\tLostBlock\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x04 \x01(\x01\"=\n\x0fLostBlocksReply\x12*\n\x04lost\x18\x01 \x03(\x0b\x32\x1c.kvservice.wire.v1.LostBlock2\x80\x04\n\rLookupService\x12M\n\x07Resolve\x12!.kvservice.wire.v1.ResolveRequest\x1a\x1f.kvservice.wire.v1.ResolveReply\x12P\n\x08\x41nnounce\x12\".kvservice.wire.v1.AnnounceRequest\x1a .kvservice.wire.v1.AnnounceReply\x12I\n\x05Watch\x12\x1f.kvservice.wire.v1.WatchRequest\x1a\x1d.kvservice.wire.v1.WatchEvent0\x01\x12P\n\x08\x46indNode\x12\".kvservice.wire.v1.FindNodeRequest\x1a .kvservice.wire.v1.FindNodeReply\x12Y\n\x0bLookupStats\x12%.kvservice.wire.v1.LookupStatsRequest\x1a#.kvservice.wire.v1.LookupStatsReply\x12V\n\nLostBlocks\x12$.kvservice.wire.v1.LostBlocksRequest\x1a\".kvservice.wire.v1.LostBlocksReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvservice/wire/v1/lookup.proto\x12\x11kvservice.wire.v1\x1a\x1ekvservice/wire/v1/common.proto\"\x1e\n\x0eResolveRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\";\n\nResolveRun\x12\r\n\x05start\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0f\n\x07holders\x18\x03 \x03(\r\"g\n\x0cResolveReply\x12+\n\x04runs\x18\x01 \x03(\x0b\x32\x1d.kvservice.wire.v1.ResolveRun\x12*\n\x05nodes\x18\x02 \x03(\x0b\x32\x1b.kvservice.wire.v1.NodeInfo\"\xeb\x01\n\x0f\x41nnounceRequest\x12)\n\x04node\x18\x01 \x01(\x0b\x32\x1b.kvservice.wire.v1.NodeInfo\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\x12\x12\n\nfull_begin\x18\x05 \x01(\x08\x12\x10\n\x08\x66ull_end\x18\x06 \x01(\x08\x12\x11\n\tpartition\x18\x07 \x01(\r\x12\x17\n\x0fpartition_count\x18\x08 \x01(\r\x12\x0f\n\x07leaving\x18\t \x01(\x08\x12\x18\n\x10protocol_version\x18\n \x01(\r\"\xdb\x01\n\rAnnounceReply\x12\x39\n\x07outcome\x18\x01 \x01(\x0e\x32(.kvservice.wire.v1.AnnounceReply.Outcome\x12\x14\n\x0clookup_epoch\x18\x02 \x01(\x04\x12\x13\n\x0bshown_since\x18\x03 \x01(\x04\"d\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTCOME_APPLIED\x10\x01\x12\x12\n\x0eOUTCOME_RESYNC\x10\x02\x12\x17\n\x13OUTCOME_STALE_EPOCH\x10\x03\"C\n\x0cWatchRequest\x12\x19\n\x11heartbeat_seconds\x18\x01 \x01(\x01\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"\x8c\x01\n\nWatchEvent\x12)\n\x04node\x18\x01 \x01(\x0b\x32\x1b.kvservice.wire.v1.NodeInfo\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\r\n\x05reset\x18\x04 \x01(\x08\x12\x14\n\x0csnapshot_end\x18\x05 \x01(\x08\x12\x0e\n\x06hidden\x18\x06 \x01(\x08\"\"\n\x0f\x46indNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\":\n\rFindNodeReply\x12)\n\x04node\x18\x01 \x01(\x0b\x32\x1b.kvservice.wire.v1.NodeInfo\"\x14\n\x12LookupStatsRequest\"\x7f\n\x0fLookupNodeStats\x12)\n\x04node\x18\x01 \x01(\x0b\x32\x1b.kvservice.wire.v1.NodeInfo\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x04\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\r\n\x05\x61live\x18\x04 \x01(\x08\"\x90\x02\n\x10LookupStatsReply\x12\x11\n\tpartition\x18\x01 \x01(\r\x12\x17\n\x0fpartition_count\x18\x02 \x01(\r\x12\x14\n\x0clookup_epoch\x18\x03 \x01(\x04\x12\x11\n\tkey_count\x18\x04 \x01(\x04\x12\x31\n\x05nodes\x18\x05 \x03(\x0b\x32\".kvservice.wire.v1.LookupNodeStats\x12\x43\n\x08\x63ounters\x18\x06 \x03(\x0b\x32\x31.kvservice.wire.v1.LookupStatsReply.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"6\n\x11LostBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x13\n\x0b\x61ge_seconds\x18\x02 \x01(\x01\"O\n\tLostBlock\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x04 \x01(\x01\"=\n\x0fLostBlocksReply\x12*\n\x04lost\x18\x01 \x03(\x0b\x32\x1c.kvservice.wire.v1.LostBlock2\x80\x04\n\rLookupService\x12M\n\x07Resolve\x12!.kvservice.wire.v1.ResolveRequest\x1a\x1f.kvservice.wire.v1.ResolveReply\x12P\n\x08\x41nnounce\x12\".kvservice.wire.v1.AnnounceRequest\x1a .kvservice.wire.v1.AnnounceReply\x12I\n\x05Watch\x12\x1f.kvservice.wire.v1.WatchRequest\x1a\x1d.kvservice.wire.v1.WatchEvent0\x01\x12P\n\x08\x46indNode\x12\".kvservice.wire.v1.FindNodeRequest\x1a .kvservice.wire.v1.FindNodeReply\x12Y\n\x0bLookupStats\x12%.kvservice.wire.v1.LookupStatsRequest\x1a#.kvservice.wire.v1.LookupStatsReply\x12V\n\nLostBlocks\x12$.kvservice.wire.v1.LostBlocksRequest\x1a\".kvservice.wire.v1.LostBlocksReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,31 +43,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ANNOUNCEREQUEST']._serialized_start=284
   _globals['_ANNOUNCEREQUEST']._serialized_end=519
   _globals['_ANNOUNCEREPLY']._serialized_start=522
-  _globals['_ANNOUNCEREPLY']._serialized_end=720
-  _globals['_ANNOUNCEREPLY_OUTCOME']._serialized_start=620
-  _globals['_ANNOUNCEREPLY_OUTCOME']._serialized_end=720
-  _globals['_WATCHREQUEST']._serialized_start=722
-  _globals['_WATCHREQUEST']._serialized_end=789
-  _globals['_WATCHEVENT']._serialized_start=792
-  _globals['_WATCHEVENT']._serialized_end=932
-  _globals['_FINDNODEREQUEST']._serialized_start=934
-  _globals['_FINDNODEREQUEST']._serialized_end=968
-  _globals['_FINDNODEREPLY']._serialized_start=970
-  _globals['_FINDNODEREPLY']._serialized_end=1028
-  _globals['_LOOKUPSTATSREQUEST']._serialized_start=1030
-  _globals['_LOOKUPSTATSREQUEST']._serialized_end=1050
-  _globals['_LOOKUPNODESTATS']._serialized_start=1052
-  _globals['_LOOKUPNODESTATS']._serialized_end=1179
-  _globals['_LOOKUPSTATSREPLY']._serialized_start=1182
-  _globals['_LOOKUPSTATSREPLY']._serialized_end=1454
-  _globals['_LOOKUPSTATSREPLY_COUNTERSENTRY']._serialized_start=1407
-  _globals['_LOOKUPSTATSREPLY_COUNTERSENTRY']._serialized_end=1454
-  _globals['_LOSTBLOCKSREQUEST']._serialized_start=1456
-  _globals['_LOSTBLOCKSREQUEST']._serialized_end=1510
-  _globals['_LOSTBLOCK']._serialized_start=1512
-  _globals['_LOSTBLOCK']._serialized_end=1591
-  _globals['_LOSTBLOCKSREPLY']._serialized_start=1593
-  _globals['_LOSTBLOCKSREPLY']._serialized_end=1654
-  _globals['_LOOKUPSERVICE']._serialized_start=1657
-  _globals['_LOOKUPSERVICE']._serialized_end=2169
+  _globals['_ANNOUNCEREPLY']._serialized_end=741
+  _globals['_ANNOUNCEREPLY_OUTCOME']._serialized_start=641
+  _globals['_ANNOUNCEREPLY_OUTCOME']._serialized_end=741
+  _globals['_WATCHREQUEST']._serialized_start=743
+  _globals['_WATCHREQUEST']._serialized_end=810
+  _globals['_WATCHEVENT']._serialized_start=813
+  _globals['_WATCHEVENT']._serialized_end=953
+  _globals['_FINDNODEREQUEST']._serialized_start=955
+  _globals['_FINDNODEREQUEST']._serialized_end=989
+  _globals['_FINDNODEREPLY']._serialized_start=991
+  _globals['_FINDNODEREPLY']._serialized_end=1049
+  _globals['_LOOKUPSTATSREQUEST']._serialized_start=1051
+  _globals['_LOOKUPSTATSREQUEST']._serialized_end=1071
+  _globals['_LOOKUPNODESTATS']._serialized_start=1073
+  _globals['_LOOKUPNODESTATS']._serialized_end=1200
+  _globals['_LOOKUPSTATSREPLY']._serialized_start=1203
+  _globals['_LOOKUPSTATSREPLY']._serialized_end=1475
+  _globals['_LOOKUPSTATSREPLY_COUNTERSENTRY']._serialized_start=1428
+  _globals['_LOOKUPSTATSREPLY_COUNTERSENTRY']._serialized_end=1475
+  _globals['_LOSTBLOCKSREQUEST']._serialized_start=1477
+  _globals['_LOSTBLOCKSREQUEST']._serialized_end=1531
+  _globals['_LOSTBLOCK']._serialized_start=1533
+  _globals['_LOSTBLOCK']._serialized_end=1612
+  _globals['_LOSTBLOCKSREPLY']._serialized_start=1614
+  _globals['_LOSTBLOCKSREPLY']._serialized_end=1675
+  _globals['_LOOKUPSERVICE']._serialized_start=1678
+  _globals['_LOOKUPSERVICE']._serialized_end=2190
 # @@protoc_insertion_point(module_scope)

@@ -57,7 +57,7 @@ class AnnounceRequest(_message.Message):
     def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., sequence: _Optional[int] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., full_begin: bool = ..., full_end: bool = ..., partition: _Optional[int] = ..., partition_count: _Optional[int] = ..., leaving: bool = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
-    __slots__ = ("outcome", "lookup_epoch")
+    __slots__ = ("outcome", "lookup_epoch", "shown_since")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[AnnounceReply.Outcome]
@@ -70,9 +70,11 @@ class AnnounceReply(_message.Message):
     OUTCOME_STALE_EPOCH: AnnounceReply.Outcome
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_SINCE_FIELD_NUMBER: _ClassVar[int]
     outcome: AnnounceReply.Outcome
     lookup_epoch: int
-    def __init__(self, outcome: _Optional[_Union[AnnounceReply.Outcome, str]] = ..., lookup_epoch: _Optional[int] = ...) -> None: ...
+    shown_since: int
+    def __init__(self, outcome: _Optional[_Union[AnnounceReply.Outcome, str]] = ..., lookup_epoch: _Optional[int] = ..., shown_since: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("heartbeat_seconds", "protocol_version")

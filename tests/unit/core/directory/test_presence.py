@@ -9,10 +9,16 @@ from kvservice.core.directory.presence import KnownTimes
 HIDE = 3.0
 
 
-def told(*answers: tuple[int, int, float], partition_count: int = 2) -> list[bool]:
-    """What is said after each of these (partition, its epoch, when the announcement left)."""
+Answer = tuple[int, int, float] | tuple[int, int, float, int]
+
+
+def told(*answers: Answer, partition_count: int = 2) -> list[bool]:
+    """What is said after each of these (partition, its epoch, when the announcement left, since when it shows it)."""
     presence = KnownTimes(partition_count, HIDE)
-    return [presence.heard(partition, epoch, at, at + 0.1) for partition, epoch, at in answers]
+    said = []
+    for partition, epoch, at, *since in answers:
+        said.append(presence.heard(partition, (epoch, since[0] if since else 1), at, at + 0.1))
+    return said
 
 
 @pytest.mark.parametrize(
@@ -43,9 +49,17 @@ def told(*answers: tuple[int, int, float], partition_count: int = 2) -> list[boo
             [True, False, True, False],
             id="the other one was silent",
         ),
+        pytest.param(
+            [(0, 1, 0.0), (1, 1, 0.5), (0, 1, 1.0), (1, 1, 1.5), (0, 1, 2.0, 2), (1, 1, 2.5, 2)],
+            [True, False, False, False, False, True],
+            id="both say that they hid it, and its clock stood still",
+        ),
+        pytest.param(
+            [(0, 1, 0.0), (1, 1, 0.5), (0, 1, 1.0), (1, 1, 1.5), (0, 1, 2.0, 2), (1, 1, 2.5)],
+            [True, False, False, False, False, False],
+            id="one hid it, and the other one did not",
+        ),
     ],
 )
-def test_a_moment_at_which_nobody_knew_the_node_is_noticed(
-    answers: list[tuple[int, int, float]], says: list[bool]
-) -> None:
+def test_a_moment_at_which_nobody_knew_the_node_is_noticed(answers: list[Answer], says: list[bool]) -> None:
     assert told(*answers) == says
