@@ -45,7 +45,7 @@ class AnnouncePump:
     """`node` returns who this shard is now. `on_fenced` is called once, on the loop, when a newer boot of this node is
     heard of. Without the node's `secret` no other process can announce the node meanwhile. `on_return` is called when
     the directory may not have known the node for a while and has heard of it again, also the first time: at
-    once, and with True when others have had the time to announce themselves after it.
+    once, and with True when others have had the time to announce themselves after it, or after `other_returned`.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class AnnouncePump:
         self._on_return = on_return
         self._presence = KnownTimes(len(self._addresses), patience(heartbeat_seconds)[0])
         self._returned = asyncio.Event()
+        self._someone_returned = asyncio.Event()  # this node, or another one
         self._settle_seconds = heartbeat_seconds + 2 * BACKOFF_SECONDS_MAX
 
     async def run(self) -> None:
@@ -95,6 +96,10 @@ class AnnouncePump:
         """Look for changes to send. Called after each change."""
         for kick in self._kicks:
             kick.set()
+
+    def other_returned(self) -> None:
+        """Another node returns, so `on_return` is called with True in some seconds."""
+        self._someone_returned.set()
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Use new addresses; the number of partitions stays the same. Each partition's next update uses them."""
@@ -154,9 +159,11 @@ class AnnouncePump:
 
     async def _tell_returns(self) -> None:
         while True:
-            await self._returned.wait()
-            self._returned.clear()
-            await self._tell_return(False)
+            await self._someone_returned.wait()
+            self._someone_returned.clear()
+            if self._returned.is_set():
+                self._returned.clear()
+                await self._tell_return(False)
             if not await is_set_within(self._settle_seconds, self._returned):
                 await self._tell_return(True)
 
@@ -192,6 +199,7 @@ class AnnouncePump:
         is_known, stay = outcome is AnnounceOutcome.APPLIED, (reply.lookup_epoch, reply.shown_since)
         if is_known and self._presence.heard(partition, stay, sent_at, self._clock()):
             self._returned.set()
+            self._someone_returned.set()
         return True
 
     async def _farewell(self, partition: int) -> None:

@@ -109,6 +109,10 @@ class ShardDirectory:
         if self._pump is not None:
             self._pump.set_addresses(addresses)
 
+    def other_returned(self) -> None:
+        if self._pump is not None:
+            self._pump.other_returned()
+
     def tell(self, changes: Sequence[Announce | Retract]) -> None:
         self._announcer.change(changes)
         if self._pump is not None:

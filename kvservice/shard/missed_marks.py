@@ -45,7 +45,7 @@ class MissedMarks:
         self._answered = skipped | answered
 
     async def ask_again(self, lookups: Callable[[], Sequence[str]], is_later: bool) -> None:
-        """The directory has heard of this node again, or that was some seconds ago. Never raises."""
+        """The directory has heard of this node again; or, later, of others that may know more. Never raises."""
         await self.take(lookups(), APART_SECONDS, only_new=is_later)
 
     async def _take(self, marks: Sequence[Mark]) -> None:

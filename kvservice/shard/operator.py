@@ -6,6 +6,8 @@ prompts are meant.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvservice.auth.authenticator import Authenticator, account_of
 from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX
 from kvservice.core.acquire.holds import check_pin_name
@@ -18,10 +20,13 @@ from kvservice.wire.v1 import shard_pb2
 
 
 class OperatorServicer:
-    """OperatorService."""
+    """OperatorService. `on_marks_asked` is called when another node asks what was cleared."""
 
-    def __init__(self, pool: PoolRuntime, authenticator: Authenticator) -> None:
+    def __init__(
+        self, pool: PoolRuntime, authenticator: Authenticator, on_marks_asked: Callable[[], None] = lambda: None
+    ) -> None:
         self._pool = pool
+        self._on_marks_asked = on_marks_asked
         self._authenticator = authenticator
 
     async def warm(self, request: shard_pb2.WarmRequest, context: Context) -> shard_pb2.WarmReply:
@@ -44,6 +49,7 @@ class OperatorServicer:
         return encode_cleared(await self._pool.clears.clear(decode_marks(request.marks, CLEAR_MARKS_MAX)))
 
     async def list_marks(self, request: shard_pb2.ListMarksRequest, context: Context) -> shard_pb2.ListMarksReply:
+        self._on_marks_asked()  # the one that asks may itself know what this node has missed
         return shard_pb2.ListMarksReply(marks=encode_marks(self._pool.state.freshness.marks.all()))
 
     async def list_pins(self, request: shard_pb2.ListPinsRequest, context: Context) -> shard_pb2.ListPinsReply:

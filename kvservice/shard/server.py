@@ -395,6 +395,10 @@ class ShardServer:
     def _commands_at(self) -> str:
         return f"unix:{self._files.rpc_socket}"
 
+    def _marks_asked(self) -> None:
+        if self._directory is not None:
+            self._directory.other_returned()
+
     async def _serve(self, address: str) -> str:
         """Start a gRPC listener. Returns the address to call."""
         server = grpc.aio.server(options=server_options(LISTS_BYTES_MAX), maximum_concurrent_rpcs=CALLS_MAX)
@@ -408,7 +412,7 @@ class ShardServer:
         parts: dict[str, object] = {
             "PeerService": PeerServicer(self.pool, self.holder),
             "AdminService": admin,
-            "OperatorService": OperatorServicer(self.pool, self._authenticator),
+            "OperatorService": OperatorServicer(self.pool, self._authenticator, self._marks_asked),
         }
         handlers = [service_handler(services[name], servicer, gate=gate) for name, servicer in parts.items()]
         server.add_generic_rpc_handlers(tuple(handlers))
