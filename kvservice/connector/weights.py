@@ -122,12 +122,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 def changed_since(model: str, moment: float) -> Path | None:
     """A file of this model, or a link on the way to one, that is other than at that moment. None for a hub's model.
-    `moment` is in seconds since 1970. Raises OSError."""
+    `moment` is in seconds since 1970. Raises UnnamedWeights if its files cannot be looked at."""
     path = Path(model).absolute()
-    files = weight_files(path) if path.is_dir() else [path] if path.is_file() else []
-    links = [each for each in (*path.parents, path, *files) if files and each.is_symlink()]
-    changed = (each for each in links if each.lstat().st_ctime >= moment)
-    return next(changed, next((each for each in files if each.stat().st_ctime >= moment), None))
+    try:
+        files = weight_files(path) if path.is_dir() else [path] if path.is_file() else []
+        links = [each for each in (*path.parents, path, *files) if files and each.is_symlink()]
+        changed = (each for each in links if each.lstat().st_ctime >= moment)
+        return next(changed, next((each for each in files if each.stat().st_ctime >= moment), None))
+    except OSError as error:
+        raise UnnamedWeights(f"the weights in {model} cannot be read ({error}); {_ADVICE}") from error
 
 
 def _is_left_out(name: str) -> bool:

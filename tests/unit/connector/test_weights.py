@@ -401,3 +401,14 @@ def test_unnamed_weights_say_an_option_that_each_engine_has(tmp_path: Path) -> N
     with pytest.raises(UnnamedWeights) as raised:
         weights_identity(str(tmp_path), None)
     assert raised.value.message.endswith('name the weights yourself with the option "weights_version"')
+
+
+def test_files_that_cannot_be_looked_at_are_no_named_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine would end at its start with any other error."""
+
+    def gone(folder: Path) -> list[Path]:
+        raise FileNotFoundError(f"No such file or directory: '{folder}'")
+
+    monkeypatch.setattr("kvservice.connector.weights.weight_files", gone)
+    with pytest.raises(UnnamedWeights, match="cannot be read"):
+        changed_since(str(model), 0.0)
