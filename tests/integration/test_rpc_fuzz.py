@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvservice.client.operator import OperatorClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.actions import Offer
-from kvservice.core.block.marks import Mark, MarkKind
+from kvservice.core.block.marks import CLOCK_SKEW_SECONDS, Mark, MarkKind
 from kvservice.core.block.window_groups import Window, WindowGroup
 from kvservice.core.messages import Holder, SealItem, TakeOverItem
 from kvservice.core.segment.refs import BlockRef
@@ -316,9 +316,11 @@ def requests_about(epoch: int, keys: bytes, handoff: bytes) -> list[Message]:
 
 
 async def what_the_messages_took_comes_back(cluster: LocalCluster) -> None:
-    """Leases end, the slots of engines that are gone are free again. A clear ends what is warm or pinned."""
+    """Leases end, the slots of engines that are gone are free again. A clear ends what is warm or pinned. It is of a
+    moment ago: what is stored in the seconds behind a clear is read by no other node."""
     client = OperatorClient()
-    await client.clear(cluster.record("n0").peer_address, [Mark(MarkKind.EVERYTHING, time.time())])
+    before = time.time() - CLOCK_SKEW_SECONDS
+    await client.clear(cluster.record("n0").peer_address, [Mark(MarkKind.EVERYTHING, before)])
     await client.close()
 
     def is_free() -> bool:
