@@ -156,7 +156,8 @@ class PeerClient:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"stats of node {holder.node_id}") from error
         stats = readable(stats, f"stats of node {holder.node_id}")
-        free = stats.slab_free_count * stats.slab_bytes + stats.slot_bytes.get("free", 0)
+        unused = stats.slab_free_count * stats.slab_bytes + stats.slot_bytes.get("free", 0)
+        free = unused + stats.secondary_bytes
         return Peer(holder, free, stats.segment_bytes, stats.uptime_seconds, stats.draining, stats.accepts_spill)
 
     async def close(self) -> None:

@@ -316,7 +316,7 @@ class Peer:
     """Another node, as one sees it that offers blocks."""
 
     holder: Holder
-    free_bytes: int
+    free_bytes: int  # with secondary copies, which make way
     capacity_bytes: int
     age_seconds: float  # since its shard started
     draining: bool = False
@@ -453,3 +453,4 @@ class PoolStats:
     slot_bytes: dict[str, int] = field(default_factory=dict)  # payload bytes of `slots`
     tiers: tuple[TierFigures, ...] = ()
     drifts: tuple[CodecDrift, ...] = ()  # at most DRIFTS_MAX, the worst first
+    secondary_bytes: int = 0  # of slot_bytes, those of copies that were fetched from other nodes

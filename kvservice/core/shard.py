@@ -260,6 +260,10 @@ class ShardState:
         return self._store.table.free_slab_count
 
     @property
+    def secondary_bytes(self) -> int:
+        return self._store.secondary_bytes
+
+    @property
     def lease_count(self) -> int:
         return len(self._leases)
 

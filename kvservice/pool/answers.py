@@ -119,6 +119,7 @@ class PoolAnswers:
             {state: size for state, (_, size) in slots.items()},
             tuple(self._tier_figures()),
             self._drifts(),
+            self._state.secondary_bytes,
         )
 
     def _drifts(self) -> tuple[CodecDrift, ...]:

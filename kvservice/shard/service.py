@@ -149,6 +149,7 @@ class AdminServicer:
             transport=self._pool.transport_name,
             uptime_seconds=self._pool.uptime_seconds,
             slot_bytes=stats.slot_bytes,
+            secondary_bytes=stats.secondary_bytes,
             slab_bytes=self._pool.geometry.slab_bytes,
             host=socket.gethostname(),
             version=__version__,

@@ -236,6 +236,21 @@ def test_peers_evict_nothing_younger_than_what_is_offered(
         assert (len(result.blocks), result.fetched_count) == (len(hot[node]), 0)
 
 
+def test_a_pool_full_of_copies_takes_more_than_a_full_one(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Copies make way. Both had equal shares, and the other pool evicted what no other node had."""
+    own, leaving = chain(next(seeds), MORE_THAN_ALL), chain(next(seeds), 20)
+    own = own[: len(at(cluster, "n2", lambda engine: engine.store(own)))]
+    cluster.wait_until_known(own)
+    copied = at(cluster, "n1", lambda engine: engine.read_all(own))
+    assert copied.fetched_count > len(own) / 2
+    at(cluster, "n0", lambda engine: engine.store(leaving))
+    cluster.wait_until_known(leaving)
+    said = leave(cluster, "n0", capsys)
+    assert said["blocks_handed"] == 20 and said["receivers"]["n1"] > 16
+
+
 def test_a_leaving_node_that_dies_leaves_receivers_whole(cluster: LocalCluster) -> None:
     prompt = chain(next(seeds), 30)
     at(cluster, "n0", lambda engine: engine.store(prompt))

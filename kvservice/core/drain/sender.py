@@ -6,8 +6,9 @@ no effect.
 
 `plan` decides which node gets what, the most recently used blocks first. A block follows its parent as long as the
 parent's node is not far above its share, so that a prefix stays together on one node. The first block of a chain goes
-to the node furthest below its share. Shares are by room and grow with a shard's age: a shard that has just joined has
-the most room, and would otherwise get everything at once. If it is the only other node, it gets everything.
+to the node furthest below its share. Shares are by room, where secondary copies count as room, and grow with a shard's
+age: a shard that has just joined has the most room, and would otherwise get everything at once. If it is the only other
+node, it gets everything.
 
 A peer that did not answer gets nothing for a while, and then is asked again: it may only have been busy. What it would
 have got goes to the others. A block that a peer could not read is offered again as well. Both end after TRIES_MAX.

@@ -70,6 +70,7 @@ class BlockStore:
         self.table = SlotTable(geometry)
         self.accounts = self.table.accounts
         self._slots: dict[BlockKey, Slot] = {}  # by the key of the block in them: the sealed and leased ones
+        self.secondary_bytes = 0  # payload bytes of the secondary copies: room for what no other node has
         self.retired: set[Slot] = set()  # leased slots whose blocks are no more: nobody new reads them
         self._shown_secondary: set[BlockKey] = set()  # primary blocks with another header: see make_primary
         self._held_back: set[BlockKey] = set()  # pinned blocks whose pins the policy was told of
@@ -271,6 +272,7 @@ class BlockStore:
         block = self._in(slot)
         if block.is_secondary:
             slot.block = replace(block, is_secondary=False)
+            self.secondary_bytes -= block.payload_bytes
             self.policy.make_primary(key)
             if not slot.pins:
                 self._emit(WriteHeader(slot.index, self._sealed_header(self._in(slot), slot.generation)))
@@ -393,6 +395,7 @@ class BlockStore:
     def _insert(self, block: Block, parent: BlockKey | None, now: float) -> None:
         self._slots[block.key] = block.slot
         block.slot.block = block
+        self.secondary_bytes += block.is_secondary * block.payload_bytes
         self.policy.add(
             block.key,
             parent,
@@ -415,6 +418,7 @@ class BlockStore:
         block = self._in(slot)
         key, slot.block = block.key, None
         del self._slots[key]
+        self.secondary_bytes -= block.is_secondary * block.payload_bytes
         self._shown_secondary.discard(key)
         self.evictions.add(
             key,
@@ -531,6 +535,8 @@ class BlockStore:
         assert all(slot.block is None and slot.pins for slot in self.retired), "a block that was given up is kept"
         for key, slot in self._slots.items():
             assert self._in(slot).key == key, "a block lies in another slot"
+        copies = (self._in(slot).payload_bytes for slot in self._slots.values() if self._in(slot).is_secondary)
+        assert self.secondary_bytes == sum(copies), "secondary copies are miscounted"
         pinned = {key for key, slot in self._slots.items() if slot.pins}
         assert self._shown_secondary <= self._slots.keys(), "a header is remembered whose block is gone"
         assert self._held_back <= pinned, "the policy holds a block back that nobody reads"

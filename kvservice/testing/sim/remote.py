@@ -134,7 +134,8 @@ class SimPeers:
     async def room(self, holder: Holder, timeout: float) -> Peer:
         async def look(runtime: PoolRuntime) -> Peer:
             stats = runtime.stats()
-            free = stats.slab_free_count * runtime.geometry.slab_bytes + stats.slot_bytes["free"]
+            unused = stats.slab_free_count * runtime.geometry.slab_bytes + stats.slot_bytes["free"]
+            free = unused + stats.secondary_bytes
             up = runtime.uptime_seconds
             return Peer(holder, free, stats.segment_bytes, up, stats.draining, runtime.accepts_spill)
 

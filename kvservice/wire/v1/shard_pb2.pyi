@@ -411,7 +411,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("node", "segment_bytes", "slab_count", "slab_free_count", "slots", "counters", "draining", "transport", "uptime_seconds", "slot_bytes", "slab_bytes", "host", "version", "engines", "windows", "pulls", "hits", "accepts_spill", "tenants", "refused", "slowest", "tiers", "drifts", "restricted")
+    __slots__ = ("node", "segment_bytes", "slab_count", "slab_free_count", "slots", "counters", "draining", "transport", "uptime_seconds", "slot_bytes", "slab_bytes", "host", "version", "engines", "windows", "pulls", "hits", "accepts_spill", "secondary_bytes", "tenants", "refused", "slowest", "tiers", "drifts", "restricted")
     class SlotsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -451,6 +451,7 @@ class StatsReply(_message.Message):
     PULLS_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTS_SPILL_FIELD_NUMBER: _ClassVar[int]
+    SECONDARY_BYTES_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     SLOWEST_FIELD_NUMBER: _ClassVar[int]
@@ -475,13 +476,14 @@ class StatsReply(_message.Message):
     pulls: _containers.RepeatedCompositeFieldContainer[PeerSpeed]
     hits: _containers.RepeatedCompositeFieldContainer[ModelHits]
     accepts_spill: bool
+    secondary_bytes: int
     tenants: _containers.RepeatedCompositeFieldContainer[TenantNumbers]
     refused: _containers.RepeatedCompositeFieldContainer[RefusedAttach]
     slowest: _containers.RepeatedCompositeFieldContainer[SlowRequest]
     tiers: _containers.RepeatedCompositeFieldContainer[TierNumbers]
     drifts: _containers.RepeatedCompositeFieldContainer[CodecDrift]
     restricted: bool
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., segment_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., slab_free_count: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., transport: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slot_bytes: _Optional[_Mapping[str, int]] = ..., slab_bytes: _Optional[int] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[AttachedEngine, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[CounterWindow, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., hits: _Optional[_Iterable[_Union[ModelHits, _Mapping]]] = ..., accepts_spill: bool = ..., tenants: _Optional[_Iterable[_Union[TenantNumbers, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., slowest: _Optional[_Iterable[_Union[SlowRequest, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierNumbers, _Mapping]]] = ..., drifts: _Optional[_Iterable[_Union[CodecDrift, _Mapping]]] = ..., restricted: bool = ...) -> None: ...
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., segment_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., slab_free_count: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., transport: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slot_bytes: _Optional[_Mapping[str, int]] = ..., slab_bytes: _Optional[int] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[AttachedEngine, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[CounterWindow, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., hits: _Optional[_Iterable[_Union[ModelHits, _Mapping]]] = ..., accepts_spill: bool = ..., secondary_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantNumbers, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., slowest: _Optional[_Iterable[_Union[SlowRequest, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierNumbers, _Mapping]]] = ..., drifts: _Optional[_Iterable[_Union[CodecDrift, _Mapping]]] = ..., restricted: bool = ...) -> None: ...
 
 class TierNumbers(_message.Message):
     __slots__ = ("name", "state", "detail", "shared", "blocks", "used_bytes", "budget_bytes", "waiting_blocks")

@@ -67,9 +67,11 @@ def test_a_secondary_copy_becomes_primary_without_a_read() -> None:
     receiver.fetch_all(op, CHAIN)
     receiver.release(engine, receiver.result(op).lease_id)
     asked = len(receiver.locates)
+    assert receiver.state.secondary_bytes == 4 * SMALL
     assert receiver.taken(receiver.offer(CHAIN)).kept == (True,) * 4
     assert len(receiver.locates) == asked
     assert not any(one.is_secondary for one in receiver.state.blocks())
+    assert receiver.state.secondary_bytes == 0
 
 
 @pytest.mark.parametrize("is_read", [False, True])
