@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import secrets
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -293,10 +293,11 @@ def ensure_model(path: Path | None = None, *, force: bool = False, quiet: bool =
         raise ModelSourceError(f"{folder} exists and was not made by this script: name another folder, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    staging = folder.parent / f".{folder.name}-{secrets.token_hex(8)}"
+    try:  # from before the folder is made, so that Ctrl-C leaves none at any moment
+        staging.mkdir(0o700)
         write_model(gguf_file, staging, quiet=quiet)
-        staging.chmod(0o755)  # mkdtemp makes it private; other users of the machine may read a model
+        staging.chmod(0o755)  # other users of the machine may read a model
         (staging / "model.safetensors").chmod(0o644)
         publish(staging, folder, gguf_file, force=force)
     finally:
@@ -322,15 +323,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=DEFAULT_PATH, help="folder to write (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="write it again even when it is already there")
     arguments = parser.parse_args()
-    # As Ctrl-C does, it lets the unfinished folder be removed.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    stopped: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        stopped.append(number)
+        raise KeyboardInterrupt  # the unfinished folder is removed
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
     try:
         print(ensure_model(arguments.out, force=arguments.force))
     except ModelSourceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    except (KeyboardInterrupt, ImportError):  # numpy turns one that meets its import into an ImportError
+        if not stopped:
+            raise
+        return 128 + stopped[0]
     return 0
 
 
