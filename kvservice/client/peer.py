@@ -20,6 +20,7 @@ from kvservice.client.channels import Channels
 from kvservice.core.actions import Follow, Locate, Offer, ReleaseRemote
 from kvservice.core.block.keys import pack_keys
 from kvservice.core.bounded_table import NODES_MAX, BoundedTable
+from kvservice.core.drain.receiver import room_bytes
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
 from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
@@ -156,8 +157,7 @@ class PeerClient:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"stats of node {holder.node_id}") from error
         stats = readable(stats, f"stats of node {holder.node_id}")
-        unused = stats.slab_free_count * stats.slab_bytes + stats.slot_bytes.get("free", 0)
-        free = unused + stats.secondary_bytes
+        free = room_bytes(stats.slab_free_count, stats.slab_bytes, stats.slot_bytes, stats.secondary_bytes)
         return Peer(holder, free, stats.segment_bytes, stats.uptime_seconds, stats.draining, stats.accepts_spill)
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ when its time is up. Blocks that arrive later are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -61,6 +61,12 @@ class _Take:
     asked_at: float
     state: TakeOverState = TakeOverState.LOCATING
     full: bool = False
+
+
+def room_bytes(free_slabs: int, slab_bytes: int, slot_bytes: Mapping[str, int], secondary_bytes: int) -> int:
+    """How many bytes a node could take over: in slots and slabs that nobody uses, and in secondary copies, which make
+    way. An estimate, because slots have sizes."""
+    return free_slabs * slab_bytes + slot_bytes.get("free", 0) + secondary_bytes
 
 
 class TakeOvers:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from kvservice.client.peer import PeerInfo
 from kvservice.core import actions as act
 from kvservice.core.directory.announce import Announcer
+from kvservice.core.drain.receiver import room_bytes
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
 from kvservice.errors import StaleEpoch, Unavailable
 from kvservice.lookup.client import LookupAnswer
@@ -134,8 +135,8 @@ class SimPeers:
     async def room(self, holder: Holder, timeout: float) -> Peer:
         async def look(runtime: PoolRuntime) -> Peer:
             stats = runtime.stats()
-            unused = stats.slab_free_count * runtime.geometry.slab_bytes + stats.slot_bytes["free"]
-            free = unused + stats.secondary_bytes
+            slab_bytes = runtime.geometry.slab_bytes
+            free = room_bytes(stats.slab_free_count, slab_bytes, stats.slot_bytes, stats.secondary_bytes)
             up = runtime.uptime_seconds
             return Peer(holder, free, stats.segment_bytes, up, stats.draining, runtime.accepts_spill)
 
