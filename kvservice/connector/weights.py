@@ -102,7 +102,7 @@ def weights_identity(model: str, revision: str | None, commit: str | None = None
                 raise UnnamedWeights(f"{model} has no weight files; {_ADVICE}")
             return _named(files, cache)
     except OSError as error:
-        raise UnnamedWeights(f"the weights in {model} cannot be read ({error}); {_ADVICE}") from error
+        raise _unreadable(model, error) from error
     found = commit or _downloaded_commit(model, revision)
     if found is None:
         raise UnnamedWeights(f"nothing says which commit of {model} the engine has loaded; {_ADVICE}")
@@ -130,7 +130,11 @@ def changed_since(model: str, moment: float) -> Path | None:
         changed = (each for each in links if each.lstat().st_ctime >= moment)
         return next(changed, next((each for each in files if each.stat().st_ctime >= moment), None))
     except OSError as error:
-        raise UnnamedWeights(f"the weights in {model} cannot be read ({error}); {_ADVICE}") from error
+        raise _unreadable(model, error) from error
+
+
+def _unreadable(model: str, error: OSError) -> UnnamedWeights:
+    return UnnamedWeights(f"the weights in {model} cannot be read ({error}); {_ADVICE}")
 
 
 def _is_left_out(name: str) -> bool:

@@ -259,6 +259,15 @@ def test_a_hidden_node_is_shown_as_silent_wherever_one_looks(service: Service) -
     assert CliRunner().invoke(app, ["check", *lookup]).exit_code == 1
 
 
+def learns_of_the_clear(service: Service, what: str) -> None:
+    """n1 takes the mark, and serves nothing of before. Closes the pools."""
+    eventually(lambda: service.cluster.stats("n1").counters["clears"], what, 30.0)
+    with service.reader.get(TOKENS) as hit:
+        assert len(hit) == 0
+    for pool in service.pools:
+        pool.close()
+
+
 def test_a_node_learns_what_a_new_directory_cleared(tmp_path: Path) -> None:
     """A lookup partition that starts again knows no node, so a clear reaches those alone that it has heard of since."""
     with LocalCluster(2, 1, pool_bytes=16 * MiB, environment={"KVSERVICE_HEARTBEAT_SECONDS": "5"}) as cluster:
@@ -273,11 +282,7 @@ def test_a_node_learns_what_a_new_directory_cleared(tmp_path: Path) -> None:
             assert [row["node"] for row in service.run("clear", "--model", MODEL)[1]["nodes"]] == ["n0"]
         finally:
             os.kill(cluster.pid("n1"), signal.SIGCONT)
-        eventually(lambda: cluster.stats("n1").counters["clears"], "n1 to ask what was cleared", 30.0)
-        with service.reader.get(TOKENS) as hit:
-            assert len(hit) == 0
-        for pool in service.pools:
-            pool.close()
+        learns_of_the_clear(service, "n1 to ask what was cleared")
 
 
 @pytest.mark.parametrize("later_seconds", [0.0, 8.0])
@@ -298,8 +303,4 @@ def test_a_node_asks_those_that_the_directory_hears_of_later(tmp_path: Path, lat
         time.sleep(later_seconds)
         assert not cluster.stats("n1").counters["clears"]
         os.kill(cluster.pid("n0"), signal.SIGCONT)
-        eventually(lambda: cluster.stats("n1").counters["clears"], "n1 to ask n0, too", 30.0)
-        with service.reader.get(TOKENS) as hit:
-            assert len(hit) == 0
-        for pool in service.pools:
-            pool.close()
+        learns_of_the_clear(service, "n1 to ask n0, too")

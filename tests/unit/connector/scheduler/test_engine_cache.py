@@ -44,6 +44,17 @@ def run_to_end(half: SchedulerHalf, engine: EngineBlocks, name: str, prompt: int
     return ids
 
 
+def near_eviction(half: SchedulerHalf, engine: EngineBlocks, adapter: bytes = b"") -> None:
+    """A request of four blocks that ends. None of them is stored yet, and the engine may soon take them away."""
+    chain = hashes(1, 4)
+    half.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False), adapter=adapter)
+    ids, _ = engine.take(chain)
+    half.allocated("r", ids, 0)
+    plan_step(half, [("r", chain, 4 * BLOCK, lambda: ids)])
+    half.finished("r", chain, 4 * BLOCK, ids, store_rest=False)
+    engine.give_up(ids)
+
+
 # -- ask beyond what the engine has ----
 
 
@@ -316,12 +327,7 @@ def test_prompt_that_is_handed_off_does_not_wait_for_eviction() -> None:
 def test_reset_forgets_what_was_near_eviction() -> None:
     line, engine = Line(), EngineBlocks(4)
     half = half_with(line, engine, Offload.EVICTING)
-    half.on_new_request("r", hashes(1, 4), 0.0, terms=RequestTerms(may_load=False))
-    ids, _ = engine.take(hashes(1, 4))
-    half.allocated("r", ids, 0)
-    plan_step(half, [("r", hashes(1, 4), 4 * BLOCK, lambda: ids)])
-    half.finished("r", hashes(1, 4), 4 * BLOCK, ids, store_rest=False)
-    engine.give_up(ids)
+    near_eviction(half, engine)
     half.reset(b"another term")
     assert not plan_step(half).stores
 
@@ -330,11 +336,6 @@ def test_blocks_near_eviction_lose_the_name_of_a_lost_adapter() -> None:
     """Other weights may be computed under the same hashes of the engine."""
     line, engine = Line(), EngineBlocks(4)
     half = half_with(line, engine, Offload.EVICTING)
-    half.on_new_request("r", hashes(1, 4), 0.0, terms=RequestTerms(may_load=False), adapter=b"adapter")
-    ids, _ = engine.take(hashes(1, 4))
-    half.allocated("r", ids, 0)
-    plan_step(half, [("r", hashes(1, 4), 4 * BLOCK, lambda: ids)])
-    half.finished("r", hashes(1, 4), 4 * BLOCK, ids, store_rest=False)
-    engine.give_up(ids)
+    near_eviction(half, engine, b"adapter")
     half.forget_adapter(b"adapter")
     assert not plan_step(half).stores
