@@ -140,10 +140,10 @@ def test_reads_from_a_leaving_node_end_well_or_as_a_miss(
 
     reader = threading.Thread(target=at, args=(cluster, "n1", read_on))
     reader.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     said = leave(cluster, "n0", capsys)
     over.set()
-    reader.join(15)
+    reader.join(60)
     assert not reader.is_alive()
     assert said["blocks_lost"] == 0
     for prompt in prompts:  # anew: the last read of before may have met the end of n0
