@@ -137,6 +137,7 @@ const checks = {
     must((await text(page, "#dialog-title")).includes(id), "another request");
     const lead = await text(page, "#dialog .lead");
     must(/of (the prompt|\d+ blocks)|All \d+ blocks/.test(lead), `no sentence: ${lead}`);
+    must(!/~/.test(await text(page, "#dialog")), "a tier without words");
     must((await page.locator("#dialog tbody tr").count()) >= 1, "no blocks");
     if (shots) await page.screenshot({ path: join(shots, "explain.png") });
     await page.context().close();

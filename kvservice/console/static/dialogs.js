@@ -71,7 +71,7 @@ function oneRecord(row) {
     columns: [
       { key: "blocks", label: "Blocks", kind: "name", cell: (one, td) => fill(td, blockSpan(one)) },
       { key: "outcome", label: "What", cell: (one, td) => fillPill(td, OUTCOMES[one.outcome] ?? one.outcome, one.outcome === "missed" ? "warn" : "plain") },
-      { key: "from", label: "From", kind: "name", cell: (one, td) => fill(td, one.node || "–") },
+      { key: "from", label: "From", kind: "name", cell: (one, td) => fill(td, placeName(one.node) || "–") },
       { key: "why", label: "Why", kind: "wide", cell: (one, td) => fill(td, one.miss_cause ? `${words(one.miss_cause)}: ${one.text}` : one.text) },
     ],
   }).update(row.diagnosis);
@@ -102,6 +102,10 @@ function blockSpan(one) {
 const inNumbers = ({ blocks }) =>
   `${count(blocks.engine)} in the engine, ${count(blocks.local)} local, ${count(blocks.fetched)} fetched, ${count(blocks.missed)} computed`;
 
+/** What blocks came from: a node by its id, or a tier, whose name begins with `~`. */
+const placeName = (source) => (source.startsWith("~") ? `${source.slice(1)} tier` : source);
+const placeWords = (source) => (source.startsWith("~") ? `in the ${placeName(source)}` : `on ${source}`);
+
 /** The request as a sentence or two. */
 function inWords(row) {
   const { engine, local, fetched, missed } = row.blocks;
@@ -109,11 +113,11 @@ function inWords(row) {
   const found = engine + local + fetched;
   if (!row.answered) return `This request asked for ${plural(whole, "block")} and never got an answer.`;
   if (whole === 0) return "This request never asked for a prefix: its prompt is shorter than a block, or its engine did not ask.";
-  const from = [...new Set(row.diagnosis.filter((one) => one.outcome === "fetched").map((one) => one.node))].join(", ");
+  const from = [...new Set(row.diagnosis.filter((one) => one.outcome === "fetched").map((one) => placeWords(one.node)))].join(", ");
   const places = [
     [engine, "in the engine itself"],
     [local, "in this node's memory"],
-    [fetched, `on ${from}`],
+    [fetched, from],
   ].filter(([blocks]) => blocks);
   const sources = places.length === 1 ? [places[0][1]] : places.map(([blocks, place]) => `${count(blocks)} ${place}`);
   const took = ` The answer took ${span(row.took_seconds)}.`;

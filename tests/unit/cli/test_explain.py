@@ -40,3 +40,21 @@ def test_without_an_answer_no_time_is_named() -> None:
 
 def test_what_cannot_be_read_is_left_out_and_named() -> None:
     assert "left out, because it cannot be read: engines of m" in said(unreadable=["engines of m"])
+
+
+def test_a_tier_is_a_source_in_words() -> None:
+    fetched = {"start": 0, "count": 2, "outcome": "fetched", "node": "~disk", "miss_cause": None, "text": ""}
+    row = {
+        "node": "a",
+        "model": "m",
+        "age_seconds": 1.0,
+        "answered": True,
+        "took_seconds": 0.01,
+        "handoff_node": "",
+        "finished": True,
+        "blocks_asked": 2,
+        "blocks": {"engine": 0, "local": 0, "fetched": 2, "missed": 0},
+        "diagnosis": [fetched],
+    }
+    told = said(requests=[row], request_id="cmpl-1")
+    assert "disk tier" in told and "~" not in told
