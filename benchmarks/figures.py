@@ -157,10 +157,11 @@ def remote_hit(results: Results) -> str:
 
 
 def goals(results: Results) -> str:
-    lines = ["| goal | bound | seen | met | result | of |", "|---|---|---|---|---|---|"]
+    lines = ["| goal | bound | seen | result |", "|---|---|---|---|"]
     for goal, seen, met in judged(read(), results):
-        of = "" if met == NO_FIGURE else seen_on(results.document(goal.result))
-        lines.append(f"| {goal.what} | {goal.bound} | {seen} | {met} | `{goal.result}.json` | {of} |")
+        shown = f"**{seen}, missed**" if met == "no" else seen
+        of = "" if met == NO_FIGURE else f", {seen_on(results.document(goal.result))}"
+        lines.append(f"| {goal.what} | {goal.bound} | {shown} | `{goal.result}.json`{of} |")
     return "\n".join(lines)
 
 
