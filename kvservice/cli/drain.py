@@ -21,6 +21,14 @@ POLL_SECONDS = 0.2  # Between two questions for the progress that is shown.
 CALL_SECONDS = 3.0
 SLACK_SECONDS = 10.0  # A drain that still answers this long after its time counts as failed.
 ENDING = ("settling", "gone")
+GONE = (
+    "nobody listens at its address. Its process has ended, and nothing is left to drain; or this machine does not "
+    "reach it. `kvservice doctor`, on its machine, says which"
+)
+HANGS = (
+    f"its shard did not answer within {CALL_SECONDS:g} s: it hangs, or this machine does not reach it. Try again; on "
+    "its machine, `kvservice logs` may say why"
+)
 
 
 @dataclass(slots=True)
@@ -145,8 +153,9 @@ def _failed(one: Drained, error: grpc.RpcError) -> None:
         one.progress["phase"] = "gone"
         return
     details = getattr(error, "details", lambda: None)() or "no answer"
-    details = connect_hint(details) or details
-    one.error = f"its shard ended during the drain ({one.phase})" if one.phase else str(details)
+    silent: dict[Any, str] = {grpc.StatusCode.UNAVAILABLE: GONE, grpc.StatusCode.DEADLINE_EXCEEDED: HANGS}
+    details = connect_hint(details) or silent.get(code) or str(details)
+    one.error = f"its shard ended during the drain ({one.phase})" if one.phase else details
 
 
 def _undo(chosen: list[Drained], form: Format) -> bool:

@@ -287,6 +287,23 @@ def test_a_node_that_is_not_there_is_named_with_those_that_are(cluster: LocalClu
         drain.run("nobody", None, None, True, 1.0, True, False)
 
 
+@pytest.mark.parametrize(
+    ("ends", "says"), [(signal.SIGKILL, "nothing is left to drain"), (signal.SIGSTOP, "it hangs, or")]
+)
+def test_a_drain_of_a_silent_node_says_what_happened(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str], ends: signal.Signals, says: str
+) -> None:
+    """It printed gRPC's own text."""
+    cluster.kill("n0", ends)
+    try:
+        assert not drain.run(cluster.service, None, "n0", False, 1.0, True, False)
+    finally:
+        if ends is signal.SIGSTOP:
+            cluster.kill("n0", signal.SIGCONT)
+    said = capsys.readouterr().err
+    assert says in said and "last error" not in said and "Deadline" not in said
+
+
 def test_an_offer_of_a_node_that_is_no_member_is_refused(cluster: LocalCluster) -> None:
     stranger = common_pb2.NodeInfo(node_id="n9", peer_address="127.0.0.1:1", epoch=1)
     record = cluster.record("n1")
