@@ -1,4 +1,4 @@
-"""NewTypes that keep ids, hashes and sizes apart, and functions that format and parse sizes. Pure; any thread."""
+"""NewTypes that keep ids, hashes and sizes apart, and functions that format counts and sizes. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -56,6 +56,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def counted(count: int, thing: str) -> str:
+    """'1 node', '2 nodes'."""
+    return f"{count:,} {thing}" + ("" if count == 1 else "s")
 
 
 def format_bytes(count: int) -> str:

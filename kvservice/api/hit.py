@@ -17,6 +17,7 @@ from kvservice.api.mapped import HeaderWatch
 from kvservice.api.reasons import WORDS
 from kvservice.errors import InvalidRequest, LeaseLost
 from kvservice.memory.window import ReadWindow
+from kvservice.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,8 @@ class Hit:
 
     def __repr__(self) -> str:
         ending = f"; then {self.miss}" if self.miss else ""
-        return f"Hit({self.tokens} tokens in {self._count} blocks, {self.fetched} from other nodes{ending})"
+        size = f"{counted(self.tokens, 'token')} in {counted(self._count, 'block')}"
+        return f"Hit({size}, {self.fetched} from other nodes{ending})"
 
     @property
     def tokens(self) -> int:
@@ -99,10 +101,10 @@ class Hit:
         >>> with kvservice.connect(mode="embedded", memory="8MiB") as pool:
         ...     cache = pool.attach("m", kvservice.Layout(block_tokens=4, shape=(2, 8)))
         ...     print(cache.get(range(8), request_id="r1").explain())
-        0 blocks from block 0 on are here, ... Block 0 is missing: ... pool.explain('r1') says more.
+        Found 0 blocks from block 0 on, ... Block 0 is missing: ... pool.explain('r1') says more.
         """
         fetched = f"{self.fetched} of them fetched from other nodes."
-        here = f"{self._count} blocks from block {self.start} on are here, {fetched}"
+        here = f"Found {counted(self._count, 'block')} from block {self.start} on, {fetched}"
         if not self.miss:
             return f"{here} None is missing."
         why = f"Block {self.start + self._count} is missing: {WORDS.get(self.miss, self.miss)}."

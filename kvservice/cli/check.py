@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from kvservice.cli.output import counted
 from kvservice.cli.progress import Progress
 from kvservice.errors import NoService
-from kvservice.units import bracketed, endpoint_of, format_bytes
+from kvservice.units import bracketed, counted, endpoint_of, format_bytes
 
 if TYPE_CHECKING:
     from kvservice.client.overview import Overview

@@ -17,7 +17,7 @@ from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
 from kvservice.cli.status import collect
 from kvservice.errors import ConfigError, Forbidden, InvalidRequest, KVServiceError, Unauthenticated
-from kvservice.units import format_bytes, printable
+from kvservice.units import counted, format_bytes, printable
 
 if TYPE_CHECKING:
     from kvservice.client.members import Members
@@ -132,7 +132,7 @@ async def _clear(
                 if report.complete or time.monotonic() >= deadline:
                     return report, found_blocks
                 left = sum(bool(node.error or node.reading) for node in report.nodes) + len(report.problems)
-                progress.update(f"{left} parts are not done")
+                progress.update(f"not done: {counted(left, 'part')}")
                 await asyncio.sleep(POLL_SECONDS)
                 members = await asyncio.to_thread(find_members, service, lookup)
     finally:

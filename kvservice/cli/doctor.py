@@ -27,7 +27,7 @@ from kvservice.cli.extras import how_to_install
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
 from kvservice.errors import ConfigError
-from kvservice.units import MiB, NodeId, endpoint_of, format_bytes
+from kvservice.units import MiB, NodeId, counted, endpoint_of, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -252,7 +252,7 @@ def shared_memory() -> Iterator[Check]:
     usage = shutil.disk_usage(SHARED_MEMORY)
     segments = list(SHARED_MEMORY.glob("kvservice-*"))
     detail = f"{format_bytes(usage.total)} in {SHARED_MEMORY}, {format_bytes(usage.free)} free"
-    detail += f", {len(segments)} segments of this project" if segments else ""
+    detail += f", {counted(len(segments), 'segment')} of this project" if segments else ""
     own = SHARED_MEMORY.glob(segment_path(config.service, "", SHARED_MEMORY).name + "*")
     held = sum(path.stat().st_size for path in own if not path.name.endswith(MIRROR_SUFFIX))
     room, left = usage.free + held, free_memory()

@@ -14,7 +14,7 @@ import grpc
 from kvservice.cli.output import Format, console, write
 from kvservice.cli.progress import Progress
 from kvservice.errors import ConfigError, Forbidden, NoService, Unauthenticated
-from kvservice.units import format_bytes
+from kvservice.units import counted, format_bytes
 
 POLL_SECONDS = 0.2  # Between two questions for the progress that is shown.
 # For one RPC. A drain answers at once; without an answer the shard is asked again until its time is over.
@@ -182,7 +182,7 @@ def _progress_line(one: Drained) -> str:
     if not one.progress:
         return f"{one.node}: {one.error or 'asking'}"
     done = one.progress["blocks_handed"] + one.progress["blocks_elsewhere"]
-    return f"{one.node}: {one.phase.replace('_', ' ')}, {done} of {one.progress['blocks_total']} blocks safe"
+    return f"{one.node}: {one.phase.replace('_', ' ')}, {done} of {counted(one.progress['blocks_total'], 'block')} safe"
 
 
 def _result_line(one: Drained, handover: bool) -> str:
@@ -194,7 +194,7 @@ def _result_line(one: Drained, handover: bool) -> str:
     left = f"node {one.node} left after {progress['seconds']:.1f} s."
     note = f" ({progress['note']})" if progress["note"] else ""
     if not handover:  # nobody was asked who else has them
-        return f"{left} Its {progress['blocks_total']} blocks were not handed over{note}"
+        return f"{left} Not handed over: {counted(progress['blocks_total'], 'block')}{note}"
     receivers = ", ".join(f"{node}: {count}" for node, count in progress["receivers"].items())
     parts = [
         f"{progress['blocks_handed']} handed over ({format_bytes(progress['bytes_handed'])}"
@@ -202,7 +202,7 @@ def _result_line(one: Drained, handover: bool) -> str:
     ]
     parts.append(f"{progress['blocks_elsewhere']} were on other nodes already")
     parts.append(f"{progress['blocks_lost']} on no other node")
-    return f"{left} Of {progress['blocks_total']} blocks: " + ", ".join(parts) + note
+    return f"{left} Of {counted(progress['blocks_total'], 'block')}: " + ", ".join(parts) + note
 
 
 def check_timeout(seconds: float) -> float:

@@ -12,6 +12,7 @@ from rich.text import Text
 from kvservice.cli.drawing import plain
 from kvservice.cli.output import Format, show
 from kvservice.core.explain.records import TIER_MARK
+from kvservice.units import counted
 
 COLOURS = {"engine": "green", "local": "green", "fetched": "cyan", "missed": "yellow"}
 
@@ -103,7 +104,7 @@ def _draw_record(request_id: str, row: dict[str, Any], hosts: Mapping[str, str])
     )
     end = "" if row["finished"] else "; it goes on, or its engine ended without reporting its end"
     foot = (
-        f"{row['blocks_asked']} blocks asked: {blocks['engine']} in the engine, {blocks['local']} local, "
+        f"{counted(row['blocks_asked'], 'block')} asked: {blocks['engine']} in the engine, {blocks['local']} local, "
         f"{blocks['fetched']} fetched, {blocks['missed']} recomputed{end}"
     )
     return [Text.from_markup(head), table, Text.from_markup(foot)]

@@ -20,10 +20,9 @@ from rich.console import Console
 
 from kvservice.cli.extras import how_to_install
 from kvservice.cli.output import console as new_console
-from kvservice.cli.output import counted
 from kvservice.cli.progress import Progress
 from kvservice.errors import ConfigError, NoService, ServiceConflict, Unavailable
-from kvservice.units import format_bytes
+from kvservice.units import counted, format_bytes
 
 LOOPBACK = "127.0.0.1"
 ALONE = "local"  # the node's id of a service in the foreground

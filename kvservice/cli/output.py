@@ -54,11 +54,6 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def counted(count: int, thing: str) -> str:
-    """'1 node', '2 nodes'."""
-    return f"{count:,} {thing}" + ("" if count == 1 else "s")
-
-
 def show(
     gather: Callable[[], T],
     draw: Callable[[T, bool], RenderableType],

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from kvservice.cli.output import counted
 from kvservice.cli.progress import Progress
+from kvservice.units import counted
 
 if TYPE_CHECKING:
     from kvservice.testing.sim.schedule import Schedule

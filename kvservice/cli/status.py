@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvservice.cli.drawing import bound, percent, plain, problem_line, span, table
-from kvservice.cli.output import Format, counted, show
-from kvservice.units import format_bytes, printable
+from kvservice.cli.output import Format, show
+from kvservice.units import counted, format_bytes, printable
 
 if TYPE_CHECKING:
     from kvservice.client.overview import Overview

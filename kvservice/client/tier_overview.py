@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kvservice.units import counted
 from kvservice.wire.v1 import shard_pb2
 
 OPEN = "open"
@@ -40,8 +41,8 @@ def not_decoded(tier: TierOverview) -> str:
     count = sum(tier.counters.get(name, 0) for name in _NOT_DECODED)
     if not count:
         return ""
-    left = "" if tier.shared else ", and have left it"
-    return f"{count:,} blocks that were read from it need a key or a codec that is not here{left}"
+    left = "" if tier.shared else ", since dropped"
+    return f"a key or a codec is missing here for {counted(count, 'block')} read from it{left}"
 
 
 def tiers_of(reply: shard_pb2.StatsReply, counters: Mapping[str, int]) -> tuple[TierOverview, ...]:

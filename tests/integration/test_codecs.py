@@ -107,5 +107,5 @@ def test_a_wrong_key_is_told_once_and_in_what_status_shows(tmp_path: Path, caplo
         assert pool._thread._runtime is not None
         stats = pool._thread._runtime.stats()
         (disk,) = tiers_of(shard_pb2.StatsReply(tiers=encode_tiers(stats.tiers)), stats.counters)
-        assert not_decoded(disk).startswith(f"{BLOCKS} blocks that were read from it need a key")
+        assert not_decoded(disk).startswith(f"a key or a codec is missing here for {BLOCKS} blocks")
     assert [record.message for record in caplog.records].count("blocks_cannot_be_decoded") == 1

@@ -20,12 +20,11 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Static, Tab, Tabs
 
 from kvservice.cli.drawing import percent
-from kvservice.cli.output import counted
 from kvservice.cli.top.details import detail_of
 from kvservice.cli.top.tables import VIEWS, Cell, Row, TopView
 from kvservice.cli.top.trends import NodeRates, Trends
 from kvservice.errors import KVServiceError
-from kvservice.units import format_bytes, printable
+from kvservice.units import counted, format_bytes, printable
 
 if TYPE_CHECKING:
     from kvservice.client.overview import Overview

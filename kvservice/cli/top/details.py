@@ -11,11 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvservice.cli.drawing import bound, percent, plain, span, table, used_of
-from kvservice.cli.output import counted
 from kvservice.cli.status import draw_eviction, draw_hits, draw_tiers, node_names
 from kvservice.cli.top.tables import STATE_STYLES, TIER_STYLES, bar, model_key
 from kvservice.cli.top.trends import Trends
-from kvservice.units import format_bytes, printable
+from kvservice.units import counted, format_bytes, printable
 
 if TYPE_CHECKING:
     from kvservice.client.overview import EngineOverview, NodeOverview, Overview, SlowestRequest

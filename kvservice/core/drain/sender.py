@@ -28,7 +28,7 @@ from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX
 from kvservice.core.messages import Holder, Peer, TakeOverResult
 from kvservice.core.store.slots import Block
 from kvservice.core.transitions import step
-from kvservice.units import BlockKey, NodeId
+from kvservice.units import BlockKey, NodeId, counted
 
 RAMP_SECONDS = 300.0  # until a shard that joined gets its whole share: it must serve its own engines meanwhile
 RAMP_FLOOR = 0.1  # the part of its share that it gets at first, so that it takes part at all
@@ -323,7 +323,7 @@ class Leaving:
         """Check whether readers have finished. Called after every event."""
         if self.phase is DrainPhase.SETTLING and (not self._leases or now >= self._deadline):
             if self._leases:
-                self._notes.append(f"{len(self._leases)} leases were still out")
+                self._notes.append(f"{counted(len(self._leases), 'lease')} still out")
             self._move(DrainEvent.LEAVE)
             self._step_until = self._deadline = math.inf
             self._counters["drains_done"] += 1
@@ -472,7 +472,7 @@ class Leaving:
         self._counters["drain_blocks_handed"] += len(self._handed)
         self._counters["drain_blocks_lost"] += max(lost, 0)
         if lost > 0 and self._tries:
-            self._notes.append(f"{lost} blocks were kept by no other node")
+            self._notes.append(f"{counted(lost, 'block')} kept by no other node")
         self._emit(Farewell())
 
     def _end_offers(self) -> None:

@@ -69,7 +69,7 @@ def test_explain_says_what_is_here_and_why_no_more(cache: kvservice.Cache) -> No
     cache.put(range(8), some(2))
     assert cache.get(range(8)).explain().endswith("None is missing.")
     hit = cache.get(range(12), start=1, request_id="r9")
-    assert "1 blocks from block 1 on are here, 0 of them" in hit.explain()
+    assert "Found 1 block from block 1 on, 0 of them" in hit.explain()
     assert "Block 2 is missing: no node is known to have it." in hit.explain() and "pool.explain('r9')" in hit.explain()
 
 

@@ -74,7 +74,7 @@ def test_status_tells_of_blocks_that_need_another_key() -> None:
         for first in (disk, wrong)
     ]
     assert "codec_key_file" not in texts[0] and "codec_key_file" in texts[1]
-    assert "disk of gpu-a.rack1: 1,234 blocks that were read from it need a key or a codec that is not here" in texts[1]
+    assert "disk of gpu-a.rack1: a key or a codec is missing here for 1,234 blocks read from it" in texts[1]
 
 
 def test_status_tells_what_a_lossy_codec_loses() -> None:

@@ -456,7 +456,7 @@ def test_a_block_that_was_not_kept_is_offered_again(
     assert [offer.peer for offer in shard.offers] == expected
     progress = shard.state.progress(shard.now)
     assert (shard.phase, progress.blocks_lost) == (DrainPhase.GONE, 1)
-    assert "1 blocks were kept by no other node" in progress.note
+    assert "1 block kept by no other node" in progress.note
 
 
 def test_a_peer_that_is_full_for_one_size_is_offered_the_others(shard: Leaver, engine: AttachmentId) -> None:
