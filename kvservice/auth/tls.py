@@ -329,6 +329,17 @@ def _clock_here(verify_code: int) -> str:
     return f" (the clock of this machine says {utc_time(time.time())})" if verify_code in OUT_OF_DATE else ""
 
 
+def authority_valid(directory: Path) -> tuple[float, float]:
+    """From when and until when the CA of the certificate in these files is valid, in seconds since 1970. Of several
+    that stand for it, it is the one that ends last; (0, 0) if none does."""
+    known, found = _context(ssl.PROTOCOL_TLS_CLIENT, directory), [(0.0, 0.0)]
+    for der, told in zip(known.get_ca_certs(binary_form=True), known.get_ca_certs(), strict=True):
+        with contextlib.suppress(ssl.SSLError):
+            _try(directory, der)
+            found.append(_dates(told))
+    return max(found, key=lambda valid: valid[1])
+
+
 def utc_time(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
 
@@ -341,24 +352,24 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"cannot read {path.name} in {path.parent}: {error.strerror}", key="tls_dir") from error
 
 
-def _try(directory: Path) -> tuple[bool, tuple[float, float]]:
+def _try(directory: Path, authority: bytes = b"") -> tuple[bool, tuple[float, float]]:
     """(whether the certificate may serve: True for a node's, False for a client's; from when and until when it is
-    valid).
+    valid). `authority` is the one CA to trust, in DER; empty for those of the directory.
 
     Raises ssl.SSLError or OSError when it is neither.
     """
     try:
-        _, valid = _shake_hands(directory, serves=True)
+        _, valid = _shake_hands(directory, authority, serves=True)
         return True, valid
     except ssl.SSLCertVerificationError:
         with contextlib.suppress(ssl.SSLError):
-            names, valid = _shake_hands(directory, serves=False)
+            names, valid = _shake_hands(directory, authority, serves=False)
             if CLIENT_NAME in names and SERVER_NAME not in names:
                 return False, valid
         raise
 
 
-def _shake_hands(directory: Path, *, serves: bool) -> tuple[set[str], tuple[float, float]]:
+def _shake_hands(directory: Path, authority: bytes, *, serves: bool) -> tuple[set[str], tuple[float, float]]:
     """Make a handshake of the files with themselves, in memory, by the rules of gRPC.
 
     Returns the DNS names in the certificate that the server sees, and from when and until when it is valid. The client
@@ -366,8 +377,8 @@ def _shake_hands(directory: Path, *, serves: bool) -> tuple[set[str], tuple[floa
     Python's TLS library takes and gRPC's does not.
     """
     inward, outward = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server = _context(ssl.PROTOCOL_TLS_SERVER, directory).wrap_bio(inward, outward, server_side=True)
-    asking = _context(ssl.PROTOCOL_TLS_CLIENT, directory)
+    server = _context(ssl.PROTOCOL_TLS_SERVER, directory, authority).wrap_bio(inward, outward, server_side=True)
+    asking = _context(ssl.PROTOCOL_TLS_CLIENT, directory, authority)
     if not serves:
         asking.check_hostname, asking.verify_mode = False, ssl.CERT_NONE
     client = asking.wrap_bio(outward, inward, server_hostname=SERVER_NAME)
@@ -386,15 +397,22 @@ def _shake_hands(directory: Path, *, serves: bool) -> tuple[set[str], tuple[floa
                     key="tls_dir",
                 )
             names = {str(value) for kind, value in seen.get("subjectAltName", ()) if kind == "DNS"}
-            return names, (ssl.cert_time_to_seconds(seen["notBefore"]), ssl.cert_time_to_seconds(seen["notAfter"]))
+            return names, _dates(seen)
     raise ssl.SSLError("the handshake does not end")
 
 
-def _context(protocol: int, directory: Path) -> ssl.SSLContext:
+def _dates(told: Mapping[str, Any]) -> tuple[float, float]:
+    return ssl.cert_time_to_seconds(told["notBefore"]), ssl.cert_time_to_seconds(told["notAfter"])
+
+
+def _context(protocol: int, directory: Path, authority: bytes = b"") -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # gRPC accepts an issuing CA in ca.crt without its root
     # Without a password OpenSSL would ask for one on the terminal.
     context.load_cert_chain(directory / CERTIFICATE_NAME, directory / KEY_NAME, password="")
-    context.load_verify_locations(directory / AUTHORITY_NAME)
+    if authority:
+        context.load_verify_locations(cadata=authority)
+    else:
+        context.load_verify_locations(directory / AUTHORITY_NAME)
     return context

@@ -47,6 +47,7 @@ TLS_ADVICE = "for several machines: `kvservice certs DIR`, KVSERVICE_TLS_DIR=DIR
 # A certificate should be renewed with so much left. Issuers of short-lived ones renew them in the last third.
 RENEW_SECONDS, RENEW_SHARE = 14 * 86_400, 1 / 3
 RENEW_ADVICE = "`kvservice certs DIR --renew`, or your issuer, makes another; running processes take it within seconds"
+AUTHORITY_ADVICE = "replace the CA while it is valid: docs/howto/certificates.md, rotation"
 # How long the clocks are compared. Long enough to see an adjustment, short enough not to be noticed.
 CLOCK_SECONDS = 0.2
 # A difference above it is a clock that somebody moves; reading two clocks differs by microseconds.
@@ -210,7 +211,7 @@ def runtime_directory() -> Iterator[Check]:
 
 
 def tls() -> Iterator[Check]:
-    from kvservice.auth.tls import utc_time
+    from kvservice.auth.tls import authority_valid, utc_time
     from kvservice.client.members import tls_beside
     from kvservice.config import tls_of_environment
     from kvservice.discovery import find_shards
@@ -230,10 +231,13 @@ def tls() -> Iterator[Check]:
             detail = "KVSERVICE_TLS_DIR is not set: a service started here uses Unix sockets and stays on this machine"
             yield Check("tls", ABSENT, detail, TLS_ADVICE)
         return
-    begins_at, ends_at = files.current()[1].valid
-    detail = f"the certificate in {files.directory} works with its key and CA until {utc_time(ends_at)}"
+    own = (files.current()[1].valid, "", RENEW_ADVICE)
+    (begins_at, ends_at), which, advice = min(
+        own, (authority_valid(files.directory), ", when its CA ends", AUTHORITY_ADVICE), key=lambda one: one[0][1]
+    )
+    detail = f"the certificate in {files.directory} works with its key and CA until {utc_time(ends_at)}{which}"
     if ends_at - time.time() < min(RENEW_SECONDS, RENEW_SHARE * (ends_at - begins_at)):
-        yield Check("tls", WARNING, f"{detail}; after that nothing new connects", RENEW_ADVICE)
+        yield Check("tls", WARNING, f"{detail}; after that nothing new connects", advice)
     else:
         yield Check("tls", OK, detail)
 

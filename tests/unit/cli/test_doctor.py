@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvservice.auth.tls import utc_time
-from kvservice.cli import doctor
+from kvservice.cli import certs, doctor
 from kvservice.cli.doctor_check import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.cli.output import Format
 from kvservice.core.segment import native
@@ -180,6 +180,19 @@ def test_a_certificate_that_ends_soon_is_told_with_its_date(
     assert check.status == status
     assert any(utc_time(until + late) in check.detail for late in (0, -60)), "a certificate knows no parts of a second"
     assert ("certs DIR --renew" in check.advice) == (status == WARNING)
+
+
+def test_a_ca_that_ends_first_is_told_with_its_date(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of two CAs, as while one replaces the other, the one that signed counts. Only the certificate's date was told."""
+    monkeypatch.setattr(certs, "AUTHORITY_DAYS", 0.01)
+    ending = certs.make_authority("test CA")
+    until = time.time() + 0.01 * 86_400
+    for trusted in (ending.pem, ending.pem + certificates.STRANGER.pem, certificates.AUTHORITY.pem + ending.pem):
+        folder = certificates.write(tmp_path / "tls", issuer=ending, trusted=trusted)
+        monkeypatch.setenv("KVSERVICE_TLS_DIR", str(folder))
+        check = one(doctor.tls)
+        assert check.status == WARNING and "rotation" in check.advice
+        assert any(f"{utc_time(until + late)}, when its CA ends" in check.detail for late in (0, -60))
 
 
 def test_a_misspelt_setting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
