@@ -327,7 +327,7 @@ def _overview(
         if tier.state == UNUSABLE
     ]
     problems += [
-        f"tier {tier.name} of node {node.label} takes no blocks, and is still read: {tier.detail}"
+        f"tier {tier.name} of node {node.label} does not take every block, and is still read: {tier.detail}"
         for node in nodes
         for tier in node.tiers
         if tier.state == OPEN and tier.detail

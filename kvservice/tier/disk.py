@@ -18,6 +18,7 @@ from pathlib import Path
 from kvservice.codec.coder import Coder
 from kvservice.core.events import BroughtBlock, PullResult
 from kvservice.core.tier.tier_block import TierBlock
+from kvservice.core.tier.tiers import FULL_SECONDS
 from kvservice.errors import TierError, TransferError
 from kvservice.observe.failpoints import failpoint
 from kvservice.tier.answers import Written, read_answers, write_answers
@@ -56,6 +57,7 @@ class DiskTier:
         self._of_thread = threading.local()
         self._opened: list[BlockFiles] = []  # one for each thread that had work
         self._problem = ""  # with the writes of late
+        self._full = ("", 0.0)  # why there was no room, and until when the pool holds no more than it did then
         self._is_closed = False
 
     # -- life ----
@@ -134,6 +136,13 @@ class DiskTier:
         with self._books:
             return {**self._counters, "index_failed": self._index.failed, **self._coder.counters()}
 
+    def write_trouble(self) -> str:
+        """Why the last write failed, or why the disk holds less than it may. Satisfies tier.base.TellsWriteTrouble."""
+        with self._books:
+            reason, until = self._full
+            problem = self._problem or (reason if time.monotonic() < until else "")
+        return f"{self._path}: {problem}" if problem else ""
+
     # -- on the tier's threads ----
 
     def _write_one(self, block: TierBlock, payload: memoryview, answer: Callable[[Written], None]) -> None:
@@ -147,6 +156,8 @@ class DiskTier:
         with self._books:
             if header is None:
                 self._counters[f"writes_{result.value}"] += 1
+                if result is WriteResult.FULL:
+                    self._full = (self._files().problem, time.monotonic() + FULL_SECONDS)
             else:
                 failpoint("tier.index")
                 self._counters["stored_bytes"] += header.file_bytes

@@ -33,5 +33,5 @@ def test_a_tier_that_only_takes_nothing_is_told_as_still_read() -> None:
     answer = _NodeAnswer("n0", "10.0.0.1:7401", shard_pb2.StatsReply(host="a", tiers=rows))
     assert _overview("s", [], [answer], {}).problems == (
         "tier disk of node a (n0) is not used: not yours",
-        "tier objects of node a (n0) takes no blocks, and is still read: no space",
+        "tier objects of node a (n0) does not take every block, and is still read: no space",
     )

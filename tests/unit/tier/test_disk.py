@@ -21,6 +21,7 @@ from kvservice.codec.coder import Coder
 from kvservice.core.block.marks import MARK_SECONDS
 from kvservice.core.segment.blockfile import BlockFileHeader
 from kvservice.core.tier.tier_block import TierBlock
+from kvservice.core.tier.tiers import FULL_SECONDS
 from kvservice.errors import CodecError, TierError
 from kvservice.testing.eventually import eventually
 from kvservice.testing.tier_contract import (
@@ -272,6 +273,25 @@ def test_the_log_says_when_writes_begin_to_fail(
         (record.message, getattr(record, "reason", "")) for record in caplog.records if "disk_writes" in record.message
     ]
     assert said == [("disk_writes_fail", "No space left on device"), ("disk_writes_succeed", "")]
+
+
+def test_a_full_disk_is_told_until_the_pool_tries_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the pool keeps the tier as small as it was. Only the log said why."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tier = DiskTier(tmp_path, threads=1)
+    started = StartedTier(tier)
+    with monkeypatch.context() as patch:
+        patch.setattr(VectoredIO, "write", fail)
+        started.write(some(1))
+    assert started.write(some(2)) == (WriteResult.OK,)
+    assert tier.write_trouble() == f"{tmp_path}: No space left on device"
+    later = time.monotonic() + FULL_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert not tier.write_trouble()
+    started.close()
 
 
 def test_one_process_owns_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
