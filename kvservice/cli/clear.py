@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvservice.cli.drawing import plain, problem_line, table
+from kvservice.cli.hold import NAMES_PROMPTS
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
 from kvservice.cli.status import collect
@@ -174,7 +175,8 @@ async def _keys(client: OperatorClient, members: Members, wanted: Scope) -> list
             continue  # the clear itself says that this node does not answer
         kinds.update({kind.fingerprint.digest: kind for kind in engines if kind.model == wanted.model})
     if not kinds:
-        raise ConfigError(f"no engine of model {wanted.model!r} is attached: clear --model instead", key="model")
+        missing = f"no engine of model {wanted.model!r} is attached. {NAMES_PROMPTS}; or clear --model instead"
+        raise ConfigError(missing, key="model")
     plain_keys = {key for kind in kinds.values() for question in questions for key in namer.keys(question, kind)}
     found = {group_key(key, group) for key in plain_keys for group in range(1, WINDOW_GROUPS_MAX + 1)} | plain_keys
     ordered = sorted(found)

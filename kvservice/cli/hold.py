@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from kvservice.core.messages import EngineKind, WarmResult
 
 T = TypeVar("T")
+NAMES_PROMPTS = (
+    "An attached engine says how the blocks of a prompt are named: start one, or keep the Python program running that "
+    "stored them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,9 @@ async def _engines(client: OperatorClient, shards: dict[str, str], wanted: Wante
             found[node] = kinds[0]
     if not found:
         known = ", ".join(sorted(seen)) or "none"
-        raise ConfigError(f"no engine of model {wanted.model!r} is attached there; models: {known}", key="model")
+        raise ConfigError(
+            f"no engine of model {wanted.model!r} is attached there; models: {known}. {NAMES_PROMPTS}", key="model"
+        )
     return found
 
 

@@ -155,6 +155,17 @@ def test_a_warm_of_nothing_that_is_there_says_so(service: Service, words: tuple[
     assert code == 2 and says in said
 
 
+def test_a_program_that_ended_names_no_prompts(service: Service) -> None:
+    """An operator was told only that no engine is attached, of blocks that a program had stored."""
+    with kvservice.connect("service", socket=service.cluster.socket("n0")) as pool:
+        pool.attach("ended", LAYOUT).put(range(32), np.ones((8, 1024), "float32"))
+    needed = "keep the Python program running that stored them"
+    code, said = service.run("warm", str(service.prompt), "--model", "ended")
+    assert code == 2 and needed in said
+    code, said = service.run("clear", "--prompt", str(service.prompt), "--model", "ended")
+    assert code == 2 and f"{needed}; or clear --model" in said
+
+
 def test_a_pin_is_of_one_prompt(service: Service) -> None:
     two = service.prompt.with_name("two.jsonl")
     two.write_text("[1, 2, 3, 4]\n[5, 6, 7, 8]\n")
