@@ -15,7 +15,6 @@ from kvservice.auth.tls import TlsFiles
 from kvservice.client.channels import Channels
 from kvservice.core.block.marks import MARKS_MAX, Mark
 from kvservice.errors import InvalidRequest, Unavailable
-from kvservice.pool.clears import PoolClears
 from kvservice.units import NodeId
 from kvservice.wire.clearing import decode_marks
 from kvservice.wire.codec import decode_live_nodes
@@ -31,46 +30,34 @@ APART_SECONDS = 0.01
 
 
 class MissedMarks:
-    def __init__(self, node_id: NodeId, clears: PoolClears, tls: TlsFiles | None) -> None:
+    def __init__(
+        self, node_id: NodeId, take: Callable[[Sequence[Mark]], Awaitable[object]], tls: TlsFiles | None
+    ) -> None:
+        """`take` clears what marks name. It gets each mark of a round once, with the first answer that has it."""
         self._node_id = node_id
-        self._clears = clears
+        self._take = take
         self._tls = tls
         self._answered: frozenset[str] = frozenset()
 
     async def take(self, lookups: Sequence[str], apart_seconds: float = 0.0, *, only_new: bool = False) -> None:
         """Clear what others have cleared. With `only_new` only those are asked that did not answer the last time, like
         one that the directory did not know. Never raises: what does not answer is left out, and logged."""
-        skipped = self._answered if only_new else frozenset()
-        answered = await ask_others(self._node_id, lookups, self._tls, self._take, apart_seconds, skipped)
-        self._answered = skipped | answered
+        if not only_new:
+            self._answered = frozenset()
+        channels = Channels(self._tls)
+        try:
+            self._answered |= await self._ask_all(channels, lookups, apart_seconds)
+        finally:
+            await channels.close()
 
     async def ask_again(self, lookups: Callable[[], Sequence[str]], is_later: bool) -> None:
         """The directory has heard of this node again; or, later, of others that may know more. Never raises."""
         await self.take(lookups(), APART_SECONDS, only_new=is_later)
 
-    async def _take(self, marks: Sequence[Mark]) -> None:
-        try:
-            await self._clears.take(marks)
-        except Unavailable as error:  # a node must not keep others from starting by a clock that is wrong
-            log.error("marks_not_taken", extra={"reason": error.message})
-
-
-async def ask_others(
-    node_id: NodeId,
-    lookups: Sequence[str],
-    tls: TlsFiles | None,
-    take: Callable[[Sequence[Mark]], Awaitable[None]],
-    apart_seconds: float = 0.0,
-    skipped: frozenset[str] = frozenset(),
-) -> frozenset[str]:
-    """Ask the other live nodes, but for those skipped, for the marks that they keep. Returns who has answered.
-
-    `take` gets each mark once, with the first answer that has it: most nodes say the same. Never raises: what does not
-    answer is left out, and logged.
-    """
-    channels, without = Channels(tls), skipped | {node_id}
-    try:
+    async def _ask_all(self, channels: Channels, lookups: Sequence[str], apart_seconds: float) -> set[str]:
+        """Ask the other live nodes that have not answered yet. Returns who answers now."""
         answers = await asyncio.gather(*[_nodes(channels, address) for address in lookups])
+        without = self._answered | {self._node_id}
         nodes = {node: address for found in answers for node, address in found.items() if node not in without}
         answered: set[str] = set()
         told: set[Mark] = set()
@@ -94,13 +81,14 @@ async def ask_others(
             answered.add(node)
             new = [mark for mark in marks if mark not in told]
             told.update(new)
-            if new:
-                await take(new)
+            try:
+                if new:
+                    await self._take(new)
+            except Unavailable as error:  # a node must not keep others from starting by a clock that is wrong
+                log.error("marks_not_taken", extra={"reason": error.message})
 
-        await ask_each(ask, enumerate(order_of(node_id, nodes)), AT_ONCE_MAX)
-        return frozenset(answered)
-    finally:
-        await channels.close()
+        await ask_each(ask, enumerate(order_of(self._node_id, nodes)), AT_ONCE_MAX)
+        return answered
 
 
 def order_of(node_id: NodeId, nodes: Iterable[str]) -> list[str]:

@@ -185,7 +185,7 @@ class ShardServer:
             peers=PeerClient(ways, config.node_id, tls=self._tls, secret=secret),
         )
         discovery.keep_epoch(directory, self._pool.epoch)
-        missed = MissedMarks(config.node_id, self._pool.clears, self._tls)
+        missed = MissedMarks(config.node_id, self._pool.clears.take, self._tls)
         await missed.take(config.lookup_addresses)
         self._authenticator = Authenticator(tenants, self._pool)
         self._authenticator.start()

@@ -35,7 +35,7 @@ from kvservice.errors import (
     Unavailable,
 )
 from kvservice.lookup.client import LookupClient
-from kvservice.shard.missed_marks import ask_others
+from kvservice.shard.missed_marks import MissedMarks
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BootEpoch, Generation, HandoffId, NodeId, SlotIndex, SpanRoute
@@ -155,7 +155,7 @@ async def test_answers_that_cannot_be_read_are_failures() -> None:
         assert not (await lookup.resolve(CHAIN, 0, 20.0)).complete
         assert await lookup.find_node(NodeId("n0"), 20.0) is None
         assert await lookup.members(20.0) == []
-        await ask_others(NodeId("me"), [address], None, never)
+        await MissedMarks(NodeId("me"), never, None).take([address])
         for client in (peers, lookup, operator):
             await client.close()
 

@@ -14,7 +14,7 @@ import pytest
 from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.observe.logs import fields_of
 from kvservice.shard import missed_marks
-from kvservice.shard.missed_marks import ask_others, order_of
+from kvservice.shard.missed_marks import MissedMarks, order_of
 from kvservice.units import NodeId
 from kvservice.wire.clearing import decode_marks, encode_marks
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
@@ -74,14 +74,14 @@ async def test_marks_that_all_nodes_keep_are_read_once(nodes: Nodes, monkeypatch
     nodes.asked_at = [0.0, 0.0]  # so that all know the same
     taken, reads = Taken(), list[int]()
     monkeypatch.setattr(missed_marks, "decode_marks", lambda *read: (reads.append(1), decode_marks(*read))[1])
-    await ask_others(NodeId("a"), [nodes.address], None, taken.take)
+    await MissedMarks(NodeId("a"), taken.take, None).take([nodes.address])
     assert taken.marks == [MARKS] and len(reads) == 1
 
 
 async def test_a_node_that_returns_asks_the_others_one_by_one(nodes: Nodes) -> None:
     """After an outage of the directory all do so. What the first answers is cleared before the last is asked."""
     taken = Taken()
-    await ask_others(NodeId("a"), [nodes.address], None, taken.take, apart_seconds=0.5)
+    await MissedMarks(NodeId("a"), taken.take, None).take([nodes.address], apart_seconds=0.5)
     first, second, third = nodes.asked_at
     assert second - first > 0.25 and third - second > 0.25
     assert taken.marks == [MARKS[:2], MARKS[2:]] and taken.taken_at[0] < third
@@ -99,7 +99,7 @@ def test_each_node_asks_the_others_in_an_order_of_its_own() -> None:
 
 async def test_a_lookup_that_is_down_is_logged_in_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     taken = Taken()
-    await ask_others(NodeId("a"), [f"unix:{tmp_path}/l.sock"], None, taken.take)
+    await MissedMarks(NodeId("a"), taken.take, None).take([f"unix:{tmp_path}/l.sock"])
     assert not taken.marks
     (record,) = [each for each in caplog.records if each.getMessage() == "marks_not_asked"]
     reason = str(fields_of(record)["reason"])
