@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -82,7 +82,10 @@ def collect(service: str | None, lookup: Sequence[str] | None, selected: Selecti
         finally:
             await reader.close()
 
-    return arrange(asyncio.run(read()), selected)
+    found = asyncio.run(read())
+    silent = tuple(f"node {node} is silent" for node in sorted(members.unheard) if node.startswith(selected.node or ""))
+    whole = replace(found, complete=found.complete and not silent, problems=(*found.problems, *silent))
+    return arrange(whole, selected)
 
 
 def check(selected: Selection) -> None:
@@ -104,6 +107,8 @@ def choose_nodes(members: Members, wanted: str | None) -> dict[str, str]:
         raise NoService(f"no shard of service {members.service!r} answers{silent if members.gone else ''}")
     chosen = {node: address for node, address in members.shards.items() if node.startswith(wanted or "")}
     if not chosen:
+        if unheard := [node for node in sorted(members.unheard) if node.startswith(wanted or "")]:
+            raise NoService(f"node {', '.join(unheard)} is silent: `kvservice doctor`, on its machine, says what to do")
         raise ConfigError(f"no node's id begins with {wanted!r}; there is {', '.join(sorted(members.shards))}")
     return chosen
 

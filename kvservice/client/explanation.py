@@ -74,9 +74,8 @@ class ServiceWitnesses:
         )
 
     def _of_shards(self, call: Callable[[Any, Any], Any]) -> Answers:
-        return self._ask(
-            self.members.shards, lambda channel, token: call(shard_pb2_grpc.AdminServiceStub(channel), token)
-        )
+        shards = {**self.members.unheard, **self.members.shards}  # a silent one is to be told of
+        return self._ask(shards, lambda channel, token: call(shard_pb2_grpc.AdminServiceStub(channel), token))
 
     def _ask(self, addresses: dict[str, str], call: Callable[[grpc.Channel, Any], Any]) -> Answers:
         """Call every address. Raises Unauthenticated if nobody answers because of the token."""

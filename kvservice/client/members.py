@@ -36,6 +36,11 @@ class Members:
         """Every shard that should answer, by node. An OverviewReader asks those that the directory names besides."""
         return {**self.shards, **self.gone}
 
+    @property
+    def unheard(self) -> dict[str, str]:
+        """Every shard that is not among `shards`, by node: it has ended, hangs, or is cut off from the directory."""
+        return {**self.hidden, **self.gone}
+
     def channel(self, address: str) -> grpc.Channel:
         """A channel to one of these addresses. The caller closes it."""
         from kvservice.auth.tls import open_blocking_channel

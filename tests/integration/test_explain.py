@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 import rich.console
 
-from kvservice.cli import drain, explain
+from kvservice.cli import blocks, drain, explain
 from kvservice.cli.output import Format
+from kvservice.client.members import find_members
 from kvservice.client.shard import ShardClient
 from kvservice.core.messages import AcquireRequest, Handoff, RequestReport
-from kvservice.errors import KVServiceError
+from kvservice.errors import KVServiceError, NoService
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.units import BlockKey, HandoffId, MiB, NodeId
 from tests.integration.engine import Engine, attached, chain, spec
 
@@ -191,6 +193,20 @@ async def test_an_owner_that_died_and_one_that_left_are_told_apart(cluster: Loca
     request = explained(cluster, "left")
     assert reasons(request) == [("missed", 4, "owner_gone", "n2")]
     assert "left the service" in request["diagnosis"][0]["text"]
+
+
+def test_a_node_that_died_is_named_where_it_may_know_more(cluster: LocalCluster) -> None:
+    """Its requests were unknown to all, and the blocks of the others were all that there are."""
+    cluster.kill("n2", signal.SIGKILL)
+    eventually(lambda: "n2" not in find_members(cluster.service).shards, "the directory to miss n2")
+    try:
+        assert explain.explain(cluster.service, "of-n2")["silent_nodes"] == ["n2"]
+        listed = blocks.collect(cluster.service, None, blocks.Selection())
+        assert listed.problems == ("node n2 is silent",) and not listed.complete
+        with pytest.raises(NoService, match="n2 is silent"):
+            blocks.collect(cluster.service, None, blocks.Selection(node="n2"))
+    finally:
+        cluster.start_shard("n2")
 
 
 async def test_a_deadline_is_told(cluster: LocalCluster) -> None:
