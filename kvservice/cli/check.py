@@ -95,11 +95,17 @@ def _judge(seen: Overview, nodes: int) -> tuple[list[str], str]:
     problems += [f"node {node.label} is draining" for node in seen.nodes if node.state == "draining"]
     pool = sum(node.pool.total_bytes for node in seen.nodes)
     parts = (
-        counted(len(seen.lookups), "lookup partition"),
-        counted(len(seen.nodes), "cache shard"),
+        _answering([not row.error for row in seen.lookups], "lookup partition"),
+        _answering([not node.error for node in seen.nodes], "cache shard"),
         format_bytes(pool),
     )
     return problems, ", ".join(parts)
+
+
+def _answering(answers: Sequence[bool], thing: str) -> str:
+    """'2 cache shards', or '1 of 2 cache shards' if one does not answer."""
+    missing = "" if all(answers) else f"{sum(answers):,} of "
+    return missing + counted(len(answers), thing)
 
 
 def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:

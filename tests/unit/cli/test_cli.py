@@ -467,6 +467,7 @@ def test_check_names_the_part_that_does_not_answer(runtime: Path) -> None:
     assert result.returncode == 1
     assert "lookup partition 127.0.0.1:1: unavailable" in result.stderr
     assert "problem: 127.0.0.1:1: Connection refused" in result.stderr
+    assert result.stdout.startswith("0 of 1 lookup partition, 0 cache shards"), "what is silent is not counted as there"
     assert command(runtime, "check").returncode == 3
 
 
