@@ -17,7 +17,7 @@ from kvservice.cli.hold import NAMES_PROMPTS
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
 from kvservice.cli.status import collect
-from kvservice.errors import ConfigError, Forbidden, InvalidRequest, KVServiceError, Unauthenticated
+from kvservice.errors import ConfigError, Forbidden, InvalidRequest, KVServiceError, NoService, Unauthenticated
 from kvservice.units import counted, format_bytes, printable
 
 if TYPE_CHECKING:
@@ -135,7 +135,10 @@ async def _clear(
                 left = sum(bool(node.error or node.reading) for node in report.nodes) + len(report.problems)
                 progress.update(f"not done: {counted(left, 'part')}")
                 await asyncio.sleep(POLL_SECONDS)
-                members = await asyncio.to_thread(find_members, service, lookup)
+                try:
+                    members = await asyncio.to_thread(find_members, service, lookup)
+                except NoService:  # the directory may come back, and until then the same nodes are asked
+                    members = replace(members, silent=members.lookups)
     finally:
         await client.close()
 

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -268,6 +270,27 @@ def test_a_hidden_node_is_shown_as_silent_wherever_one_looks(service: Service) -
     shown = CliRunner().invoke(app, ["top", "--plain", "--count", "1", *lookup]).stdout.splitlines()
     assert [line.split()[2] for line in shown[1:3]] == ["ok", "silent"] and shown[2].split()[1] == "n1"
     assert CliRunner().invoke(app, ["check", *lookup]).exit_code == 1
+
+
+def test_a_clear_that_waits_goes_on_without_a_directory(tmp_path: Path) -> None:
+    """It said that there was no service, and not what it had cleared."""
+    with LocalCluster(2, 1, pool_bytes=16 * MiB) as cluster:
+        service = Service(cluster, tmp_path)
+        cluster.kill("n1")
+        words = ["clear", "--everything", "--wait", "8", "--lookup", *cluster.lookup_addresses, "-o", "json"]
+        command = subprocess.Popen(
+            [sys.executable, "-m", "kvservice", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        with command:
+            assert command.stderr is not None and "not done" in command.stderr.readline()
+            cluster.kill("lookup0")
+            said, _ = command.communicate()
+        report = json.loads(said)
+        errors = {row["node"]: bool(row["error"]) for row in report["nodes"]}
+        assert (command.returncode, report["complete"], errors) == (1, False, {"n0": False, "n1": True})
+        assert "does not answer" in report["problems"][0]
+        for pool in service.pools:
+            pool.close()
 
 
 def learns_of_the_clear(service: Service, what: str) -> None:
