@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from kvservice.units import BlockKey
 
 POLL_SECONDS = 1.0  # between two rounds of --wait
+OTHER_NAMES = (
+    "Blocks of these prompts that were computed with an adapter or images, or behind a change of weights in place, "
+    "have other names and stay: --model clears them, too."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class ClearReport:
     nodes: tuple[ClearedNode, ...]
     problems: tuple[str, ...]
     complete: bool
-    note: str = ""  # that the name may be wrong
+    note: str = ""  # what it may have missed
 
 
 def run(
@@ -74,7 +78,9 @@ def run(
     if wanted.tenant:
         _check_tenants(wanted.tenant, service, lookup)
     report, found_blocks = asyncio.run(_clear(service, lookup, wanted, wait))
-    if report.complete and not found_blocks and wanted.prompt is None and not wanted.everything:
+    if wanted.prompt is not None:
+        report = replace(report, note=OTHER_NAMES)
+    elif report.complete and not found_blocks and not wanted.everything:
         report = replace(report, note=doubt(wanted, collect(service, lookup)))
     write(report, lambda found, _: draw(found), form)
     return report.complete

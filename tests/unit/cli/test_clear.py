@@ -1,9 +1,10 @@
-"""What `kvservice clear` says of a name that nobody knows."""
+"""What `kvservice clear` says of a name that nobody knows, and of names that it does not know."""
 
 from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,14 @@ def test_a_clear_that_found_blocks_doubts_no_name(monkeypatch: pytest.MonkeyPatc
     assert "no node knows" not in said(monkeypatch, Scope(model="nope"), found=True)
     assert "no node knows" not in said(monkeypatch, Scope(model="nope"), complete=False)
     assert "no node knows" not in said(monkeypatch, Scope(everything=True))
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_clear_of_prompts_says_what_it_cannot_name(monkeypatch: pytest.MonkeyPatch, *, found: bool) -> None:
+    """It said that every node had forgotten a prompt that was computed with new weights."""
+    wanted = Scope(prompt=Path("prompts.jsonl"), model=MODEL)
+    assert "behind a change of weights in place" in said(monkeypatch, wanted, found=found)
+    assert "change of weights" not in said(monkeypatch, Scope(model=MODEL), found=found)
 
 
 def test_without_engines_no_names_are_listed() -> None:
