@@ -17,17 +17,15 @@ from kvservice.connector.options import DeferStores, Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, StepPlan, StorePlan
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.copier import Copier
-from kvservice.connector.worker.half import Copying, PromisedSlots, WorkerHalf, WritingStore
+from kvservice.connector.worker.half import Copying, WorkerHalf, WritingStore
 from kvservice.copying.message import Direction
 from kvservice.core.segment.layout import HeadShare
 from kvservice.errors import UnsupportedLayout
 
 
 @dataclass(slots=True)
-class _LoadByLayers:
-    plan: LoadPlan
-    slots: PromisedSlots
-    job: LayerJob
+class _CopyingByLayers(Copying):
+    ticket: LayerJob
 
 
 class LayerwiseWorker(WorkerHalf):
@@ -52,7 +50,7 @@ class LayerwiseWorker(WorkerHalf):
         self._on_gpu = block_copier.device.type == "cuda"
         self._lane: LayerLane = StreamLane(block_copier.device) if self._on_gpu else ThreadLane()
         self._via: LayerCopy | None = None
-        self._layered: list[_LoadByLayers] = []  # of this step
+        self._layered: list[_CopyingByLayers] = []  # of this step
         self._waited = 0  # layers that the forward has waited for
         self._saving: list[tuple[StorePlan, LayerJob]] = []  # of this step
         self._saved = 0  # layers of them that are computed
@@ -71,7 +69,7 @@ class LayerwiseWorker(WorkerHalf):
             if started is not None:
                 self._layered.append(started)
         if self._layered:
-            self._attempt(partial(self._lane.begin_loads, [load.job for load in self._layered]))
+            self._attempt(partial(self._lane.begin_loads, [load.ticket for load in self._layered]))
         return {load.request_id for load in plan.loads}
 
     def begin_layer(self, name: str) -> None:
@@ -91,19 +89,19 @@ class LayerwiseWorker(WorkerHalf):
         self._lane.end_loads()
         sound: set[str] = set()
         for load in layered:
-            if self._waited < load.job.layer_count:
+            if self._waited < load.ticket.layer_count:
                 self._count("load_layers_not_waited_for")  # the forward has read blocks that were not there yet
-            elif self._attempt(partial(self._is_sound, Copying(load.plan, load.slots, load.job))):
+            elif self._attempt(partial(self._is_sound, load)):
                 self._count("loaded_blocks", len(load.plan.entries))
                 self._count("loaded_blocks_layerwise", len(load.plan.entries))
                 sound.add(load.plan.request_id)
         return sound
 
-    def _start_layered(self, load: LoadPlan) -> _LoadByLayers | None:
+    def _start_layered(self, load: LoadPlan) -> _CopyingByLayers | None:
         slots = self._promised_slots(load)
         if slots is None:
             return None
-        return _LoadByLayers(load, slots, self._job(Direction.LOAD, load.entries))
+        return _CopyingByLayers(load, slots, self._job(Direction.LOAD, load.entries))
 
     # -- stores ----
 
@@ -120,11 +118,9 @@ class LayerwiseWorker(WorkerHalf):
     def store(self, plan: StepPlan) -> set[int]:
         if self._save_plan is not plan:
             return super().store(plan)
-        saving, self._saving, self._save_plan = self._saving, self._saving, None
-        if saving:
-            self._save_up_to(saving[0][1].layer_count)
-        for store, job in saving:
-            self._stores.append(WritingStore(store, job))
+        self._save_plan = None
+        self._save_up_to(len(self._layer_of))
+        self._stores += [WritingStore(store, job) for store, job in self._saving]
         self._saving = []
         return {store.store_id for store in plan.stores}
 
