@@ -87,6 +87,7 @@ class Attachments:
             raise Unavailable(
                 f"shard {self._shard.node_id} is draining: attach to another node, or wait until it is back"
             )
+        replaced = [a for a in self._open.values() if a.spec.engine_id == spec.engine_id]
         others = [a for a in self._open.values() if a.spec.engine_id != spec.engine_id]
         of_tenant = sum(a.account == event.account for a in others)
         if len(others) >= ATTACHMENTS_MAX or (event.account and of_tenant >= ATTACHMENTS_OF_TENANT_MAX):
@@ -94,7 +95,7 @@ class Attachments:
                 f"{len(others)} engines are attached to shard {self._shard.node_id} already, {of_tenant} of this tenant"
             )
         check_layouts(spec, self._shard.geometry)
-        if any(a.spec.engine_id == spec.engine_id and a.account != event.account for a in self._open.values()):
+        if any(a.account != event.account for a in replaced):
             raise InvalidRequest("this engine id belongs to another engine: make a random one")
         if 0 < spec.attempt <= (self._attempts.get(spec.engine_id) or 0):
             # A later attach of this engine has been answered, and its workers may write slots reserved since then.
@@ -102,7 +103,6 @@ class Attachments:
             raise NotAttached("a later attach of this engine has overtaken this one")
         self._refuse_other_fingerprint(spec, event.account, now)
         self._attempts.put(spec.engine_id, spec.attempt)
-        replaced = [a for a in self._open.values() if a.spec.engine_id == spec.engine_id]
         for attached in replaced:
             self._end(attached, now)
         # An engine attaches again only when none of its processes can write an old reservation (PoolPort.attach).
