@@ -75,10 +75,10 @@ def _members_here(service: str) -> Members:
     records = find_shards(service, live_only=False)
     if not records:
         raise NoService(unknown_service(service))
-    newest = max(records, key=lambda record: (is_listening(record.socket), record.epoch))
+    live = [record for record in records if is_listening(record.socket)]
+    newest = max(live or records, key=lambda record: record.epoch)
     tls = tls_beside(newest)
     found = _ask_lookups(service, newest.lookup_addresses, tls)
-    live = [record for record in records if is_listening(record.socket)]
     shards = found.shards | {record.node_id: record.rpc_address for record in live}
     gone: dict[str, str] = {record.node_id: record.peer_address for record in records if record not in live}
     local = tuple(record.node_id for record in live)
