@@ -169,8 +169,9 @@ class SchedulerHalf:
         if handoff is not None:
             timeout = self._handoff_timeout
             self.counters["handoffs_read"] += 1
-        asks = (tuple(keys), skip, timeout, per_block, handoff, request.request_id, request.trace)
-        wanted = AcquireRequest(*asks, hints=request.terms.hints)
+        wanted = AcquireRequest(
+            tuple(keys), skip, timeout, per_block, handoff, request.request_id, request.trace, hints=request.terms.hints
+        )
         asked = self._session.acquire(request.request_id, wanted)
         if asked is None:
             self.counters["asked_without_pool"] += 1

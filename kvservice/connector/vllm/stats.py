@@ -51,9 +51,8 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             documentation="all other counters of the connector, by event",
             labelnames=[*labelnames, "event"],
         )
-        for (
-            values
-        ) in per_engine_labelvalues.values():  # from the start, as 0: `increase` misses a counter's first value
+        # Each is 0 from the start, because `increase` misses a counter's first value.
+        for values in per_engine_labelvalues.values():
             for metric in self._named.values():
                 metric.labels(*values).inc(0)
             for event in CONNECTOR_EVENTS:
