@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvservice.cli.drawing import plain, problem_line, table
-from kvservice.cli.hold import NAMES_PROMPTS
+from kvservice.cli.hold import NAMES_PROMPTS, answers
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
 from kvservice.cli.status import collect
@@ -174,15 +174,13 @@ async def _keys(client: OperatorClient, members: Members, wanted: Scope) -> list
 
     assert wanted.prompt is not None
     namer, questions = PromptNamer(wanted.tokenizer), read_prompts(wanted.prompt)
-    kinds = {}
-    for address in members.shards.values():
-        try:
-            engines = await client.engines(address)
-        except (Forbidden, Unauthenticated):
-            raise
-        except KVServiceError:
-            continue  # the clear itself says that this node does not answer
-        kinds.update({kind.fingerprint.digest: kind for kind in engines if kind.model == wanted.model})
+    kinds = {
+        kind.fingerprint.digest: kind
+        for engines in (await answers(members.shards, client.engines)).values()
+        if not isinstance(engines, KVServiceError)  # the clear itself says that such a node does not answer
+        for kind in engines
+        if kind.model == wanted.model
+    }
     if not kinds:
         missing = f"no engine of model {wanted.model!r} is attached. {NAMES_PROMPTS}; or clear --model instead"
         raise ConfigError(missing, key="model")

@@ -166,7 +166,7 @@ def _with_shards(
     return asyncio.run(run())
 
 
-async def _answers(
+async def answers(
     shards: dict[str, str], ask: Callable[[str], Awaitable[tuple[Any, ...]]]
 ) -> dict[str, tuple[Any, ...] | KVServiceError]:
     """What each node answers, or why it does not. Raises Forbidden and Unauthenticated, which hold for all."""
@@ -186,7 +186,7 @@ async def _engines(client: OperatorClient, shards: dict[str, str], wanted: Wante
     """The engines that the prompts are for, by node. Raises ConfigError for none, or several kinds at one."""
     found: dict[str, EngineKind] = {}
     seen: set[str] = set()
-    for node, answer in (await _answers(shards, client.engines)).items():
+    for node, answer in (await answers(shards, client.engines)).items():
         kinds = [] if isinstance(answer, KVServiceError) else list(answer)
         seen |= {kind.model for kind in kinds}
         kinds = [kind for kind in kinds if kind.model == wanted.model]
@@ -259,7 +259,7 @@ async def _unpinned(client: OperatorClient, address: str, name: str) -> tuple[An
 async def _rows(shards: dict[str, str], ask: Callable[[str], Awaitable[tuple[Any, ...]]]) -> PinList:
     rows: list[PinRow] = []
     problems: list[str] = []
-    for node, answer in (await _answers(shards, ask)).items():
+    for node, answer in (await answers(shards, ask)).items():
         if isinstance(answer, KVServiceError):
             problems.append(f"node {node}: {answer.message}")
             continue
