@@ -133,7 +133,7 @@ def rpc_socket(service: str, node_id: NodeId, runtime_root: Path | None = None) 
     return _socket(node_directory(service, node_id, runtime_root) / RPC_SOCKET_NAME)
 
 
-def lookup_socket(service: str, partition: int, runtime_root: Path | None = None) -> str:
+def lookup_socket(service: str, partition: int, runtime_root: Path | None) -> str:
     """Where a lookup partition of this machine is reached, when the service has no TLS. Raises ConfigError."""
     return _socket((runtime_root or default_runtime_root()) / service / f"lookup-{partition}.sock")
 

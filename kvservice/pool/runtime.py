@@ -312,7 +312,7 @@ class PoolRuntime(PoolAnswers):
         return result
 
     async def release_located(
-        self, reader: NodeId, epoch: BootEpoch, lease_id: LeaseId, suspects: Sequence[BlockRef] = ()
+        self, reader: NodeId, epoch: BootEpoch, lease_id: LeaseId, suspects: Sequence[BlockRef]
     ) -> None:
         await self.ask(lambda op: ev.PeerRelease(op, reader, epoch, lease_id, suspects), None)
 

@@ -201,7 +201,7 @@ class Holdings:
                 found.close()
 
 
-def find_lookups(service: str, addresses: Sequence[str] = ()) -> tuple[str, ...]:
+def find_lookups(service: str, addresses: Sequence[str]) -> tuple[str, ...]:
     """The addresses of the lookup partitions: those given, those from the service's supervisor on Ray, or those from a
     shard of this machine.
 

@@ -57,7 +57,7 @@ def _question(path: Path, number: int, value: Any) -> Question:
 class PromptNamer:
     """Turns prompts into block keys. `tokenizer` is a folder or a model of the hub; "" for prompts of token ids."""
 
-    def __init__(self, tokenizer: str = "") -> None:
+    def __init__(self, tokenizer: str) -> None:
         self._tokenizer = PromptTokenizer(tokenizer, tokens_max=TOKENS_MAX)
         self._named = bool(tokenizer)
         self._loaded = False

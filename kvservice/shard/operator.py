@@ -22,9 +22,7 @@ from kvservice.wire.v1 import shard_pb2
 class OperatorServicer:
     """OperatorService. `on_marks_asked` is called when another node asks what was cleared."""
 
-    def __init__(
-        self, pool: PoolRuntime, authenticator: Authenticator, on_marks_asked: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, pool: PoolRuntime, authenticator: Authenticator, on_marks_asked: Callable[[], None]) -> None:
         self._pool = pool
         self._on_marks_asked = on_marks_asked
         self._authenticator = authenticator

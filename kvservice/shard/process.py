@@ -101,7 +101,7 @@ async def started(server: ShardServer, asked: EndSignals) -> Holder | None:
         await end_tasks([start, ask])
 
 
-async def end_process(server: ShardServer, asked: EndSignals, *, keep_segment: bool = False) -> None:
+async def end_process(server: ShardServer, asked: EndSignals, *, keep_segment: bool) -> None:
     """Stop the server in order.
 
     Ends the process with status 1, without its files, when a part of the server does not end, or not within

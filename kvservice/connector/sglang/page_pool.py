@@ -71,7 +71,7 @@ class PagePool:
         timeout_seconds: float,
         verify: Verify,
         silence: ShardSilence,
-        term: bytes = b"",
+        term: bytes,
     ) -> None:
         """`timeout_seconds`: the longest that a question waits for blocks of other nodes and tiers. `silence`: of the
         shard, for all its pools. `term`: blocks of another one have other names."""

@@ -18,7 +18,7 @@ CONFIG_FILE = "config.json"
 CONFIG_BYTES_MAX = 4 << 20  # a model's configuration has some kilobytes; a larger file is none
 
 
-def read_config(model: str, revision: str | None = None) -> dict[str, object]:
+def read_config(model: str, revision: str | None) -> dict[str, object]:
     """The configuration of a model in a folder, or of a hub's model as it was downloaded. Uses no network. Raises
     UnsupportedLayout if there is none."""
     folder = Path(model) if Path(model).is_dir() else downloaded(model, revision)
@@ -40,10 +40,10 @@ def shared_model(
     kv_head_count: int,
     head_size: int,
     revision: str | None = None,
-    commit: str | None = None,
-    weights: str | None = None,
-    weights_cache: Path | None = None,
-    accepts: str = "",
+    commit: str | None,
+    weights: str | None,
+    weights_cache: Path | None,
+    accepts: str,
 ) -> SharedModel:
     """Args:
         model: a folder, or the name of a hub's model.

@@ -64,7 +64,7 @@ class Adapters:
         locate: Callable[[str], Path | None],
         clock: Callable[[], float] = time.monotonic,
         *,
-        files_stay: bool = False,
+        files_stay: bool,
     ) -> None:
         """Make it before any adapter is loaded. `files_stay` is the operator's statement that the files of a path never
         change."""

@@ -86,8 +86,8 @@ def chain_hashes(
 def chain_packed(
     tokens: bytes,
     block_tokens: int,
-    root: bytes = b"",
-    count_max: int = KEYS_PER_REQUEST_MAX,
+    root: bytes,
+    count_max: int,
     after: BlockHash | None = None,
 ) -> list[BlockHash]:
     """Chained SHA-256 of the first `count_max` full token blocks, for engines without block hashes.

@@ -62,7 +62,7 @@ def salted(salt: bytes) -> BlockHash:
 class PageChain:
     """The page hashes of one request, whose tokens become more."""
 
-    def __init__(self, salt: bytes = b"") -> None:
+    def __init__(self, salt: bytes) -> None:
         self._root = salted(salt) if salt else None
         self.hashes: list[BlockHash] = []
 

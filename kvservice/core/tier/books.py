@@ -43,7 +43,7 @@ class TierBooks:
         budget_bytes: int,
         policy: EvictionPolicy,
         gone: Callable[[TierBlock, bool], None],
-        extra_bytes: int = 0,
+        extra_bytes: int,
     ) -> None:
         """`extra_bytes`: most that a codec may add to a block."""
         self.budget_bytes = budget_bytes
