@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvservice.client.operator import OperatorClient
     from kvservice.client.overview import Overview
     from kvservice.core.block.marks import Mark
+    from kvservice.core.messages import EngineKind
     from kvservice.units import BlockKey
 
 POLL_SECONDS = 1.0  # between two rounds of --wait
@@ -125,16 +126,23 @@ async def _clear(
     from kvservice.auth.token import Token
     from kvservice.client.members import find_members
     from kvservice.client.operator import OperatorClient
+    from kvservice.core.messages import EngineKind
 
     members = await asyncio.to_thread(find_members, service, lookup)
     client = OperatorClient(members.tls, Token.of_command())
     deadline = time.monotonic() + wait
+    at, kinds, silent = time.time(), dict[bytes, EngineKind](), dict[str, str]()
+    marks: list[Mark] = []
     found_blocks = False
     try:
         with Progress("clearing") as progress:
-            marks = await _marks(client, members, wanted)
             while True:
-                report = await _round(client, members, marks)
+                known = len(kinds)
+                if wanted.prompt is not None:
+                    silent = await _learn_kinds(client, members, wanted.model, kinds)
+                if not marks or len(kinds) > known:
+                    marks = _marks(wanted, at, kinds.values())
+                report = await _round(client, members, marks, silent)
                 found_blocks |= any(node.blocks or node.tier_blocks for node in report.nodes)
                 if report.complete or time.monotonic() >= deadline:
                     return report, found_blocks
@@ -149,10 +157,22 @@ async def _clear(
         await client.close()
 
 
-async def _marks(client: OperatorClient, members: Members, wanted: Scope) -> list[Mark]:
+async def _learn_kinds(
+    client: OperatorClient, members: Members, model: str, kinds: dict[bytes, EngineKind]
+) -> dict[str, str]:
+    """Add the engines of the model, by fingerprint. Returns the nodes that do not say which they have, and why."""
+    silent: dict[str, str] = {}
+    for node, found in (await answers({**members.hidden, **members.shards}, client.engines)).items():
+        if isinstance(found, KVServiceError):
+            silent[node] = found.message
+        else:
+            kinds.update({kind.fingerprint.digest: kind for kind in found if kind.model == model})
+    return silent
+
+
+def _marks(wanted: Scope, at: float, kinds: Collection[EngineKind]) -> list[Mark]:
     from kvservice.core.block.marks import Mark, MarkKind
 
-    at = time.time()
     if wanted.everything:
         return [Mark(MarkKind.EVERYTHING, at)]
     if wanted.namespace is not None:
@@ -161,12 +181,11 @@ async def _marks(client: OperatorClient, members: Members, wanted: Scope) -> lis
         return [Mark(MarkKind.TENANT, at, wanted.tenant)]
     if wanted.prompt is None:
         return [Mark(MarkKind.MODEL, at, wanted.model)]
-    keys = await _keys(client, members, wanted)
-    return [Mark(MarkKind.PROMPT, at, keys=tuple(part)) for part in keys]
+    return [Mark(MarkKind.PROMPT, at, keys=tuple(part)) for part in _keys(wanted, kinds)]
 
 
-async def _keys(client: OperatorClient, members: Members, wanted: Scope) -> list[list[BlockKey]]:
-    """The blocks of the prompts under every name that an engine of the model gives them, for each mark."""
+def _keys(wanted: Scope, kinds: Collection[EngineKind]) -> list[list[BlockKey]]:
+    """The blocks of the prompts under every name that these engines give them, for each mark."""
     from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX
     from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
     from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, group_key
@@ -174,17 +193,10 @@ async def _keys(client: OperatorClient, members: Members, wanted: Scope) -> list
 
     assert wanted.prompt is not None
     namer, questions = PromptNamer(wanted.tokenizer), read_prompts(wanted.prompt)
-    kinds = {
-        kind.fingerprint.digest: kind
-        for engines in (await answers(members.shards, client.engines)).values()
-        if not isinstance(engines, KVServiceError)  # the clear itself says that such a node does not answer
-        for kind in engines
-        if kind.model == wanted.model
-    }
     if not kinds:
         missing = f"no engine of model {wanted.model!r} is attached. {NAMES_PROMPTS}; or clear --model instead"
         raise ConfigError(missing, key="model")
-    plain_keys = {key for kind in kinds.values() for question in questions for key in namer.keys(question, kind)}
+    plain_keys = {key for kind in kinds for question in questions for key in namer.keys(question, kind)}
     found = {group_key(key, group) for key in plain_keys for group in range(1, WINDOW_GROUPS_MAX + 1)} | plain_keys
     ordered = sorted(found)
     parts = [ordered[start : start + KEYS_PER_REQUEST_MAX] for start in range(0, len(ordered), KEYS_PER_REQUEST_MAX)]
@@ -193,7 +205,10 @@ async def _keys(client: OperatorClient, members: Members, wanted: Scope) -> list
     return [list(part) for part in parts]
 
 
-async def _round(client: OperatorClient, members: Members, marks: Sequence[Mark]) -> ClearReport:
+async def _round(
+    client: OperatorClient, members: Members, marks: Sequence[Mark], silent: Mapping[str, str]
+) -> ClearReport:
+    """`silent` are nodes that may have engines which give the blocks further names."""
     from kvservice.client.operator import CALL_SECONDS, CLEAR_SECONDS
 
     async def one(node: str, address: str) -> ClearedNode:
@@ -216,6 +231,11 @@ async def _round(client: OperatorClient, members: Members, marks: Sequence[Mark]
     nodes = await asyncio.gather(*[one(node, address) for node, address in sorted(asked.items())])
     problems = [f"lookup partition {address} does not answer: it may know more nodes" for address in members.silent]
     problems += [f"node {node} is registered on this machine, and nobody listens" for node in sorted(members.gone)]
+    problems += [
+        f"node {row.node} does not say which engines it has: {silent[row.node]}"
+        for row in nodes
+        if row.node in silent and not row.error
+    ]
     complete = not problems and not any(node.error or node.reading for node in nodes)
     return ClearReport(tuple(nodes), tuple(problems), complete)
 

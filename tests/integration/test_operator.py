@@ -293,6 +293,32 @@ def test_a_clear_that_waits_goes_on_without_a_directory(tmp_path: Path) -> None:
             pool.close()
 
 
+def test_a_clear_of_a_prompt_learns_the_names_of_late_nodes(tmp_path: Path) -> None:
+    """A node that hung at its start was cleared under the names that the engines of the others give."""
+    with LocalCluster(2, 1, pool_bytes=16 * MiB) as cluster:
+        service = Service(cluster, tmp_path)
+        service.pools[1].attach(MODEL, LAYOUT, namespace="late").put(TOKENS, np.zeros((8, 1024), "float32"))
+        words = ["clear", "--prompt", str(service.prompt), "--model", MODEL, "--wait", "60", "-o", "json"]
+        os.kill(cluster.pid("n1"), signal.SIGSTOP)
+        command = subprocess.Popen(
+            [sys.executable, "-m", "kvservice", *words, "--lookup", *cluster.lookup_addresses],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with command:
+            try:
+                assert command.stderr is not None and "not done" in command.stderr.readline()
+            finally:
+                os.kill(cluster.pid("n1"), signal.SIGCONT)
+            said, _ = command.communicate()
+        assert (command.returncode, json.loads(said)["complete"]) == (0, True)
+        slots = cluster.stats("n1").slots
+        assert slots["sealed"] + slots["leased"] == 0
+        for pool in service.pools:
+            pool.close()
+
+
 def learns_of_the_clear(service: Service, what: str) -> None:
     """n1 takes the mark, and serves nothing of before. Closes the pools."""
     eventually(lambda: service.cluster.stats("n1").counters["clears"], what, 30.0)
