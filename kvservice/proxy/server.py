@@ -16,7 +16,7 @@ from aiohttp import web
 
 from kvservice.aio import end_tasks, is_set_within, within
 from kvservice.descriptors import raise_file_limit, say_when_short
-from kvservice.errors import InvalidRequest, Unavailable
+from kvservice.errors import ConfigError, InvalidRequest
 from kvservice.garbage import keep_tables
 from kvservice.observe import logs, tracing
 from kvservice.proxy import bodies, upstream
@@ -78,7 +78,7 @@ class Proxy:
         self._listener = Listener(self._app(), log, idle_seconds=IDLE_SECONDS)
         try:
             self.port = await self._listener.start(settings.host, settings.port, backlog=BACKLOG)
-        except Unavailable:
+        except ConfigError:
             await self._session.close()
             raise
         self._checking = asyncio.create_task(checks.run())
