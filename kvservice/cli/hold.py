@@ -43,6 +43,7 @@ class HeldPrompts:
     missing: int
     misses: dict[str, int]  # prompts that were not found whole, by reason
     error: str = ""
+    short: int = 0  # prompts without a whole block, left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +215,17 @@ async def _hold(
     wanted: Wanted,
     one_more: Callable[[], None],
 ) -> HeldPrompts:
-    """Prompt after prompt; the first error ends the node's part."""
+    """Prompt after prompt; the first error ends the node's part. Raises ConfigError if none has a whole block."""
     from kvservice.core.messages import WarmRequest
 
     done: list[WarmResult] = []
-    error = ""
+    short, error = 0, ""
     for question in questions:
         keys = namer.keys(question, kind)
         if not keys:
-            raise ConfigError(f"a prompt is shorter than one block of {kind.layout.block_tokens} tokens")
+            short += 1
+            one_more()
+            continue
         request = WarmRequest(kind.fingerprint.digest, tuple(keys), wanted.timeout, wanted.hold, wanted.pin)
         try:
             done.append(await client.warm(address, request))
@@ -232,10 +235,12 @@ async def _hold(
             error = refused.message
             break
         one_more()
-    return _sum(node, done, error)
+    if short == len(questions):
+        raise ConfigError(f"no prompt of {wanted.file} is as long as one block of {kind.layout.block_tokens} tokens")
+    return _sum(node, done, error, short)
 
 
-def _sum(node: str, results: Sequence[WarmResult], error: str) -> HeldPrompts:
+def _sum(node: str, results: Sequence[WarmResult], error: str, short: int) -> HeldPrompts:
     fetched: dict[str, int] = {}
     misses: dict[str, int] = {}
     here = 0
@@ -248,7 +253,7 @@ def _sum(node: str, results: Sequence[WarmResult], error: str) -> HeldPrompts:
             misses[result.miss.value] = misses.get(result.miss.value, 0) + 1
     asked = sum(result.asked for result in results)
     local, held = sum(result.local for result in results), sum(result.held for result in results)
-    return HeldPrompts(node, len(results), asked, local, fetched, held, asked - here, misses, error)
+    return HeldPrompts(node, len(results), asked, local, fetched, held, asked - here, misses, error, short)
 
 
 async def _unpinned(client: OperatorClient, address: str, name: str) -> tuple[Any, ...]:
@@ -282,6 +287,8 @@ def draw(report: HeldReport) -> RenderableType:
         if row.misses:
             reasons = ", ".join(f"{reason}: {count}" for reason, count in row.misses.items())
             lines.append(Text(f"{row.node}: prompts that are not whole, by reason: {reasons}"))
+        if row.short:
+            lines.append(Text(f"{row.node}: prompts shorter than one block, left out: {row.short}"))
         if row.error:
             lines.append(problem_line(f"node {row.node}: {row.error}"))
     until = "until `kvservice unpin`" if not report.held_seconds else f"for {span(report.held_seconds)}"

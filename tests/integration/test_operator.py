@@ -168,6 +168,17 @@ def test_a_program_that_ended_names_no_prompts(service: Service) -> None:
     assert code == 2 and f"{needed}; or clear --model" in said
 
 
+def test_a_prompt_without_a_whole_block_stops_no_other(service: Service) -> None:
+    mixed = service.prompt.with_name("mixed.jsonl")
+    mixed.write_text(f"{TOKENS}\n[1, 2, 3]\n{TOKENS}\n")
+    code, report = service.run("warm", str(mixed), "--model", MODEL, "--node", "n0")
+    (row,) = report["nodes"]
+    assert (code, row["prompts"], row["short"], row["local"]) == (0, 2, 1, 16)
+    mixed.write_text("[1, 2, 3]\n[4]\n")
+    code, said = service.run("warm", str(mixed), "--model", MODEL)
+    assert code == 2 and "is as long as one block of 4 tokens" in said
+
+
 def test_a_pin_is_of_one_prompt(service: Service) -> None:
     two = service.prompt.with_name("two.jsonl")
     two.write_text("[1, 2, 3, 4]\n[5, 6, 7, 8]\n")
