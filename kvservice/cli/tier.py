@@ -110,11 +110,13 @@ def drift(
         try:
             from kvservice.engine.lossy import measure_int8
             from kvservice.engine.model import PagedModel
+            from kvservice.serve.prompt_file import refuse_missing_folder
         except ModuleNotFoundError as error:
             raise ConfigError(f"this needs {error.name}: pip install torch transformers", key="model") from error
+        refuse_missing_folder(model)
         try:
+            words = text.read_text(encoding="utf-8")
             found = PagedModel.open(model, device=device, dtype=dtype)
-            words = text.read_text()
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"{str(error).splitlines()[0]}", key="model") from error
         return measure_int8(found, found.encode(words)[:tokens])

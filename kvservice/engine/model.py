@@ -63,7 +63,15 @@ class PagedModel:
         block_tokens: int = 16,
     ) -> PagedModel:
         """Load model and tokenizer from a folder, or by a name that Hugging Face knows. Blocks. `dtype` is by default
-        the one that the weights are stored in. Only safetensors are read: other files of weights can run code."""
+        the one that the weights are stored in. Only safetensors are read: other files of weights can run code.
+
+        Raises ValueError for a device or type that torch cannot use here, before a weight is read."""
+        if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"torch has no type of numbers {dtype!r}; give one such as bfloat16, or auto")
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError) as error:  # an assertion where torch was built without CUDA
+            raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True).to(device)
         return cls(model, block_tokens=block_tokens, tokenizer=AutoTokenizer.from_pretrained(path))
 

@@ -54,12 +54,18 @@ def _question(path: Path, number: int, value: Any) -> Question:
         )
 
 
+def refuse_missing_folder(model: str) -> None:
+    """Raise ConfigError for what can only be a folder, and is none. Another name may be one at Hugging Face."""
+    if (model.startswith(("/", ".", "~")) or model.count("/") > 1) and not Path(model).is_dir():
+        raise ConfigError(f"there is no folder {model}")
+
+
 class PromptNamer:
     """Turns prompts into block keys. `tokenizer` is a folder or a model of the hub; "" for prompts of token ids."""
 
     def __init__(self, tokenizer: str) -> None:
         self._tokenizer = PromptTokenizer(tokenizer, tokens_max=TOKENS_MAX)
-        self._named = bool(tokenizer)
+        self._name = tokenizer
         self._loaded = False
 
     def keys(self, question: Question, kind: EngineKind) -> list[BlockKey]:
@@ -77,8 +83,9 @@ class PromptNamer:
         return block_keys(kind.fingerprint.digest, hashes, kind.tenant_key)
 
     def _load(self) -> None:
-        if not self._named:
+        if not self._name:
             raise ConfigError("the prompt is text: name the engine's tokenizer with --tokenizer, or give token ids")
+        refuse_missing_folder(self._name)
         try:
             self._tokenizer.load()
         except (OSError, ValueError) as error:

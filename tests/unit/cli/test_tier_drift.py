@@ -38,3 +38,26 @@ def test_a_drift_beyond_the_limit_ends_with_one(prompt: str) -> None:
 def test_a_text_or_model_that_is_not_there_is_an_error_of_use(prompt: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["tier", "drift", "m", str(tmp_path / "none")])
     assert done.exit_code not in (0, 1) and "none" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--device", "cuda:99"], "device cuda:99 cannot be used here"),
+        (["--device", "nonsense"], "device nonsense cannot be used here"),
+        (["--dtype", "nonsense"], "torch has no type of numbers 'nonsense'"),
+    ],
+)
+def test_a_device_or_type_that_torch_lacks_is_said_in_a_line(tmp_path: Path, words: list[str], says: str) -> None:
+    text = tmp_path / "text"
+    text.write_text("a text")
+    done = CliRunner().invoke(app, ["tier", "drift", str(tmp_path), str(text), *words])
+    assert done.exit_code == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["/nowhere/model", "./nowhere"])
+def test_a_folder_that_is_not_there_is_no_name_of_a_hub(tmp_path: Path, model: str) -> None:
+    text = tmp_path / "text"
+    text.write_text("a text")
+    done = CliRunner().invoke(app, ["tier", "drift", model, str(text)])
+    assert done.exit_code == 2 and f"there is no folder {model}" in done.stderr
