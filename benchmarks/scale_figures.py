@@ -35,8 +35,7 @@ def costs(document: dict[str, Any]) -> str:
     a_key = micros["per_announced_key"][lookup]
     lines.append(
         f"\nThe process of engines also makes and compares the bytes. At {BUSY_SHARE:.0%} of a core a shard carries "
-        f"{BUSY_SHARE * 1e6 / a_request:,.0f} such requests a second,\nand a lookup partition "
-        f"{BUSY_SHARE * 1e6 / a_key:,.0f} announced keys."
+        f"{_rate(a_request, 'such requests', ' a second')},\nand a lookup partition {_rate(a_key, 'announced keys')}."
     )
     return "\n".join(lines)
 
@@ -44,6 +43,10 @@ def costs(document: dict[str, Any]) -> str:
 def _cost(micros: float) -> str:
     """What processes cost by being there was taken off, so nothing may come out below zero."""
     return f"{micros:,.0f}" if micros > 0 else "below the noise"
+
+
+def _rate(micros: float, what: str, unit: str = "") -> str:
+    return f"{BUSY_SHARE * 1e6 / micros:,.0f} {what}{unit}" if micros > 0 else f"{what} at a cost below the noise"
 
 
 def restart(document: dict[str, Any]) -> str:

@@ -47,6 +47,13 @@ def test_a_core_carries_what_its_cost_allows() -> None:
     assert "a shard carries 700 such requests a second" in said and "700 announced keys" in said
 
 
+def test_a_cost_below_the_noise_is_no_rate() -> None:
+    noisy = document()
+    noisy["figures"]["cpu_microseconds"]["per_announced_key"] = dict.fromkeys(KINDS, -20.0)
+    said = scale_figures.costs(noisy)
+    assert "a lookup partition announced keys at a cost below the noise" in said and "-" not in said.splitlines()[-1]
+
+
 def test_a_restart_says_what_moved_and_what_was_lost() -> None:
     said = scale_figures.restart(document())
     assert "3 parts restarted one after the other in 2 minutes" in said
