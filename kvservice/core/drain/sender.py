@@ -6,9 +6,13 @@ no effect.
 
 `plan` decides which node gets what, the most recently used blocks first. A block follows its parent as long as the
 parent's node is not far above its share, so that a prefix stays together on one node. The first block of a chain goes
-to the node furthest below its share. Shares are by room, where secondary copies count as room, and grow with a shard's
-age: a shard that has just joined has the most room, and would otherwise get everything at once. If it is the only other
-node, it gets everything.
+to the node furthest below its share. Shares are by free room, where secondary copies count as free, and grow with a
+shard's age: a shard that has just joined has the most room, and would otherwise get everything at once. A node gets no
+more than half of its free room as long as others have more, however young they are. Only what fits into no free room
+goes by the size of pools, and pushes out primary copies that were used earlier.
+
+A block that other nodes hold goes to one of them, chosen in the same way: that copy becomes primary, and nothing is
+read.
 
 A peer that did not answer gets nothing for a while, and then is asked again: it may only have been busy. What it would
 have got goes to the others. A block that a peer could not read is offered again as well. Both end after TRIES_MAX.
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,7 +36,6 @@ from kvservice.units import BlockKey, NodeId, counted
 
 RAMP_SECONDS = 300.0  # until a shard that joined gets its whole share: it must serve its own engines meanwhile
 RAMP_FLOOR = 0.1  # the part of its share that it gets at first, so that it takes part at all
-OCCUPIED_WEIGHT = 0.25  # of occupied room against free room: only blocks that are older than the offered ones make way
 OFFER_BLOCKS_MAX = 64  # of one offer, so that a failed one costs little; more blocks are further offers
 OFFER_BYTES_MAX = 64 << 20  # of one offer: it is read within seconds even over a slow link
 OFFERS_PER_PEER = 2  # one is being read while the next is on its way
@@ -43,6 +46,7 @@ RETRY_SECONDS = 0.25  # until the second try, and twice as long until each furth
 FIND_SECONDS = 3.0  # for finding takers; then the shard leaves without handing over
 SETTLE_SHARE = 0.3  # the part of a drain's time that is kept for readers to finish
 LOOKED_UP_MAX = 262_144  # blocks that are looked up; of more, only the most recently used are handed over
+NO_KEEPERS: Mapping[BlockKey, Collection[NodeId]] = {}
 assert OFFER_BLOCKS_MAX <= ITEMS_MAX, "the receiver would refuse the offer"
 assert OFFER_SECONDS_MAX <= WAIT_SECONDS_MAX, "the receiver would answer earlier than asked"
 assert 0 < RAMP_FLOOR <= 1 and 0 < SETTLE_SHARE < 1
@@ -106,11 +110,20 @@ class DrainProgress:
         return self.blocks_total - self.blocks_handed - self.blocks_elsewhere
 
 
+class RoomPart(Enum):
+    """What of a peer is filled, in this order. The next is used when no peer has more of the one before."""
+
+    HALF = "half"  # of what is free: its own engines go on fetching and storing
+    FREE = "free"
+    POOL = "pool"  # a primary copy makes way, if it was used earlier
+
+
 @dataclass(slots=True)
 class _Share:
     peer: Peer
-    weight: float
-    left_bytes: int
+    of_room: float  # its weight by free room
+    of_pool: float  # its weight by all of its pool, for what fits into no free room
+    left_bytes: int  # of its pool, for what it is offered
     queue: deque[Block] = field(default_factory=deque)
     out: int = 0  # offers under way
     full: set[int] = field(default_factory=set)  # payload sizes that it has no more room for
@@ -120,6 +133,13 @@ class _Share:
     @property
     def is_given_up(self) -> bool:
         return self.failures >= TRIES_MAX
+
+    def of(self, room: RoomPart) -> tuple[float, int]:
+        """Its weight, and how many bytes it can still be offered of this room."""
+        if room is RoomPart.POOL:
+            return self.of_pool, self.left_bytes
+        kept = self.peer.free_bytes // 2 if room is RoomPart.HALF else 0
+        return self.of_room, self.left_bytes - (self.peer.capacity_bytes - self.peer.free_bytes) - kept
 
 
 def pause(tries: int) -> float:
@@ -132,22 +152,22 @@ def ramp(age_seconds: float) -> float:
     return min(1.0, max(RAMP_FLOOR, age_seconds / RAMP_SECONDS))
 
 
-def weights(peers: Sequence[Peer]) -> list[float]:
-    """Each peer's share of what is handed over. The sum is 1, or all are 0 when no peer may be given anything."""
-    raw: list[float] = []
-    for peer in peers:
-        occupied = max(peer.capacity_bytes - peer.free_bytes, 0)
-        room = peer.free_bytes + OCCUPIED_WEIGHT * occupied
-        raw.append(0.0 if peer.draining else room * ramp(peer.age_seconds))
+def weights(peers: Iterable[Peer], rooms: Sequence[int]) -> list[float]:
+    """Each peer's share of what is handed over, by its room and its age. The sum is 1, or all are 0 when no peer may be
+    given anything."""
+    raw = [0.0 if peer.draining else room * ramp(peer.age_seconds) for peer, room in zip(peers, rooms, strict=True)]
     total = sum(raw)
     return [weight / total if total else 0.0 for weight in raw]
 
 
 def plan(
-    blocks: Sequence[Block], parents: Mapping[BlockKey, BlockKey | None], shares: Sequence[tuple[NodeId, float, int]]
+    blocks: Sequence[Block],
+    parents: Mapping[BlockKey, BlockKey | None],
+    shares: Sequence[tuple[NodeId, float, int]],
+    keepers: Mapping[BlockKey, Collection[NodeId]],
 ) -> dict[NodeId, list[Block]]:
     """Which blocks each node is offered. `blocks` begin with the most recently used one. `shares` holds (node, weight,
-    bytes that it can hold at most)."""
+    bytes that it can hold at most). A block that is among `keepers` goes to one of these nodes: they hold it."""
     left = {node: room for node, _, room in shares}
     given: dict[NodeId, int] = {node: 0 for node, _, _ in shares}
     weight = {node: max(part, 1e-9) for node, part, _ in shares}
@@ -160,10 +180,11 @@ def plan(
         size = block.payload_bytes
         parent = parents.get(block.key)
         node = None if parent is None else place.get(parent)
-        if node is None or left[node] < size or given[node] + size > max(cap[node], size):
-            open_nodes = [other for other in left if left[other] >= size]
+        among = keepers.get(block.key, left)
+        if node is None or node not in among or left[node] < size or given[node] + size > max(cap[node], size):
+            open_nodes = [other for other in left if other in among and left[other] >= size]
             if not open_nodes:
-                break
+                continue
             node = min(open_nodes, key=lambda other: ((given[other] + size) / weight[other], other))
         place[block.key] = node
         found[node].append(block)
@@ -259,23 +280,24 @@ class Leaving:
             self._notes.append("no other node stays")
             self._settle()
             return
-        for peer, weight in zip(staying.values(), weights(list(staying.values())), strict=True):
-            self._shares[peer.holder.node_id] = _Share(peer, weight, peer.capacity_bytes)
-        unheld: list[Block] = []
+        by_room = weights(staying.values(), [peer.free_bytes for peer in staying.values()])
+        by_pool = weights(staying.values(), [peer.capacity_bytes for peer in staying.values()])
+        for peer, of_room, of_pool in zip(staying.values(), by_room, by_pool, strict=True):
+            self._shares[peer.holder.node_id] = _Share(peer, of_room, of_pool, peer.capacity_bytes)
         blocks = self._store.by_heat()[:LOOKED_UP_MAX]
         self._used_at = {block.key: now - self._store.idle_seconds(block, now) for block in blocks}
+        offered: list[Block] = []
+        keepers: dict[BlockKey, list[NodeId]] = {}
         for block in blocks:
-            keepers = [holder for holder in holders.get(block.key, ()) if holder.node_id in staying]
-            if not keepers:
-                unheld.append(block)
-                continue
-            self._elsewhere.add(block.key)
-            if block.is_secondary and len(keepers) > 1:
-                continue  # one of them has the primary copy, and a second one would push others' last copies out
-            # Offered there anyway: a secondary copy becomes primary, and nothing is read.
-            self._shares[keepers[0].node_id].queue.append(block)
-            self._shares[keepers[0].node_id].left_bytes -= block.payload_bytes
-        self._place(unheld, now)
+            nodes = [holder.node_id for holder in holders.get(block.key, ()) if holder.node_id in staying]
+            if nodes:
+                self._elsewhere.add(block.key)
+                keepers[block.key] = nodes
+            if not nodes or not block.is_secondary:
+                offered.append(block)
+            elif len(nodes) == 1:  # of more, one has the primary copy, and a second one would push out last copies
+                self._shares[nodes[0]].queue.append(block)  # it most often is primary there, and takes no new room
+        self._place(offered, now, keepers=keepers)
         self._offer_more(now)
 
     def offered(self, number: int, result: TakeOverResult | None, now: float) -> None:
@@ -352,7 +374,13 @@ class Leaving:
     def _move(self, event: DrainEvent) -> None:
         self.phase = step(TRANSITIONS, self.phase, event, "the drain")
 
-    def _place(self, blocks: Sequence[Block], now: float, besides: NodeId | None = None) -> None:
+    def _place(
+        self,
+        blocks: Sequence[Block],
+        now: float,
+        besides: NodeId | None = None,
+        keepers: Mapping[BlockKey, Collection[NodeId]] = NO_KEEPERS,
+    ) -> None:
         """Queue blocks for the peers that may still have room for them, separately for each size. `besides` gets none
         if there is another peer. Blocks wait when only peers that rest could take them."""
         parents = {block.key: self._store.parent_of(block) for block in blocks if block.key in self._store}
@@ -366,14 +394,29 @@ class Leaving:
             rests = [share.rests_until for share in able.values() if share.rests_until > now]
             awake = {node: share for node, share in able.items() if share.rests_until <= now}
             chosen = {node: share for node, share in awake.items() if node != besides} or awake
-            placed: set[BlockKey] = set()
-            shares = [(node, share.weight, share.left_bytes) for node, share in chosen.items()]
-            for node, offered in plan(part, parents, shares).items():
-                chosen[node].queue += offered
-                chosen[node].left_bytes -= len(offered) * size
-                placed.update(block.key for block in offered)
-            if rests and len(placed) < len(part):
-                self._wait([block for block in part if block.key not in placed], None, max(rests))
+            unplaced = part
+            for room in RoomPart:
+                shares = [(node, *share.of(room)) for node, share in chosen.items()]
+                unplaced = self._queue(unplaced, parents, shares, keepers)
+            if rests and unplaced:
+                self._wait(unplaced, None, max(rests))
+
+    def _queue(
+        self,
+        blocks: Sequence[Block],
+        parents: Mapping[BlockKey, BlockKey | None],
+        shares: Sequence[tuple[NodeId, float, int]],
+        keepers: Mapping[BlockKey, Collection[NodeId]],
+    ) -> list[Block]:
+        """Queue blocks of one size by these shares. Returns those for which there is no room."""
+        placed: set[BlockKey] = set()
+        for node, offered in plan(blocks, parents, shares, keepers).items():
+            share = self._shares[node]
+            # First what it holds: room for the rest is made of secondary copies, and these are such until then.
+            share.queue += sorted(offered, key=lambda block: block.key not in keepers)
+            share.left_bytes -= sum(block.payload_bytes for block in offered)
+            placed.update(block.key for block in offered)
+        return [block for block in blocks if block.key not in placed]
 
     def _wait(self, blocks: list[Block], besides: NodeId | None, until: float) -> None:
         """Blocks that are added to others which wait already are offered together with those."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 
@@ -379,7 +380,7 @@ def test_a_chain_stays_on_one_node() -> None:
     for one in chains:
         parents.update(zip(one, (None, *one), strict=False))
     shares = [(NodeId("a"), 0.5, 64 * MiB), (NodeId("b"), 0.5, 64 * MiB)]
-    found = {node: {one.key for one in mine} for node, mine in plan(blocks, parents, shares).items()}
+    found = {node: {one.key for one in mine} for node, mine in plan(blocks, parents, shares, {}).items()}
     assert all(set(one) <= found[NodeId("a")] or set(one) <= found[NodeId("b")] for one in chains)
     assert len(found[NodeId("a")]) == len(found[NodeId("b")])
 
@@ -389,7 +390,7 @@ def test_a_chain_larger_than_a_share_is_split() -> None:
     chain = make_chain(40)
     parents: dict[BlockKey, BlockKey | None] = dict(zip(chain, (None, *chain), strict=False))
     shares = [(NodeId("a"), 0.5, 10 * SMALL), (NodeId("b"), 0.5, 20 * SMALL)]
-    found = plan([block(key) for key in chain], parents, shares)
+    found = plan([block(key) for key in chain], parents, shares, {})
     assert {node: len(mine) for node, mine in found.items()} == {"a": 10, "b": 20}
     given = [one.key for mine in found.values() for one in mine]
     assert set(given) == set(chain[:30])  # the hottest
@@ -397,19 +398,45 @@ def test_a_chain_larger_than_a_share_is_split() -> None:
 
 def test_a_shard_that_just_joined_is_given_less() -> None:
     """It is given less although it has the most room."""
-    fresh, old = peer(PEER, free=64 * MiB, age=1.0), peer(SECOND, free=16 * MiB)
-    share = weights([fresh, old])
+    share = weights([peer(PEER, age=1.0), peer(SECOND)], [64, 16])
     assert sum(share) == pytest.approx(1.0)
     assert share[0] < share[1]
-    grown = weights([peer(PEER, free=64 * MiB), old])
-    assert grown[0] > grown[1]
-    assert weights([fresh])[0] == 1.0  # the only other node takes everything
+    grown = weights([peer(PEER), peer(SECOND)], [64, 16])
+    assert grown == [0.8, 0.2]
+    assert weights([peer(PEER, age=1.0)], [64])[0] == 1.0  # the only other node takes everything
     assert ramp(0.0) == RAMP_FLOOR
     assert ramp(RAMP_SECONDS) == 1.0
 
 
 def test_a_node_that_leaves_too_is_given_nothing() -> None:
-    assert weights([peer(draining=True), peer(SECOND)]) == [0.0, 1.0]
+    assert weights([peer(draining=True), peer(SECOND)], [1, 1]) == [0.0, 1.0]
+
+
+def test_a_primary_copy_makes_way_only_where_none_has_room(shard: Leaver, engine: AttachmentId) -> None:
+    """A young node gets more than its share before an old one, which is full, evicts what nobody else has."""
+    shard.store(engine, CHAIN)
+    shard.store(engine, OTHER)
+    shard.begin()
+    shard.find(peer(PEER, free=len(OTHER) * SMALL), peer(SECOND, free=len(CHAIN) * SMALL, age=0.0))
+    given = Counter({offer.peer.node_id: len(offer.items) for offer in shard.offers})
+    assert given == {PEER.node_id: len(OTHER), SECOND.node_id: len(CHAIN)}
+    shard.send(ev.Drain(undo=True))
+    shard.begin()
+    shard.find(peer(PEER, free=0), peer(SECOND, free=0))
+    assert sum(len(offer.items) for offer in shard.offers[2:]) == len(CHAIN) + len(OTHER)
+
+
+def test_of_copies_one_becomes_primary_where_most_room_is(shard: Leaver, engine: AttachmentId) -> None:
+    """The directory names holders in the order of their names. The first of them would get everything."""
+    chains = [make_chain(2, f"chain {number}") for number in range(8)]
+    for chain in chains:
+        shard.store(engine, chain)
+    shard.begin()
+    held = {key: (PEER, SECOND) for key in shard.keys_held()}
+    shard.find(peer(PEER, free=16 * MiB), peer(SECOND, free=48 * MiB), holders=held)
+    given = {offer.peer: [item.key for item in offer.items] for offer in shard.offers}
+    assert {node: len(keys) for node, keys in given.items()} == {PEER: 4, SECOND: 12}
+    assert all(set(chain) <= set(given[PEER]) or set(chain) <= set(given[SECOND]) for chain in chains)
 
 
 # -- what was not kept ----
