@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from kvservice.client.peer import PeerInfo
 from kvservice.core import actions as act
+from kvservice.core.block.keys import partition_of
 from kvservice.core.directory.announce import Announcer
 from kvservice.core.drain.receiver import room_bytes
-from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
+from kvservice.core.messages import FollowResult, Holder, HolderRun, LocateResult, Peer, TakeOverResult
 from kvservice.errors import StaleEpoch, Unavailable
 from kvservice.lookup.client import LookupAnswer
 from kvservice.pool.remote import Heard
@@ -44,25 +45,44 @@ class SimLookup:
         return await answer
 
     async def find_node(self, node_id: NodeId, timeout: float) -> Holder | None:
-        node, lookup = self._node, self._lookups[0]
-        answer: asyncio.Future[Holder | None] = asyncio.get_running_loop().create_future()
-
-        def reply(holder: Holder | None) -> None:
-            node.receive(_answer, answer, holder)
-
-        node.world.send(node.host, lookup.host, lookup.receive, lookup.find_node, node_id, node.node_id, reply)
-        node.after(timeout, _answer, answer, None)
-        return await answer
+        lookup = self._lookups[0]
+        return await self._ask(lookup, lookup.find_node, node_id, timeout, None)
 
     async def members(self, timeout: float) -> list[Holder]:
-        """Only nodes that accept what others evict: drains are not simulated here, and others would take nothing."""
-        asked = [peer.node_id for peer in self._node.peers.values() if peer.accepts_spill]
+        """Only nodes that accept what others evict, unless this one leaves: others would take nothing."""
+        leaves = self._node.runtime is not None and self._node.runtime.state.draining
+        asked = [peer.node_id for peer in self._node.peers.values() if leaves or peer.accepts_spill]
         return [found for name in asked if (found := await self.find_node(name, timeout)) is not None]
 
     async def holders_of(
         self, blocks: Sequence[tuple[BlockKey, SpanRoute]], timeout: float
     ) -> dict[BlockKey, tuple[Holder, ...]]:
-        return {}
+        found: dict[BlockKey, tuple[Holder, ...]] = {}
+        for index, lookup in enumerate(self._lookups):
+            keys = [key for key, route in blocks if partition_of(route, len(self._lookups)) == index]
+            none: list[HolderRun] = []
+            for run in await self._ask(lookup, lookup.resolve, keys, timeout, none) if keys else none:
+                found.update(dict.fromkeys(keys[run.start : run.start + run.count], run.holders))
+        return found
+
+    async def _ask(
+        self,
+        lookup: LookupPartition,
+        call: Callable[[Any, NodeId, Callable[[T], None]], None],
+        what: Any,
+        timeout: float,
+        silence: T,
+    ) -> T:
+        """What a partition answers, or `silence`."""
+        node = self._node
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def reply(result: T) -> None:
+            node.receive(_answer, answer, result)
+
+        node.world.send(node.host, lookup.host, lookup.receive, call, what, node.node_id, reply)
+        node.after(timeout, _answer, answer, silence)
+        return await answer
 
 
 class SimDirectory:

@@ -542,13 +542,13 @@ class SimulatedRun:
             self._restart_engine(index)
 
 
-def run_schedule(schedule: Schedule, tell: bool = False) -> RunOutcome:
+def run_schedule(schedule: Schedule, tell: bool = False, play: type[SimulatedRun] = SimulatedRun) -> RunOutcome:
     """Play a schedule. Never raises for what the simulated system does: an AssertionError in it is a violation."""
     violation = ""
     logger = logging.getLogger("kvservice")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)  # logs of simulated faults help nobody
-    run = SimulatedRun(schedule, tell)
+    run = play(schedule, tell)
     try:
         run.play()
     except AssertionError as error:
