@@ -11,8 +11,7 @@ shard's age: a shard that has just joined has the most room, and would otherwise
 more than half of its free room as long as others have more, however young they are. Only what fits into no free room
 goes by the size of pools, and pushes out primary copies that were used earlier.
 
-A block that other nodes hold goes to one of them, chosen in the same way: that copy becomes primary, and nothing is
-read.
+A block that other nodes hold goes to one of them, by free room alone: that copy becomes primary, and nothing is read.
 
 A peer that did not answer gets nothing for a while, and then is asked again: it may only have been busy. What it would
 have got goes to the others. A block that a peer could not read is offered again as well. Both end after TRIES_MAX.
@@ -22,9 +21,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from statistics import median_high
 
 from kvservice.core.actions import Farewell, FindTakers, Offer
 from kvservice.core.context import ShardContext
@@ -34,7 +34,7 @@ from kvservice.core.store.slots import Block
 from kvservice.core.transitions import step
 from kvservice.units import BlockKey, NodeId, counted
 
-RAMP_SECONDS = 300.0  # until a shard that joined gets its whole share: it must serve its own engines meanwhile
+RAMP_SECONDS = 300.0  # at most, until a shard that joined gets its whole share: it serves its own engines meanwhile
 RAMP_FLOOR = 0.1  # the part of its share that it gets at first, so that it takes part at all
 OFFER_BLOCKS_MAX = 64  # of one offer, so that a failed one costs little; more blocks are further offers
 OFFER_BYTES_MAX = 64 << 20  # of one offer: it is read within seconds even over a slow link
@@ -46,7 +46,7 @@ RETRY_SECONDS = 0.25  # until the second try, and twice as long until each furth
 FIND_SECONDS = 3.0  # for finding takers; then the shard leaves without handing over
 SETTLE_SHARE = 0.3  # the part of a drain's time that is kept for readers to finish
 LOOKED_UP_MAX = 262_144  # blocks that are looked up; of more, only the most recently used are handed over
-NO_KEEPERS: Mapping[BlockKey, Collection[NodeId]] = {}
+NO_KEEPERS: Mapping[BlockKey, Collection[NodeId]] = {}  # blocks that may go to any node
 assert OFFER_BLOCKS_MAX <= ITEMS_MAX, "the receiver would refuse the offer"
 assert OFFER_SECONDS_MAX <= WAIT_SECONDS_MAX, "the receiver would answer earlier than asked"
 assert 0 < RAMP_FLOOR <= 1 and 0 < SETTLE_SHARE < 1
@@ -121,8 +121,7 @@ class RoomPart(Enum):
 @dataclass(slots=True)
 class _Share:
     peer: Peer
-    of_room: float  # its weight by free room
-    of_pool: float  # its weight by all of its pool, for what fits into no free room
+    ramp: float  # the part of its share that it gets at its age
     left_bytes: int  # of its pool, for what it is offered
     queue: deque[Block] = field(default_factory=deque)
     out: int = 0  # offers under way
@@ -136,10 +135,11 @@ class _Share:
 
     def of(self, room: RoomPart) -> tuple[float, int]:
         """Its weight, and how many bytes it can still be offered of this room."""
+        peer = self.peer
         if room is RoomPart.POOL:
-            return self.of_pool, self.left_bytes
-        kept = self.peer.free_bytes // 2 if room is RoomPart.HALF else 0
-        return self.of_room, self.left_bytes - (self.peer.capacity_bytes - self.peer.free_bytes) - kept
+            return peer.capacity_bytes * self.ramp, self.left_bytes
+        kept = peer.free_bytes // 2 if room is RoomPart.HALF else 0
+        return peer.free_bytes * self.ramp, self.left_bytes - (peer.capacity_bytes - peer.free_bytes) - kept
 
 
 def pause(tries: int) -> float:
@@ -147,30 +147,25 @@ def pause(tries: int) -> float:
     return RETRY_SECONDS * 2.0 ** (tries - 1)
 
 
-def ramp(age_seconds: float) -> float:
-    """The part of its share that a shard of this age gets, between RAMP_FLOOR and 1."""
-    return min(1.0, max(RAMP_FLOOR, age_seconds / RAMP_SECONDS))
-
-
-def weights(peers: Iterable[Peer], rooms: Sequence[int]) -> list[float]:
-    """Each peer's share of what is handed over, by its room and its age. The sum is 1, or all are 0 when no peer may be
-    given anything."""
-    raw = [0.0 if peer.draining else room * ramp(peer.age_seconds) for peer, room in zip(peers, rooms, strict=True)]
-    total = sum(raw)
-    return [weight / total if total else 0.0 for weight in raw]
+def ramps(ages_seconds: Sequence[float]) -> list[float]:
+    """The part of its share that a shard of each age gets, between RAMP_FLOOR and 1. One that is as old as half of all
+    is not young: in a rolling restart, the few that are still old would get nearly everything."""
+    whole = min(RAMP_SECONDS, median_high(ages_seconds))
+    return [1.0 if age >= whole else max(RAMP_FLOOR, age / whole) for age in ages_seconds]
 
 
 def plan(
     blocks: Sequence[Block],
     parents: Mapping[BlockKey, BlockKey | None],
     shares: Sequence[tuple[NodeId, float, int]],
-    keepers: Mapping[BlockKey, Collection[NodeId]],
+    keepers: Mapping[BlockKey, Collection[NodeId]] = NO_KEEPERS,
 ) -> dict[NodeId, list[Block]]:
     """Which blocks each node is offered. `blocks` begin with the most recently used one. `shares` holds (node, weight,
     bytes that it can hold at most). A block that is among `keepers` goes to one of these nodes: they hold it."""
     left = {node: room for node, _, room in shares}
     given: dict[NodeId, int] = {node: 0 for node, _, _ in shares}
-    weight = {node: max(part, 1e-9) for node, part, _ in shares}
+    whole = sum(part for _, part, _ in shares)
+    weight = {node: max(part / whole if whole else 0.0, 1e-9) for node, part, _ in shares}
     # A chain may take its node a little above its share; otherwise no chain would stay together.
     total = sum(block.payload_bytes for block in blocks)
     cap = {node: 1.25 * weight[node] * total for node in left}
@@ -280,24 +275,30 @@ class Leaving:
             self._notes.append("no other node stays")
             self._settle()
             return
-        by_room = weights(staying.values(), [peer.free_bytes for peer in staying.values()])
-        by_pool = weights(staying.values(), [peer.capacity_bytes for peer in staying.values()])
-        for peer, of_room, of_pool in zip(staying.values(), by_room, by_pool, strict=True):
-            self._shares[peer.holder.node_id] = _Share(peer, of_room, of_pool, peer.capacity_bytes)
+        for (node, peer), part in zip(
+            staying.items(), ramps([peer.age_seconds for peer in staying.values()]), strict=True
+        ):
+            self._shares[node] = _Share(peer, part, peer.capacity_bytes)
         blocks = self._store.by_heat()[:LOOKED_UP_MAX]
         self._used_at = {block.key: now - self._store.idle_seconds(block, now) for block in blocks}
-        offered: list[Block] = []
+        unheld: list[Block] = []
+        kept: list[Block] = []
         keepers: dict[BlockKey, list[NodeId]] = {}
         for block in blocks:
             nodes = [holder.node_id for holder in holders.get(block.key, ()) if holder.node_id in staying]
-            if nodes:
-                self._elsewhere.add(block.key)
-                keepers[block.key] = nodes
-            if not nodes or not block.is_secondary:
-                offered.append(block)
+            if not nodes:
+                unheld.append(block)
+                continue
+            self._elsewhere.add(block.key)
+            keepers[block.key] = nodes
+            if not block.is_secondary:
+                kept.append(block)
             elif len(nodes) == 1:  # of more, one has the primary copy, and a second one would push out last copies
                 self._shares[nodes[0]].queue.append(block)  # it most often is primary there, and takes no new room
-        self._place(offered, now, keepers=keepers)
+        # First what they hold: room for the rest is made of secondary copies, and these are such until then.
+        by_free = [(node, share.peer.free_bytes, share.left_bytes) for node, share in self._shares.items()]
+        self._queue(kept, by_free, keepers)
+        self._place(unheld, now)
         self._offer_more(now)
 
     def offered(self, number: int, result: TakeOverResult | None, now: float) -> None:
@@ -374,18 +375,12 @@ class Leaving:
     def _move(self, event: DrainEvent) -> None:
         self.phase = step(TRANSITIONS, self.phase, event, "the drain")
 
-    def _place(
-        self,
-        blocks: Sequence[Block],
-        now: float,
-        besides: NodeId | None = None,
-        keepers: Mapping[BlockKey, Collection[NodeId]] = NO_KEEPERS,
-    ) -> None:
+    def _place(self, blocks: Sequence[Block], now: float, besides: NodeId | None = None) -> None:
         """Queue blocks for the peers that may still have room for them, separately for each size. `besides` gets none
         if there is another peer. Blocks wait when only peers that rest could take them."""
-        parents = {block.key: self._store.parent_of(block) for block in blocks if block.key in self._store}
-        for size in sorted({block.payload_bytes for block in blocks}):
-            part = [block for block in blocks if block.payload_bytes == size and block.key in parents]
+        there = [block for block in blocks if block.key in self._store]
+        for size in sorted({block.payload_bytes for block in there}):
+            unplaced = [block for block in there if block.payload_bytes == size]
             able = {
                 node: share
                 for node, share in self._shares.items()
@@ -394,26 +389,23 @@ class Leaving:
             rests = [share.rests_until for share in able.values() if share.rests_until > now]
             awake = {node: share for node, share in able.items() if share.rests_until <= now}
             chosen = {node: share for node, share in awake.items() if node != besides} or awake
-            unplaced = part
             for room in RoomPart:
-                shares = [(node, *share.of(room)) for node, share in chosen.items()]
-                unplaced = self._queue(unplaced, parents, shares, keepers)
+                unplaced = self._queue(unplaced, [(node, *share.of(room)) for node, share in chosen.items()])
             if rests and unplaced:
                 self._wait(unplaced, None, max(rests))
 
     def _queue(
         self,
         blocks: Sequence[Block],
-        parents: Mapping[BlockKey, BlockKey | None],
         shares: Sequence[tuple[NodeId, float, int]],
-        keepers: Mapping[BlockKey, Collection[NodeId]],
+        keepers: Mapping[BlockKey, Collection[NodeId]] = NO_KEEPERS,
     ) -> list[Block]:
-        """Queue blocks of one size by these shares. Returns those for which there is no room."""
+        """Queue blocks by these shares. Returns those for which there is no room."""
+        parents = {block.key: self._store.parent_of(block) for block in blocks}
         placed: set[BlockKey] = set()
         for node, offered in plan(blocks, parents, shares, keepers).items():
             share = self._shares[node]
-            # First what it holds: room for the rest is made of secondary copies, and these are such until then.
-            share.queue += sorted(offered, key=lambda block: block.key not in keepers)
+            share.queue += offered
             share.left_bytes -= sum(block.payload_bytes for block in offered)
             placed.update(block.key for block in offered)
         return [block for block in blocks if block.key not in placed]

@@ -18,8 +18,7 @@ from kvservice.core.drain.sender import (
     DrainPhase,
     pause,
     plan,
-    ramp,
-    weights,
+    ramps,
 )
 from kvservice.core.messages import Holder, MissReason, Peer, TakeOverResult
 from kvservice.core.store.slots import Block, Slot
@@ -380,7 +379,7 @@ def test_a_chain_stays_on_one_node() -> None:
     for one in chains:
         parents.update(zip(one, (None, *one), strict=False))
     shares = [(NodeId("a"), 0.5, 64 * MiB), (NodeId("b"), 0.5, 64 * MiB)]
-    found = {node: {one.key for one in mine} for node, mine in plan(blocks, parents, shares, {}).items()}
+    found = {node: {one.key for one in mine} for node, mine in plan(blocks, parents, shares).items()}
     assert all(set(one) <= found[NodeId("a")] or set(one) <= found[NodeId("b")] for one in chains)
     assert len(found[NodeId("a")]) == len(found[NodeId("b")])
 
@@ -390,26 +389,35 @@ def test_a_chain_larger_than_a_share_is_split() -> None:
     chain = make_chain(40)
     parents: dict[BlockKey, BlockKey | None] = dict(zip(chain, (None, *chain), strict=False))
     shares = [(NodeId("a"), 0.5, 10 * SMALL), (NodeId("b"), 0.5, 20 * SMALL)]
-    found = plan([block(key) for key in chain], parents, shares, {})
+    found = plan([block(key) for key in chain], parents, shares)
     assert {node: len(mine) for node, mine in found.items()} == {"a": 10, "b": 20}
     given = [one.key for mine in found.values() for one in mine]
     assert set(given) == set(chain[:30])  # the hottest
 
 
-def test_a_shard_that_just_joined_is_given_less() -> None:
+def test_a_shard_that_just_joined_is_given_less(shard: Leaver, engine: AttachmentId) -> None:
     """It is given less although it has the most room."""
-    share = weights([peer(PEER, age=1.0), peer(SECOND)], [64, 16])
-    assert sum(share) == pytest.approx(1.0)
-    assert share[0] < share[1]
-    grown = weights([peer(PEER), peer(SECOND)], [64, 16])
-    assert grown == [0.8, 0.2]
-    assert weights([peer(PEER, age=1.0)], [64])[0] == 1.0  # the only other node takes everything
-    assert ramp(0.0) == RAMP_FLOOR
-    assert ramp(RAMP_SECONDS) == 1.0
+    chains = [make_chain(2, f"chain {number}") for number in range(8)]
+    for chain in chains:
+        shard.store(engine, chain)
+    shard.begin()
+    shard.find(peer(PEER, free=64 * MiB, age=1.0), peer(SECOND, free=16 * MiB))
+    given = Counter({offer.peer: len(offer.items) for offer in shard.offers})
+    assert 0 < given[PEER] < given[SECOND]
 
 
-def test_a_node_that_leaves_too_is_given_nothing() -> None:
-    assert weights([peer(draining=True), peer(SECOND)], [1, 1]) == [0.0, 1.0]
+def test_who_is_as_old_as_half_of_the_others_is_not_young() -> None:
+    assert ramps([0.0, RAMP_SECONDS, 2 * RAMP_SECONDS]) == [RAMP_FLOOR, 1.0, 1.0]
+    assert ramps([RAMP_SECONDS / 2, RAMP_SECONDS]) == [0.5, 1.0]
+    assert ramps([1.0, 20.0, 40.0, RAMP_SECONDS]) == [RAMP_FLOOR, 0.5, 1.0, 1.0]  # all but one were restarted
+    assert ramps([0.0]) == [1.0]  # the only other node takes everything
+
+
+def test_a_node_that_leaves_too_is_given_nothing(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.find(peer(PEER, draining=True), peer(SECOND))
+    assert {offer.peer for offer in shard.offers} == {SECOND}
 
 
 def test_a_primary_copy_makes_way_only_where_none_has_room(shard: Leaver, engine: AttachmentId) -> None:
