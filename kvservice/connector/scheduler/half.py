@@ -240,8 +240,7 @@ class SchedulerHalf:
         attachment, result = request.promise
         if self._is_current(attachment):
             held = request.promised_end if result.skipped_held >= request.skip else result.skipped_held
-            self._stores.expect(request, -max(held - request.stored, 0))
-            request.stored = max(request.stored, held)
+            self._stores.found(request, max(request.stored, held))
         if external_tokens == 0:
             self._decline(request)
             return
@@ -397,7 +396,7 @@ class SchedulerHalf:
         if request.terms.prompt_only and has_prompt:
             new = 0
         if new and self._may_write and request.admitted and request.offload is not Offload.EVICTING:
-            self._stores.expect(request, new)
+            self._stores.expect_new(request, new)
 
     def reported(self, report: StepReport) -> None:
         """Note the copies that some workers have finished. A block is sealed when all workers have copied their part of

@@ -103,6 +103,7 @@ class EngineRequest:
     admitted: bool = True  # False: the pool sees no reuse, so the blocks are not stored
     kept_out: int = 0  # leading blocks that are never stored: public ones of a tenant that may only read them
     expected: int = 0  # slots announced to the session and not taken yet
+    known_blocks: int = 0  # leading blocks that were known to be in the pool, so that no slots are expected for them
     offload: Offload = Offload.EAGER  # when its blocks are stored: at once if another engine waits for them
     computed_blocks: int = 0  # full blocks at the end of the last step that computed it
     named: int = 0  # leading blocks whose names are kept for the time when they are near eviction
@@ -137,6 +138,11 @@ class EngineRequest:
     def promised_end(self) -> int:
         """The position behind the last promised block."""
         return self.skip + (0 if self.result is None else len(self.result.blocks))
+
+    @property
+    def expected_from(self) -> int:
+        """Slots are expected for its blocks from this position on."""
+        return max(self.stored, self.known_blocks)
 
     def storable(self, blocks: int) -> int:
         """How many of its first `blocks` may be stored."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 
 from kvservice.connector.cache_groups import Grouping
 from kvservice.connector.plan import StepPlan, StepReport, StorePlan
@@ -76,12 +76,24 @@ class Stores:
         else:
             self._session.expect(change)
 
+    def expect_new(self, request: EngineRequest, count: int) -> None:
+        """The request has got `count` more keys. What is known to be in the pool needs no slots: the pool would evict
+        for a burst of prompts that it has."""
+        if count == len(request.keys) and request.writes is None:  # named for the first time, or anew
+            request.known_blocks = sum(1 for _ in takewhile(self._known.__contains__, request.keys))
+            count -= request.known_blocks
+        self.expect(request, count)
+
+    def found(self, request: EngineRequest, stored: int) -> None:
+        """This many of its leading blocks are in the pool: known ones may be gone, and others be there."""
+        self.expect(request, request.expected_from - stored)
+        request.stored, request.known_blocks = stored, 0
+
     def follow(self, boot: BootEpoch, requests: Iterable[EngineRequest]) -> None:
         """Of a pool that has started anew, nothing is known to be there: what these requests have is stored again."""
         if self._boot not in (None, boot):
             for request in requests:
-                self.expect(request, request.stored - request.kept_out)
-                request.stored = request.kept_out
+                self.found(request, request.kept_out)
         self._boot = boot
 
     def gather(self) -> None:
@@ -129,7 +141,7 @@ class Stores:
         for part in parts:
             request = part.request
             if part.done > request.stored:
-                self.expect(request, request.stored - part.done)
+                self.expect(request, min(request.expected_from - part.done, 0))
                 request.stored = part.done
             for position in part.positions if self._remember else ():
                 blocks += [StoredBlock(*named) for named in self._grouping.named(part.hashes, position)]

@@ -380,6 +380,36 @@ def test_reattaching_waits_for_copies_into_the_old_slots() -> None:
     assert scheduler.may_reattach()
 
 
+@pytest.mark.parametrize("found", [0, 1, 3])
+def test_no_slots_are_expected_for_blocks_that_are_known(found: int) -> None:
+    """A full pool would evict for them, and a burst of prompts that it has would push out others."""
+    line, chain = Line(), hashes(1, 5)
+    scheduler = half(line)
+    scheduler.on_new_request("a", chain[:3], 0.0, terms=RequestTerms(may_load=False))
+    scheduler.reported(report(run_step(scheduler, "a", chain[:3], 3 * BLOCK)))
+    scheduler.finished("a", chain[:3], 3 * BLOCK, [100, 101, 102], store_rest=True)
+    assert line.expected == 0
+    scheduler.on_new_request("b", chain, 0.0)
+    assert line.expected == 2
+    line.answer(found)
+    scheduler.matched("b", 0, 5 * BLOCK + 1, 0.1)
+    scheduler.allocated("b", list(range(6)), found * BLOCK)
+    assert line.expected == 5 - found, "what was evicted meanwhile is stored again"
+    scheduler.finished("b", chain, 0, [], store_rest=False)
+    assert line.expected == 0
+
+
+def test_known_blocks_of_a_request_that_never_asks_count_once() -> None:
+    line, chain = Line(), hashes(1, 5)
+    scheduler = half(line)
+    for name, blocks in (("a", 3), ("b", 5)):
+        scheduler.on_new_request(name, chain[:blocks], 0.0, terms=RequestTerms(may_load=False))
+        assert line.expected == {"a": 3, "b": 2}[name]
+        for computed in range(1, blocks + 1):
+            scheduler.reported(report(run_step(scheduler, name, chain[:blocks], computed * BLOCK)))
+            assert line.expected == min(blocks - computed, {"a": 3, "b": 2}[name])
+
+
 def test_prompt_that_is_not_admitted_is_not_stored() -> None:
     line, chain = Line(), hashes(1, 6)
     scheduler = half(line)
