@@ -12,6 +12,7 @@ more than half of its free room as long as others have more, however young they 
 goes by the size of pools, and pushes out primary copies that were used earlier.
 
 A block that other nodes hold goes to one of them, by free room alone: that copy becomes primary, and nothing is read.
+When these nodes have used up half of their free room, it goes where more is left, like a block that nobody holds.
 
 A peer that did not answer gets nothing for a while, and then is asked again: it may only have been busy. What it would
 have got goes to the others. A block that a peer could not read is offered again as well. Both end after TRIES_MAX.
@@ -207,7 +208,7 @@ class Leaving:
         self._step_until = math.inf  # the end of finding takers, then of handing over
         self._total = 0
         self._used_at: dict[BlockKey, float] = {}  # at the beginning: a receiver's read must not count as a use
-        self._elsewhere: set[BlockKey] = set()
+        self._keepers: dict[BlockKey, list[NodeId]] = {}  # nodes that hold it already, of the blocks that have any
         self._tries: Counter[BlockKey] = Counter()  # how often a peer answered that it did not keep the block
         self._waiting: dict[NodeId | None, list[Block]] = {}  # for a peer, by the one that did not keep them
         self._waits_until = math.inf  # then the waiting blocks are offered again
@@ -248,7 +249,7 @@ class Leaving:
                 self._step_until = min(self._step_until, now + timeout_seconds * (1 - SETTLE_SHARE))
             return
         self._began, self._deadline = now, now + timeout_seconds
-        self._elsewhere, self._handed, self._handed_bytes, self._tries = set(), set(), 0, Counter()
+        self._keepers, self._handed, self._handed_bytes, self._tries = {}, set(), 0, Counter()
         self._notes, self._received = [], Counter()
         self._total = len(self._store)
         self._counters["drains_begun"] += 1
@@ -281,24 +282,22 @@ class Leaving:
             self._shares[node] = _Share(peer, part, peer.capacity_bytes)
         blocks = self._store.by_heat()[:LOOKED_UP_MAX]
         self._used_at = {block.key: now - self._store.idle_seconds(block, now) for block in blocks}
-        unheld: list[Block] = []
         kept: list[Block] = []
-        keepers: dict[BlockKey, list[NodeId]] = {}
+        unheld: set[BlockKey] = set()
         for block in blocks:
             nodes = [holder.node_id for holder in holders.get(block.key, ()) if holder.node_id in staying]
             if not nodes:
-                unheld.append(block)
+                unheld.add(block.key)
                 continue
-            self._elsewhere.add(block.key)
-            keepers[block.key] = nodes
+            self._keepers[block.key] = nodes
             if not block.is_secondary:
                 kept.append(block)
             elif len(nodes) == 1:  # of more, one has the primary copy, and a second one would push out last copies
                 self._shares[nodes[0]].queue.append(block)  # it most often is primary there, and takes no new room
         # First what they hold: room for the rest is made of secondary copies, and these are such until then.
-        by_free = [(node, share.peer.free_bytes, share.left_bytes) for node, share in self._shares.items()]
-        self._queue(kept, by_free, keepers)
-        self._place(unheld, now)
+        halves = [(node, share.peer.free_bytes, share.of(RoomPart.HALF)[1]) for node, share in self._shares.items()]
+        unheld.update(block.key for block in self._queue(kept, halves, self._keepers))
+        self._place([block for block in blocks if block.key in unheld], now)
         self._offer_more(now)
 
     def offered(self, number: int, result: TakeOverResult | None, now: float) -> None:
@@ -311,8 +310,8 @@ class Leaving:
         kept = () if result is None else result.kept
         for block, held in zip(blocks, kept, strict=False):
             if not held:
-                self._elsewhere.discard(block.key)  # the directory was out of date
-            elif block.key not in self._elsewhere and block.key not in self._handed:
+                self._does_not_hold(node, block)  # the directory was out of date
+            elif block.key not in self._keepers and block.key not in self._handed:
                 self._handed.add(block.key)
                 self._handed_bytes += block.payload_bytes
                 self._received[node] += 1
@@ -363,7 +362,7 @@ class Leaving:
             len(self._leases),
             self._total,
             len(self._handed),
-            len(self._elsewhere),
+            len(self._keepers),
             self._handed_bytes,
             now - self._began,
             "; ".join(self._notes),
@@ -390,7 +389,8 @@ class Leaving:
             awake = {node: share for node, share in able.items() if share.rests_until <= now}
             chosen = {node: share for node, share in awake.items() if node != besides} or awake
             for room in RoomPart:
-                unplaced = self._queue(unplaced, [(node, *share.of(room)) for node, share in chosen.items()])
+                keepers = self._keepers if room is RoomPart.POOL else NO_KEEPERS
+                unplaced = self._queue(unplaced, [(node, *share.of(room)) for node, share in chosen.items()], keepers)
             if rests and unplaced:
                 self._wait(unplaced, None, max(rests))
 
@@ -398,7 +398,7 @@ class Leaving:
         self,
         blocks: Sequence[Block],
         shares: Sequence[tuple[NodeId, float, int]],
-        keepers: Mapping[BlockKey, Collection[NodeId]] = NO_KEEPERS,
+        keepers: Mapping[BlockKey, Collection[NodeId]],
     ) -> list[Block]:
         """Queue blocks by these shares. Returns those for which there is no room."""
         parents = {block.key: self._store.parent_of(block) for block in blocks}
@@ -409,6 +409,11 @@ class Leaving:
             share.left_bytes -= sum(block.payload_bytes for block in offered)
             placed.update(block.key for block in offered)
         return [block for block in blocks if block.key not in placed]
+
+    def _does_not_hold(self, node: NodeId, block: Block) -> None:
+        nodes = [other for other in self._keepers.pop(block.key, ()) if other != node]
+        if nodes:
+            self._keepers[block.key] = nodes
 
     def _wait(self, blocks: list[Block], besides: NodeId | None, until: float) -> None:
         """Blocks that are added to others which wait already are offered together with those."""
@@ -424,6 +429,8 @@ class Leaving:
         note = _silence(share.peer.holder.node_id)
         if note not in self._notes:
             self._notes.append(note)
+        for block in (*rest, *share.queue) if share.is_given_up else ():
+            self._does_not_hold(share.peer.holder.node_id, block)  # it is dead, and the directory does not know yet
         self._take_back(share, rest, list(share.queue), now, keep_own=not share.is_given_up)
 
     def _leave_out(self, share: _Share, rest: list[Block], now: float) -> None:
@@ -441,10 +448,11 @@ class Leaving:
         """Offer to the other peers what this one did not take and what is queued for it. Blocks that it holds already
         stay in its queue if `keep_own`; nobody needs to read them."""
         gone = {block.key for block in queued}
-        own = [block for block in (*rest, *queued) if keep_own and block.key in self._elsewhere]
+        node = share.peer.holder.node_id
+        own = [block for block in (*rest, *queued) if keep_own and node in self._keepers.get(block.key, ())]
         share.queue = deque([*own, *(block for block in share.queue if block.key not in gone)])
         share.left_bytes += sum(block.payload_bytes for block in queued) - sum(block.payload_bytes for block in own)
-        self._place([block for block in (*rest, *queued) if block.key not in self._elsewhere], now)
+        self._place([block for block in (*rest, *queued) if block.key not in self._keepers], now)
 
     def _try_again(self, rest: list[Block], node: NodeId, now: float) -> None:
         """A read failed, or the tenant's quota at this peer is full: offer these blocks again, first to others."""
@@ -503,7 +511,7 @@ class Leaving:
     def _settle(self) -> None:
         self._move(DrainEvent.SETTLE)
         self._end_offers()
-        lost = self._total - len(self._handed) - len(self._elsewhere)
+        lost = self._total - len(self._handed) - len(self._keepers)
         self._counters["drain_blocks_handed"] += len(self._handed)
         self._counters["drain_blocks_lost"] += max(lost, 0)
         if lost > 0 and self._tries:

@@ -95,7 +95,7 @@ def test_the_last_used_is_offered_first(shard: Leaver, engine: AttachmentId) -> 
 def test_what_another_node_holds_is_offered_to_that_node_only(shard: Leaver, engine: AttachmentId) -> None:
     shard.store(engine, CHAIN)
     shard.begin()
-    shard.find(peer(), peer(SECOND, free=0), holders={CHAIN[0]: (SECOND,)})
+    shard.find(peer(), peer(SECOND, free=2 * SMALL), holders={CHAIN[0]: (SECOND,)})
     assert {offer.peer: [item.key for item in offer.items] for offer in shard.offers}[SECOND][0] == CHAIN[0]
     while shard.phase is DrainPhase.HANDING_OVER:
         for place in range(len(shard.offers)):
@@ -448,6 +448,30 @@ def test_of_copies_one_becomes_primary_where_most_room_is(shard: Leaver, engine:
 
 
 # -- what was not kept ----
+
+
+def test_a_full_holder_gets_no_more_primary_copies(shard: Leaver, engine: AttachmentId) -> None:
+    """In a rolling restart only the last old node holds copies of all. It would evict what nobody else has."""
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.find(peer(PEER), peer(SECOND, free=len(CHAIN) * SMALL), holders=dict.fromkeys(CHAIN, (SECOND,)))
+    given = Counter({offer.peer: len(offer.items) for offer in shard.offers})
+    assert given == {PEER: len(CHAIN) // 2, SECOND: len(CHAIN) // 2}
+    for place in range(2):
+        shard.answer(place)
+    progress = shard.state.progress(shard.now)
+    assert (progress.blocks_elsewhere, progress.blocks_lost) == (len(CHAIN), 0)
+
+
+def test_what_only_a_dead_holder_has_goes_to_another_node(shard: Leaver, engine: AttachmentId) -> None:
+    shard.store(engine, CHAIN)
+    shard.begin()
+    shard.find(peer(PEER, free=0), peer(SECOND), holders=dict.fromkeys(CHAIN, (SECOND,)))
+    for tries in range(1, TRIES_MAX + 1):
+        assert {offer.peer for offer in shard.offers} == {SECOND}
+        shard.no_answer()
+        shard.advance(pause(tries))
+    assert [offer.peer for offer in shard.offers][TRIES_MAX:] == [PEER]
 
 
 def test_a_receivers_read_does_not_make_a_block_hotter() -> None:
