@@ -15,6 +15,7 @@ import codecs
 import contextlib
 import ipaddress
 import logging
+import math
 import os
 import socket
 import ssl
@@ -331,13 +332,13 @@ def _clock_here(verify_code: int) -> str:
 
 def authority_valid(directory: Path) -> tuple[float, float]:
     """From when and until when the CA of the certificate in these files is valid, in seconds since 1970. Of several
-    that stand for it, it is the one that ends last; (0, 0) if none does."""
-    known, found = _context(ssl.PROTOCOL_TLS_CLIENT, directory), [(0.0, 0.0)]
+    that stand for it, it is the one that ends last. A certificate that is trusted itself has none: (0, inf)."""
+    known, found = _context(ssl.PROTOCOL_TLS_CLIENT, directory), list[tuple[float, float]]()
     for der, told in zip(known.get_ca_certs(binary_form=True), known.get_ca_certs(), strict=True):
         with contextlib.suppress(ssl.SSLError):
             _try(directory, der)
             found.append(_dates(told))
-    return max(found, key=lambda valid: valid[1])
+    return max(found, key=lambda valid: valid[1], default=(0.0, math.inf))
 
 
 def utc_time(at: float) -> str:

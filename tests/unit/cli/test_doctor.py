@@ -195,6 +195,15 @@ def test_a_ca_that_ends_first_is_told_with_its_date(monkeypatch: pytest.MonkeyPa
         assert any(f"{utc_time(until + late)}, when its CA ends" in check.detail for late in (0, -60))
 
 
+def test_a_certificate_that_is_its_own_ca_ends_when_it_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It may not sign, so TLS libraries list no CA, and the CA ended in 1970."""
+    folder = certificates.write(tmp_path / "tls", days=365)
+    (folder / "ca.crt").write_bytes((folder / "tls.crt").read_bytes())
+    monkeypatch.setenv("KVSERVICE_TLS_DIR", str(folder))
+    check = one(doctor.tls)
+    assert check.status == OK and "when its CA ends" not in check.detail
+
+
 def test_a_misspelt_setting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSERVICE_POOL_BYTE", "1GiB")
     check = one(doctor.settings)
