@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvservice.client.overview import Overview
     from kvservice.core.block.marks import Mark
     from kvservice.core.messages import EngineKind
+    from kvservice.serve.prompt import Question
     from kvservice.units import BlockKey
 
 POLL_SECONDS = 1.0  # between two rounds of --wait
@@ -127,7 +128,9 @@ async def _clear(
     from kvservice.client.members import find_members
     from kvservice.client.operator import OperatorClient
     from kvservice.core.messages import EngineKind
+    from kvservice.serve.prompt_file import read_prompts
 
+    questions = read_prompts(wanted.prompt) if wanted.prompt is not None else []  # once: it may be a pipe
     members = await asyncio.to_thread(find_members, service, lookup)
     client = OperatorClient(members.tls, Token.of_command())
     deadline = time.monotonic() + wait
@@ -141,7 +144,7 @@ async def _clear(
                 if wanted.prompt is not None:
                     silent = await _learn_kinds(client, members, wanted.model, kinds)
                 if not marks or len(kinds) > known:
-                    marks = _marks(wanted, at, kinds.values())
+                    marks = _marks(wanted, questions, at, kinds.values())
                 report = await _round(client, members, marks, silent)
                 found_blocks |= any(node.blocks or node.tier_blocks for node in report.nodes)
                 if report.complete or time.monotonic() >= deadline:
@@ -170,7 +173,7 @@ async def _learn_kinds(
     return silent
 
 
-def _marks(wanted: Scope, at: float, kinds: Collection[EngineKind]) -> list[Mark]:
+def _marks(wanted: Scope, questions: Sequence[Question], at: float, kinds: Collection[EngineKind]) -> list[Mark]:
     from kvservice.core.block.marks import Mark, MarkKind
 
     if wanted.everything:
@@ -181,18 +184,17 @@ def _marks(wanted: Scope, at: float, kinds: Collection[EngineKind]) -> list[Mark
         return [Mark(MarkKind.TENANT, at, wanted.tenant)]
     if wanted.prompt is None:
         return [Mark(MarkKind.MODEL, at, wanted.model)]
-    return [Mark(MarkKind.PROMPT, at, keys=tuple(part)) for part in _keys(wanted, kinds)]
+    return [Mark(MarkKind.PROMPT, at, keys=tuple(part)) for part in _keys(wanted, questions, kinds)]
 
 
-def _keys(wanted: Scope, kinds: Collection[EngineKind]) -> list[list[BlockKey]]:
+def _keys(wanted: Scope, questions: Sequence[Question], kinds: Collection[EngineKind]) -> list[list[BlockKey]]:
     """The blocks of the prompts under every name that these engines give them, for each mark."""
     from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX
     from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
     from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, group_key
-    from kvservice.serve.prompt_file import PromptNamer, read_prompts
+    from kvservice.serve.prompt_file import PromptNamer
 
-    assert wanted.prompt is not None
-    namer, questions = PromptNamer(wanted.tokenizer), read_prompts(wanted.prompt)
+    namer = PromptNamer(wanted.tokenizer)
     if not kinds:
         missing = f"no engine of model {wanted.model!r} is attached. {NAMES_PROMPTS}; or clear --model instead"
         raise ConfigError(missing, key="model")

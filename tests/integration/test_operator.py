@@ -305,19 +305,23 @@ def test_a_clear_that_waits_goes_on_without_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_clear_of_a_prompt_learns_the_names_of_late_nodes(tmp_path: Path) -> None:
-    """A node that hung at its start was cleared under the names that the engines of the others give."""
+    """A node that hung at its start was cleared under the names that the engines of the others give. The prompt comes
+    from a pipe, which can be read once."""
     with LocalCluster(2, 1, pool_bytes=16 * MiB) as cluster:
         service = Service(cluster, tmp_path)
         service.pools[1].attach(MODEL, LAYOUT, namespace="late").put(TOKENS, np.zeros((8, 1024), "float32"))
-        words = ["clear", "--prompt", str(service.prompt), "--model", MODEL, "--wait", "60", "-o", "json"]
+        words = ["clear", "--prompt", "/dev/stdin", "--model", MODEL, "--wait", "60", "-o", "json"]
         os.kill(cluster.pid("n1"), signal.SIGSTOP)
-        command = subprocess.Popen(
-            [sys.executable, "-m", "kvservice", *words, "--lookup", *cluster.lookup_addresses],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        with command:
+        with (
+            subprocess.Popen(["cat", service.prompt], stdout=subprocess.PIPE) as prompt,
+            subprocess.Popen(
+                [sys.executable, "-m", "kvservice", *words, "--lookup", *cluster.lookup_addresses],
+                stdin=prompt.stdout,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as command,
+        ):
             try:
                 assert command.stderr is not None and "not done" in command.stderr.readline()
             finally:
