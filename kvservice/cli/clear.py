@@ -148,6 +148,8 @@ async def _clear(
                 report = await _round(client, members, marks, silent)
                 found_blocks |= any(node.blocks or node.tier_blocks for node in report.nodes)
                 if report.complete or time.monotonic() >= deadline:
+                    if not marks:
+                        raise ConfigError(_no_engine(wanted.model, silent), key="model")
                     return report, found_blocks
                 left = sum(bool(node.error or node.reading) for node in report.nodes) + len(report.problems)
                 progress.update(f"not done: {counted(left, 'part')}")
@@ -173,6 +175,11 @@ async def _learn_kinds(
     return silent
 
 
+def _no_engine(model: str, silent: Collection[str]) -> str:
+    there = f" at the nodes that answer; silent: {', '.join(sorted(silent))}" if silent else ""
+    return f"no engine of model {model!r} is attached{there}. {NAMES_PROMPTS}; or clear --model instead"
+
+
 def _marks(wanted: Scope, questions: Sequence[Question], at: float, kinds: Collection[EngineKind]) -> list[Mark]:
     from kvservice.core.block.marks import Mark, MarkKind
 
@@ -188,7 +195,7 @@ def _marks(wanted: Scope, questions: Sequence[Question], at: float, kinds: Colle
 
 
 def _keys(wanted: Scope, questions: Sequence[Question], kinds: Collection[EngineKind]) -> list[list[BlockKey]]:
-    """The blocks of the prompts under every name that these engines give them, for each mark."""
+    """The blocks of the prompts under every name that these engines give them, for each mark; no mark without any."""
     from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX
     from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
     from kvservice.core.block.window_groups import WINDOW_GROUPS_MAX, group_key
@@ -196,8 +203,7 @@ def _keys(wanted: Scope, questions: Sequence[Question], kinds: Collection[Engine
 
     namer = PromptNamer(wanted.tokenizer)
     if not kinds:
-        missing = f"no engine of model {wanted.model!r} is attached. {NAMES_PROMPTS}; or clear --model instead"
-        raise ConfigError(missing, key="model")
+        return []
     plain_keys = {key for kind in kinds for question in questions for key in namer.keys(question, kind)}
     found = {group_key(key, group) for key in plain_keys for group in range(1, WINDOW_GROUPS_MAX + 1)} | plain_keys
     ordered = sorted(found)
@@ -210,7 +216,7 @@ def _keys(wanted: Scope, questions: Sequence[Question], kinds: Collection[Engine
 async def _round(
     client: OperatorClient, members: Members, marks: Sequence[Mark], silent: Mapping[str, str]
 ) -> ClearReport:
-    """`silent` are nodes that may have engines which give the blocks further names."""
+    """`silent` are nodes that may have engines which give the blocks further names. Without marks nothing is asked."""
     from kvservice.client.operator import CALL_SECONDS, CLEAR_SECONDS
 
     async def one(node: str, address: str) -> ClearedNode:

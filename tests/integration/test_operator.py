@@ -304,13 +304,14 @@ def test_a_clear_that_waits_goes_on_without_a_directory(tmp_path: Path) -> None:
             pool.close()
 
 
-def test_a_clear_of_a_prompt_learns_the_names_of_late_nodes(tmp_path: Path) -> None:
-    """A node that hung at its start was cleared under the names that the engines of the others give. The prompt comes
-    from a pipe, which can be read once."""
+@pytest.mark.parametrize("model", [MODEL, "of n1"])
+def test_a_clear_of_a_prompt_learns_the_names_of_late_nodes(tmp_path: Path, model: str) -> None:
+    """A node that hung at its start was cleared under the names that the engines of the others give, and where it alone
+    has the model, the clear ended. The prompt comes from a pipe, which can be read once."""
     with LocalCluster(2, 1, pool_bytes=16 * MiB) as cluster:
         service = Service(cluster, tmp_path)
-        service.pools[1].attach(MODEL, LAYOUT, namespace="late").put(TOKENS, np.zeros((8, 1024), "float32"))
-        words = ["clear", "--prompt", "/dev/stdin", "--model", MODEL, "--wait", "60", "-o", "json"]
+        service.pools[1].attach(model, LAYOUT, namespace="late").put(TOKENS, np.zeros((8, 1024), "float32"))
+        words = ["clear", "--prompt", "/dev/stdin", "--model", model, "--wait", "60", "-o", "json"]
         os.kill(cluster.pid("n1"), signal.SIGSTOP)
         with (
             subprocess.Popen(["cat", service.prompt], stdout=subprocess.PIPE) as prompt,
