@@ -110,6 +110,9 @@ def warm(service: str | None, lookup: Sequence[str] | None, wanted: Wanted, form
             rows = await asyncio.gather(
                 *[_hold(client, node, shards[node], kinds[node], questions, namer, wanted, one_more) for node in kinds]
             )
+        if all(row.short == len(questions) for row in rows):
+            tokens = min(kind.layout.block_tokens for kind in kinds.values())
+            raise ConfigError(f"no prompt of {wanted.file} is as long as one block of {tokens} tokens")
         return HeldReport(tuple(rows), 0.0 if wanted.pin else wanted.hold)
 
     report = _with_shards(service, lookup, wanted.nodes, hold)
@@ -215,7 +218,7 @@ async def _hold(
     wanted: Wanted,
     one_more: Callable[[], None],
 ) -> HeldPrompts:
-    """Prompt after prompt; the first error ends the node's part. Raises ConfigError if none has a whole block."""
+    """Prompt after prompt; the first error ends the node's part."""
     from kvservice.core.messages import WarmRequest
 
     done: list[WarmResult] = []
@@ -235,8 +238,6 @@ async def _hold(
             error = refused.message
             break
         one_more()
-    if short == len(questions):
-        raise ConfigError(f"no prompt of {wanted.file} is as long as one block of {kind.layout.block_tokens} tokens")
     return _sum(node, done, error, short)
 
 

@@ -179,6 +179,17 @@ def test_a_prompt_without_a_whole_block_stops_no_other(service: Service) -> None
     assert code == 2 and "is as long as one block of 4 tokens" in said
 
 
+def test_a_prompt_that_is_short_at_one_node_is_warmed_elsewhere(service: Service) -> None:
+    """Blocks are larger at n1. The command ended there, as if nothing had been warmed at n0."""
+    larger = kvservice.Layout(block_tokens=64, shape=(1024,), dtype="float32")
+    sockets = [service.cluster.socket(node) for node in service.cluster.nodes]
+    with kvservice.connect("service", socket=sockets[0]) as n0, kvservice.connect("service", socket=sockets[1]) as n1:
+        n0.attach("of two sizes", LAYOUT)
+        n1.attach("of two sizes", larger)
+        code, report = service.run("warm", str(service.prompt), "--model", "of two sizes")
+    assert (code, {row["node"]: row["short"] for row in report["nodes"]}) == (0, {"n0": 0, "n1": 1})
+
+
 def test_a_pin_is_of_one_prompt(service: Service) -> None:
     two = service.prompt.with_name("two.jsonl")
     two.write_text("[1, 2, 3, 4]\n[5, 6, 7, 8]\n")
