@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvservice.cli.drawing import plain
 from kvservice.cli.output import Format, show
-from kvservice.core.explain.records import TIER_MARK
+from kvservice.core.explain.records import TIER_MARK, place_name
 from kvservice.units import counted
 
 COLOURS = {"engine": "green", "local": "green", "fetched": "cyan", "missed": "yellow"}
@@ -45,7 +45,7 @@ def label(node: str, hosts: Mapping[str, str]) -> str:
 def short(node: str, hosts: Mapping[str, str]) -> str:
     """The same in a narrow column: the machine alone where no other node runs on it, else the id. `~disk` is a tier."""
     if node.startswith(TIER_MARK):
-        return f"{node.removeprefix(TIER_MARK)} tier"
+        return place_name(node)
     host = hosts.get(node, "")
     return host if host and list(hosts.values()).count(host) == 1 else node
 

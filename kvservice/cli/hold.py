@@ -16,6 +16,7 @@ from kvservice.cli.blocks import choose_nodes
 from kvservice.cli.drawing import plain, problem_line, span, table
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
+from kvservice.core.explain.records import place_name
 from kvservice.errors import ConfigError, Forbidden, KVServiceError, Unauthenticated
 from kvservice.units import format_bytes
 
@@ -282,7 +283,7 @@ def draw(report: HeldReport) -> RenderableType:
     made = table("node", "*prompts", "*blocks", "here", "fetched", "*held", "*missing")
     lines: list[RenderableType] = [made]
     for row in report.nodes:
-        came = ", ".join(f"{count} from {plain(node)}" for node, count in row.fetched.items()) or "-"
+        came = ", ".join(f"{count} from {plain(place_name(node))}" for node, count in row.fetched.items()) or "-"
         counts = (row.prompts, row.asked, row.local)
         made.add_row(plain(row.node), *map(str, counts), came, str(row.held), str(row.missing))
         if row.misses:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvservice.core.explain.evictions import EvictionCause
-from kvservice.core.explain.records import LOCAL, TIER_MARK, SourceRun
+from kvservice.core.explain.records import LOCAL, TIER_MARK, SourceRun, place_name
 from kvservice.core.messages import MissReason, RequestReport
 
 CLOSE_SECONDS = 0.05  # two events on two nodes that are closer than this count as simultaneous
@@ -86,12 +86,12 @@ _TEXT = {
     MissCause.NOT_USED: "was promised, but the engine scheduled the request without it",
 }
 _OF_TIER = {
-    MissCause.SLOWER_THAN_RECOMPUTE: "bringing it back from {} was measured to be slower than recomputing",
-    MissCause.EVICTED: "{} did not have it any more when it was read",
-    MissCause.OWNER_GONE: "{} failed to read it",
-    MissCause.CORRUPT: "what {} gave did not match its digest",
-    MissCause.TIER_NOT_OPEN: "no node had it, and {}, which may have it, was not open: see `kvservice status`",
-    MissCause.TIER_NOT_ASKED: "no node had it, and {}, which may have it, could not be asked: it fails or owes an "
+    MissCause.SLOWER_THAN_RECOMPUTE: "bringing it back from the {} was measured to be slower than recomputing",
+    MissCause.EVICTED: "the {} did not have it any more when it was read",
+    MissCause.OWNER_GONE: "the {} failed to read it",
+    MissCause.CORRUPT: "what the {} gave did not match its digest",
+    MissCause.TIER_NOT_OPEN: "no node had it, and the {}, which may have it, was not open: see `kvservice status`",
+    MissCause.TIER_NOT_ASKED: "no node had it, and the {}, which may have it, could not be asked: it fails or owes an "
     "answer (see `kvservice status`), or was measured to be slower than recomputing",
 }
 _DROPPED = {  # evictions that made room for nobody
@@ -257,7 +257,7 @@ def _known_reason(request: RecordedRequest, evidence: Evidence, index: int) -> D
     """The diagnosis when the shard itself knew the reason at the time of its answer."""
     cause, node = _OF_MISS[request.miss], request.miss_node
     if node.startswith(TIER_MARK) and cause in _OF_TIER:
-        return _missed(index, cause, node, _OF_TIER[cause].format(node))
+        return _missed(index, cause, node, _OF_TIER[cause].format(place_name(node)))
     if cause is MissCause.EVICTED:
         found = _from_history(request, evidence, index)
         if found.miss_cause is MissCause.EVICTED:
@@ -286,7 +286,7 @@ def _from_history(request: RecordedRequest, evidence: Evidence, index: int) -> D
         without = None if last.cause in _GONE_EVERYWHERE else _WITHOUT_TIER.get(request.miss)
         if without is None:
             return found
-        text = f"{_OF_TIER[without].format(request.miss_node)}; {found.text}"
+        text = f"{_OF_TIER[without].format(place_name(request.miss_node))}; {found.text}"
         return replace(found, node=request.miss_node, miss_cause=without, text=text)
     later = [entry for entry in entries if entry.state != "gone" and entry.engine]
     first = max(later, key=lambda entry: entry.age_seconds, default=None)  # had it first after the request
@@ -302,7 +302,7 @@ def _from_history(request: RecordedRequest, evidence: Evidence, index: int) -> D
         return _missed(index, MissCause.OTHER_FINGERPRINT, "", text)
     without = _WITHOUT_TIER.get(request.miss)
     if without is not None:
-        return _missed(index, without, request.miss_node, _OF_TIER[without].format(request.miss_node))
+        return _missed(index, without, request.miss_node, _OF_TIER[without].format(place_name(request.miss_node)))
     own = first is not None and first.engine == request.engine
     return _missed(index, MissCause.NEVER_STORED, "", _TEXT[MissCause.NEVER_STORED] + (_SINCE if own else ""))
 

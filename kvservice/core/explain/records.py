@@ -30,6 +30,11 @@ LOCAL = "local"
 TIER_MARK = "~"  # a tier is a source, and a holder, whose name begins with it; no node's name does
 
 
+def place_name(source: str) -> str:
+    """For people: a node by its id, or a tier in words, as 'disk tier'."""
+    return f"{source.removeprefix(TIER_MARK)} tier" if source.startswith(TIER_MARK) else source
+
+
 @dataclass(frozen=True, slots=True)
 class SourceRun:
     """`count` consecutive blocks of a chain, from index `start` on, that came from one place."""

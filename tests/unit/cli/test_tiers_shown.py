@@ -1,4 +1,4 @@
-"""Rules of what `kvservice status` shows of tiers below the memory."""
+"""Rules of what `kvservice status`, `top` and `warm` show of tiers below the memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 from rich.console import Console
 
+from kvservice.cli import hold
 from kvservice.cli.status import draw
 from kvservice.cli.top.plain import lines
 from kvservice.cli.top.trends import Trends
@@ -95,6 +96,13 @@ SAID = (
     "  gpu-a.rack1       tier disk open: 7 blocks, 3.0 GiB of 1.0 TiB; 2 waiting; written 5.0 GiB, read 2.0 GiB; "
     "hits 4.5 %; busy 6, dropped 4, failed 3"
 )
+
+
+def test_warm_names_a_tier_in_words() -> None:
+    report = hold.HeldReport((hold.HeldPrompts("n0", 1, 4, 0, {"~disk": 4}, 4, 0, {}),), 60.0)
+    out = io.StringIO()
+    Console(file=out, width=120).print(hold.draw(report))
+    assert "4 from disk tier" in out.getvalue()
 
 
 def test_plain_lines_of_top_follow_with_the_tiers() -> None:
