@@ -20,7 +20,7 @@ _FAILED = ("write_failed", "read_failed", "read_corrupt")
 class TierOverview:
     name: str  # "disk", "objects"
     state: str  # open, opening, failed or closed; of several nodes, the worst
-    detail: str  # why it failed, or takes no blocks while it is open
+    detail: str  # why it failed, or does not take every block while it is open
     shared: bool  # by all nodes: `blocks` and `used_bytes` are then those that the node knows of
     blocks: int
     used_bytes: int

@@ -415,7 +415,7 @@ class TierFigures:
 
     name: str
     state: str  # opening, open, failed or closed
-    detail: str = ""  # why it failed, or takes no blocks while it is open
+    detail: str = ""  # why it failed, or does not take every block while it is open
     is_shared: bool = False
     blocks: int = 0
     used_bytes: int = 0

@@ -57,7 +57,7 @@ class TierStatus:
 
     name: str
     phase: TierPhase
-    detail: str = ""  # why it failed, or takes no blocks while it is open
+    detail: str = ""  # why it failed, or does not take every block while it is open
 
 
 class PoolTiers:
@@ -230,8 +230,8 @@ class PoolTiers:
         return tuple(self._makers)
 
     def states(self) -> tuple[TierStatus, ...]:
-        """An open tier that gives and takes nothing for the moment counts as failed. One that only takes nothing is
-        open, and its detail says why."""
+        """An open tier that gives and takes nothing for the moment counts as failed. One that only does not
+        take every block is open, and its detail says why."""
         return tuple(map(self._now, self._states.values()))
 
     def _now(self, state: TierStatus) -> TierStatus:

@@ -118,10 +118,10 @@ class TellsTrouble(Protocol):
 
 @runtime_checkable
 class TellsWriteTrouble(Protocol):
-    """What a tier may do besides: say that it takes nothing for the moment, and still gives what it has."""
+    """What a tier may do besides: say that it does not take every block for the moment, and still gives what it has."""
 
     def write_trouble(self) -> str:
-        """Why; empty while it takes blocks. Returns at once, on any thread."""
+        """Why; empty while it takes every block. Returns at once, on any thread."""
         ...
 
 

@@ -222,7 +222,7 @@ def _tier(seen: Overview, key: str) -> tuple[Text, RenderableType]:
         return _title("Tier", key), Text(GONE)
     title = _title("Tier", tier.name, f"of {printable(node.label)}")
     title.append(f"  {printable(tier.state)}", TIER_STYLES.get(tier.state, "yellow"))
-    why = "why it takes no blocks" if tier.state == "open" else "why it is not used"
+    why = "why it does not take every block" if tier.state == "open" else "why it is not used"
     parts: list[RenderableType] = [
         _fields(
             *([(why, tier.detail)] if tier.detail else []),

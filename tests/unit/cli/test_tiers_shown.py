@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kvservice.cli import hold
 from kvservice.cli.status import draw
+from kvservice.cli.top.details import detail_of
 from kvservice.cli.top.plain import lines
 from kvservice.cli.top.trends import Trends
 from kvservice.client.overview import hit_window
@@ -103,6 +104,17 @@ def test_warm_names_a_tier_in_words() -> None:
     out = io.StringIO()
     Console(file=out, width=120).print(hold.draw(report))
     assert "4 from disk tier" in out.getvalue()
+
+
+def test_top_says_that_a_full_tier_does_not_take_every_block() -> None:
+    """As status does: a full disk takes blocks as others leave it. It said that the tier takes none."""
+    full = tuple(replace(tier, detail="no space") for tier in make_tiers()[:1])
+    node = replace(make_node(0), tiers=full)
+    out = io.StringIO()
+    Console(file=out, width=200).print(
+        detail_of(make_overview([node, make_node(1)]), Trends(), "tiers", f"{node.node_id} disk")[1]
+    )
+    assert "why it does not take every block" in out.getvalue()
 
 
 def test_plain_lines_of_top_follow_with_the_tiers() -> None:
