@@ -87,7 +87,7 @@ class Hit:
     def __repr__(self) -> str:
         ending = f"; then {self.miss}" if self.miss else ""
         size = f"{counted(self.tokens, 'token')} in {counted(self._count, 'block')}"
-        return f"Hit({size}, {self.fetched} from other nodes{ending})"
+        return f"Hit({size}, {self.fetched:,} from other nodes{ending})"
 
     @property
     def tokens(self) -> int:
@@ -103,7 +103,7 @@ class Hit:
         ...     print(cache.get(range(8), request_id="r1").explain())
         Found 0 blocks from block 0 on, ... Block 0 is missing: ... pool.explain('r1') says more.
         """
-        fetched = f"{self.fetched} of them fetched from other nodes."
+        fetched = f"{self.fetched:,} of them fetched from other nodes."
         here = f"Found {counted(self._count, 'block')} from block {self.start} on, {fetched}"
         if not self.miss:
             return f"{here} None is missing."

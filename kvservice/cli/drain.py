@@ -182,7 +182,8 @@ def _progress_line(one: Drained) -> str:
     if not one.progress:
         return f"{one.node}: {one.error or 'asking'}"
     done = one.progress["blocks_handed"] + one.progress["blocks_elsewhere"]
-    return f"{one.node}: {one.phase.replace('_', ' ')}, {done} of {counted(one.progress['blocks_total'], 'block')} safe"
+    total = counted(one.progress["blocks_total"], "block")
+    return f"{one.node}: {one.phase.replace('_', ' ')}, {done:,} of {total} safe"
 
 
 def _result_line(one: Drained, handover: bool) -> str:
@@ -195,13 +196,13 @@ def _result_line(one: Drained, handover: bool) -> str:
     note = f" ({progress['note']})" if progress["note"] else ""
     if not handover:  # nobody was asked who else has them
         return f"{left} Not handed over: {counted(progress['blocks_total'], 'block')}{note}"
-    receivers = ", ".join(f"{node}: {count}" for node, count in progress["receivers"].items())
+    receivers = ", ".join(f"{node}: {count:,}" for node, count in progress["receivers"].items())
     parts = [
-        f"{progress['blocks_handed']} handed over ({format_bytes(progress['bytes_handed'])}"
+        f"{progress['blocks_handed']:,} handed over ({format_bytes(progress['bytes_handed'])}"
         + (f"; {receivers})" if receivers else ")")
     ]
-    parts.append(f"{progress['blocks_elsewhere']} were on other nodes already")
-    parts.append(f"{progress['blocks_lost']} on no other node")
+    parts.append(f"{progress['blocks_elsewhere']:,} were on other nodes already")
+    parts.append(f"{progress['blocks_lost']:,} on no other node")
     return f"{left} Of {counted(progress['blocks_total'], 'block')}: " + ", ".join(parts) + note
 
 

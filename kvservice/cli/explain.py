@@ -104,7 +104,7 @@ def _draw_record(request_id: str, row: dict[str, Any], hosts: Mapping[str, str])
     )
     end = "" if row["finished"] else "; it goes on, or its engine ended without reporting its end"
     foot = (
-        f"{counted(row['blocks_asked'], 'block')} asked: {blocks['engine']} in the engine, {blocks['local']} local, "
-        f"{blocks['fetched']} fetched, {blocks['missed']} recomputed{end}"
+        f"{counted(row['blocks_asked'], 'block')} asked: {blocks['engine']:,} in the engine, {blocks['local']:,} local,"
+        f" {blocks['fetched']:,} fetched, {blocks['missed']:,} recomputed{end}"
     )
     return [Text.from_markup(head), table, Text.from_markup(foot)]

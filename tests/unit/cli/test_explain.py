@@ -43,7 +43,7 @@ def test_what_cannot_be_read_is_left_out_and_named() -> None:
 
 
 def test_a_tier_is_a_source_in_words() -> None:
-    fetched = {"start": 0, "count": 2, "outcome": "fetched", "node": "~disk", "miss_cause": None, "text": ""}
+    fetched = {"start": 0, "count": 2_000, "outcome": "fetched", "node": "~disk", "miss_cause": None, "text": ""}
     row = {
         "node": "a",
         "model": "m",
@@ -52,9 +52,10 @@ def test_a_tier_is_a_source_in_words() -> None:
         "took_seconds": 0.01,
         "handoff_node": "",
         "finished": True,
-        "blocks_asked": 2,
-        "blocks": {"engine": 0, "local": 0, "fetched": 2, "missed": 0},
+        "blocks_asked": 2_000,
+        "blocks": {"engine": 0, "local": 0, "fetched": 2_000, "missed": 0},
         "diagnosis": [fetched],
     }
     told = said(requests=[row], request_id="cmpl-1")
     assert "disk tier" in told and "~" not in told
+    assert "2,000 blocks asked: 0 in the engine, 0 local, 2,000 fetched" in told
