@@ -11,7 +11,6 @@ from rich.text import Text
 
 from kvservice.cli.drawing import plain
 from kvservice.cli.output import Format, show
-from kvservice.core.explain.records import TIER_MARK, place_name
 from kvservice.units import counted
 
 COLOURS = {"engine": "green", "local": "green", "fetched": "cyan", "missed": "yellow"}
@@ -44,6 +43,8 @@ def label(node: str, hosts: Mapping[str, str]) -> str:
 
 def short(node: str, hosts: Mapping[str, str]) -> str:
     """The same in a narrow column: the machine alone where no other node runs on it, else the id. `~disk` is a tier."""
+    from kvservice.core.explain.records import TIER_MARK, place_name
+
     if node.startswith(TIER_MARK):
         return place_name(node)
     host = hosts.get(node, "")

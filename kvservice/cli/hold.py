@@ -16,7 +16,6 @@ from kvservice.cli.blocks import choose_nodes
 from kvservice.cli.drawing import plain, problem_line, span, table
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
-from kvservice.core.explain.records import place_name
 from kvservice.errors import ConfigError, Forbidden, KVServiceError, Unauthenticated
 from kvservice.units import format_bytes
 
@@ -280,6 +279,8 @@ async def _rows(shards: dict[str, str], ask: Callable[[str], Awaitable[tuple[Any
 
 
 def draw(report: HeldReport) -> RenderableType:
+    from kvservice.core.explain.records import place_name
+
     made = table("node", "*prompts", "*blocks", "here", "fetched", "*held", "*missing")
     lines: list[RenderableType] = [made]
     for row in report.nodes:
