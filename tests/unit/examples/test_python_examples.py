@@ -41,9 +41,9 @@ def test_quickstart_shows_a_hit_and_a_miss(tmp_path: Path) -> None:
 def test_two_nodes_shows_a_remote_hit(tmp_path: Path) -> None:
     """A get that was early brings a part of the blocks, and the first whole hit only the others."""
     said = run("two_nodes.py", tmp_path)
-    first = re.search(r"n1 first: Hit\(1024 tokens in 64 blocks, (\d+) from other nodes\)", said)
+    first = re.search(r"n1 first: Hit\(1,024 tokens in 64 blocks, (\d+) from other nodes\)", said)
     assert first is not None and 0 < int(first[1]) <= 64, said
-    assert "n1 again: Hit(1024 tokens in 64 blocks, 0 from other nodes)" in said
+    assert "n1 again: Hit(1,024 tokens in 64 blocks, 0 from other nodes)" in said
 
 
 @pytest.mark.slow
