@@ -145,7 +145,7 @@ def test_reads_from_a_leaving_node_end_well_or_as_a_miss(
     over.set()
     reader.join(60)
     assert not reader.is_alive()
-    assert said["blocks_lost"] == 0
+    assert said["blocks_lost"] == 0, said
     for prompt in prompts:  # anew: the last read of before may have met the end of n0
         cluster.wait_until_known(prompt)
         result = at(cluster, "n1", lambda engine, prompt=prompt: engine.read_all(prompt))

@@ -239,6 +239,16 @@ def test_a_killed_lookup_partition_returns_and_is_rebuilt(config: ServiceConfig)
     eventually(lambda: lookup_keys() >= before, "the rebuilt directory")
 
 
+def two_shards() -> bool:
+    return len(find_shards("rt")) == 2 and bool(described()["complete"])
+
+
+def ended(cluster: Cluster) -> str:
+    """Which of Ray's own node processes have ended, and how: one that a busy machine killed is no fault of ours."""
+    raylets = [node.all_processes["raylet"][0].process for node in cluster.worker_nodes]
+    return "raylets: " + ", ".join(f"{process.pid} ended with {process.poll()}" for process in raylets)
+
+
 def restart_supervisor() -> None:
     handle = deploy.find("rt")
     assert handle is not None
@@ -296,7 +306,7 @@ def test_new_nodes_get_a_shard_and_lost_partitions_move(config: ServiceConfig, c
         state = described()
         return bool(state["complete"] and lost not in state["nodes"] and len(state["shards"]) == 2)
 
-    eventually(settled, "the service without the lost node")
+    eventually(settled, "the service without the lost node", detail=lambda: f"{described()}\n{ended(cluster)}")
     now = described()["lookup_partitions"][moved["partition"]]
     assert now["ray_node"] != lost
     addresses = tuple(row["address"] for row in described()["lookup_partitions"])
@@ -335,7 +345,7 @@ def test_a_node_that_ray_takes_away_hands_its_blocks_over(
 ) -> None:
     if len(described()["shards"]) < 2:
         cluster.add_node(**NODE)  # an earlier test had the other one taken away
-        eventually(lambda: len(find_shards("rt")) == 2 and described()["complete"], "a shard on the new node")
+        eventually(two_shards, "a shard on the new node", detail=lambda: f"{described()}\n{ended(cluster)}")
     head, other = sorted(described()["shards"], key=lambda row: row["ray_node"] != cluster.head_node.node_id)
     keys = chain(8 + restarted, 20)
     with_engine(socket_of(other["node_id"]), lambda engine: engine.store(keys))
