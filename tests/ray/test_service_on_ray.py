@@ -34,7 +34,7 @@ from kvservice.memory.segment import is_owned, segment_path
 from kvservice.serve.section import parse_section
 from kvservice.serve.service import ensure_service
 from kvservice.testing.eventually import eventually
-from kvservice.units import GiB, MiB
+from kvservice.units import BlockKey, GiB, MiB
 from tests.integration.certificates import write
 from tests.integration.engine import chain, with_engine
 from tests.ray_nodes import ray_nodes
@@ -113,6 +113,12 @@ def socket_of(node_id: str) -> str:
 
 def lookup_keys() -> int:
     return sum(lookup.keys for lookup in collect("rt").lookups)
+
+
+def store_at_head(cluster: Cluster, keys: tuple[BlockKey, ...]) -> None:
+    """So that the directory knows blocks also when a test runs alone."""
+    with_engine(socket_of(cluster.head_node.node_id[:12]), lambda engine: engine.store(keys))
+    eventually(lambda: lookup_keys() >= len(keys), "their keys in the directory")
 
 
 def test_an_app_waits_for_a_service_whose_head_has_no_shard(cluster: Cluster, runtime: Path) -> None:
@@ -228,8 +234,9 @@ def test_a_killed_shard_is_restarted_and_its_blocks_hit_again(config: ServiceCon
     assert counters["blocks_adopted"] >= 30
 
 
-def test_a_killed_lookup_partition_returns_and_is_rebuilt(config: ServiceConfig) -> None:
+def test_a_killed_lookup_partition_returns_and_is_rebuilt(config: ServiceConfig, cluster: Cluster) -> None:
     """It returns at the same address."""
+    store_at_head(cluster, chain(4, 20))
     row = described()["lookup_partitions"][0]
     before = lookup_keys()
     assert before > 0
@@ -295,6 +302,7 @@ def test_a_budget_beyond_the_shared_memory_is_said_soon(config: ServiceConfig) -
 
 
 def test_new_nodes_get_a_shard_and_lost_partitions_move(config: ServiceConfig, cluster: Cluster) -> None:
+    store_at_head(cluster, chain(9, 20))
     joined = cluster.add_node(**NODE)
     eventually(lambda: len(find_shards("rt")) == 3 and described()["complete"], "a shard on the new node")
     leaving = next(node for node in cluster.worker_nodes if node is not joined)
