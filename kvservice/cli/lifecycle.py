@@ -30,7 +30,9 @@ ALONE = "local"  # the node's id of a service in the foreground
 RAY_START_SECONDS = 60.0
 RAY_STOP_SECONDS = 30.0  # For a Ray that this command started to end. Then its processes are killed.
 # The command `ray` without the commands of Ray Serve: to import them takes a second where it is installed.
-_RAY = """import sys
+_RAY = """import os, sys
+if not sys.stdin.readline(): sys.exit("nobody knows of this Ray, so it does not start")
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 sys.path = [path for path in sys.path if path]  # without the folder that it is called in, as for the command
 sys.modules["ray.serve.scripts"] = None
 from ray.scripts.scripts import main
@@ -301,6 +303,7 @@ def _start_head(service: str, console: Console) -> str:
                 "--include-dashboard=false",
                 "--disable-usage-stats",
             ],
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -308,7 +311,10 @@ def _start_head(service: str, console: Console) -> str:
         )
     token_path = auth.get(ray_auth.TOKEN_PATH, "")
     note = {"pid": process.pid, "token_path": token_path, "tls_dir": str(tls_dir or "")}
-    write_private(record, json.dumps(note).encode())  # at once: if this process is killed, `down` finds that one
+    write_private(record, json.dumps(note).encode())  # if this process is killed, `down` finds that one
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as waits:
+        waits.write(b"\n")  # not before: killed in between, this process would leave a Ray that nothing stops
     deadline = time.monotonic() + RAY_START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         found = _ADDRESS.search(words.read_text(errors="replace"))

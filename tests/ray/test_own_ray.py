@@ -157,6 +157,10 @@ def test_the_ray_that_up_starts_asks_for_token_and_certificate(machine: Machine)
     assert not token.exists() and not certificates.exists() and not lifecycle._is_ray(head["pid"])
 
 
+def runs(log: Path) -> bool:
+    return "block forever" in log.read_text()
+
+
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_up_that_ends_while_ray_starts_leaves_no_ray(machine: Machine, number: signal.Signals) -> None:
@@ -164,13 +168,22 @@ def test_up_that_ends_while_ray_starts_leaves_no_ray(machine: Machine, number: s
     up = machine.start("-m", "kvservice", "up", "--service", SERVICE, "--pool-bytes", "8MiB")
     eventually(lambda: any(machine.heads()), "Ray to start", 60)
     up.send_signal(number)
-    code = up.wait(60)
+    code, begun = up.wait(60), True
     if number == signal.SIGINT:
         assert code == ExitCode.INTERRUPTED
     else:
         log = machine.root / "k" / f"ray-head-{SERVICE}.log"
-        eventually(lambda: "block forever" in log.read_text(), "Ray to run", 120)
-        down = machine.kvservice("down", "--service", SERVICE)
-        assert down.returncode == 0, down.stderr
+        eventually(lambda: runs(log) or not any(machine.heads()), "Ray to run, or not to begin", 120)
+        begun = runs(log)
+        if begun:
+            down = machine.kvservice("down", "--service", SERVICE)
+            assert down.returncode == 0, down.stderr
     eventually(lambda: not any(machine.processes()), "all processes of Ray to end", 30)
-    assert not list((machine.root / "k").iterdir())
+    assert not (begun and list((machine.root / "k").iterdir()))
+
+
+def test_a_ray_that_nobody_knows_of_does_not_start() -> None:
+    """`up` was killed before it had noted which process it is, so `down` would not find it."""
+    words = [sys.executable, "-c", lifecycle._RAY, "start", "--head", "--block"]
+    ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1 and "does not start" in ended.stderr
