@@ -159,7 +159,7 @@ def plan(
     blocks: Sequence[Block],
     parents: Mapping[BlockKey, BlockKey | None],
     shares: Sequence[tuple[NodeId, float, int]],
-    keepers: Mapping[BlockKey, Collection[NodeId]] = NO_KEEPERS,
+    keepers: Mapping[BlockKey, Collection[NodeId]],
 ) -> dict[NodeId, list[Block]]:
     """Which blocks each node is offered. `blocks` begin with the most recently used one. `shares` holds (node, weight,
     bytes that it can hold at most). A block that is among `keepers` goes to one of these nodes: they hold it."""
@@ -276,9 +276,8 @@ class Leaving:
             self._notes.append("no other node stays")
             self._settle()
             return
-        for (node, peer), part in zip(
-            staying.items(), ramps([peer.age_seconds for peer in staying.values()]), strict=True
-        ):
+        parts = ramps([peer.age_seconds for peer in staying.values()])
+        for (node, peer), part in zip(staying.items(), parts, strict=True):
             self._shares[node] = _Share(peer, part, peer.capacity_bytes)
         blocks = self._store.by_heat()[:LOOKED_UP_MAX]
         self._used_at = {block.key: now - self._store.idle_seconds(block, now) for block in blocks}
