@@ -167,8 +167,9 @@ class ShardServer:
                 self._files.segment,
                 geometry,
                 settings.lease_seconds,
-                # Above every earlier one, also of new memory after a reboot. The clock may have been set back.
-                epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock())),
+                # Above every earlier one, also of new memory after a reboot. The clock may have been set back. A shard
+                # that has left keeps no record, and may be back within the second: hence milliseconds.
+                epoch_floor=max(discovery.last_epoch(directory) + 1, int(self._wall_clock() * 1000)),
                 tenants={} if tenants is None else tenants.current.limits(geometry.slabs_bytes, disk_bytes(tiers)),
                 eviction=eviction,
                 tiers=tiers,

@@ -437,6 +437,17 @@ async def test_boot_epochs_grow_whatever_the_clock_says(config: ShardServerConfi
     assert epochs == sorted(set(epochs)), epochs
 
 
+async def test_a_node_that_left_and_is_back_within_a_second_has_a_new_epoch(config: ShardServerConfig) -> None:
+    """It keeps no record of the last one. Peers took its new memory for the old one, and could not read it."""
+    epochs = []
+    for now in (1_000.1, 1_000.6):
+        server = ShardServer(config, wall_clock=lambda: now)  # noqa: B023
+        epochs.append(int((await server.start()).epoch))
+        await server.stop()
+        assert not files_of(config).exists()
+    assert epochs[0] < epochs[1]
+
+
 @pytest.mark.parametrize("text", ["", "no number", "-5", "9" * 30, str(1 << 63), "\x00\xff", "1" * 5000])
 async def test_a_damaged_epoch_record_keeps_no_shard_from_starting(config: ShardServerConfig, text: str) -> None:
     epochs = []

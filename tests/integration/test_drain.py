@@ -101,6 +101,7 @@ def test_blocks_of_a_leaving_node_are_found_elsewhere(
         at(cluster, "n0", lambda engine, prompt=prompt: engine.store(prompt))
     cluster.wait_until_known(prompts[0])
     at(cluster, "n1", lambda engine: engine.read_all(prompts[0]))  # has copies of them
+    cluster.wait_until_announced("n1")
     cluster.wait_until_known(prompts[2])
     said = leave(cluster, "n0", capsys)
     assert (said["blocks_total"], said["blocks_elsewhere"], said["blocks_handed"]) == (60, 20, 40), said
