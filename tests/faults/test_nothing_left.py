@@ -437,7 +437,7 @@ async def test_boot_epochs_grow_whatever_the_clock_says(config: ShardServerConfi
     assert epochs == sorted(set(epochs)), epochs
 
 
-async def test_a_node_that_left_and_is_back_within_a_second_has_a_new_epoch(config: ShardServerConfig) -> None:
+async def test_a_node_that_is_back_within_a_second_has_a_new_epoch(config: ShardServerConfig) -> None:
     """It keeps no record of the last one. Peers took its new memory for the old one, and could not read it."""
     epochs = []
     for now in (1_000.1, 1_000.6):
