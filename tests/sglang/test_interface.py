@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo.sglang_engine import SETTINGS, SITE, environment
+from examples.demo.sglang_engine import HICACHE, SETTINGS, SITE, environment
 from kvservice.client.shard import ACQUIRE_SLACK_SECONDS
 from kvservice.connector.sglang.options import CALL_SECONDS_MAX
 from kvservice.connector.sglang.page_pool import STORE_SECONDS
+from tests.vllm.tiny_model import make_llama
 
 pytestmark = [
     pytest.mark.sglang,
@@ -151,3 +153,19 @@ def test_what_changes_a_page_changes_its_name_and_no_more(model_path: Path) -> N
         assert others == fields, more
     for changed, (_, _, others) in zip(other, rest[len(alike) :], strict=True):
         assert {key for key in fields | others if fields.get(key) != others.get(key)} == {changed}
+
+
+def test_a_draft_model_is_named_by_its_bytes(tmp_path: Path, model_path: Path) -> None:
+    """Its keys and values lie in the pages of the model. Where its files are changes nothing."""
+    folders = [tmp_path / name for name in ("first", "second", "copy")]
+    for seed, folder in enumerate(folders[:2]):
+        folder.mkdir()
+        make_llama(folder, model_path, attention_heads=4, kv_heads=2, seed=seed)
+    shutil.copytree(folders[0], folders[2])
+    eagle = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_steps": 1}
+    base = {**SETTINGS, **HICACHE, **eagle, "model_path": str(model_path), "speculative_num_draft_tokens": 2}
+    found = said(FIELDS, json.dumps([{**base, "speculative_draft_model_path": str(each)} for each in folders]))
+    assert isinstance(found, list)
+    first, second, copy = (fields for _, _, fields in found)
+    assert copy == first
+    assert {name for name in first | second if first.get(name) != second.get(name)} == {"draft"}

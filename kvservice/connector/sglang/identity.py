@@ -118,6 +118,7 @@ LEFT_OUT: Mapping[str, str] = {
     "model_path": NAMED + ": weights",
     "revision": NAMED + ": weights",
     "lora_paths": NAMED + ": adapter, with the bytes of each",
+    "speculative_draft_model_path": NAMED + ": draft, if it is not that of the model",
     "json_model_override_args": NAMED + ": hf, which holds them",
     "dtype": NAMED + ": model_dtype, as resolved",
     "context_length": NAMED + ": where angles depend on it",
@@ -157,6 +158,10 @@ def engine_fields(options: SGLangOptions) -> dict[str, object]:
     path, revision = str(model.model_path), getattr(model, "revision", None)
     commit = getattr(model.hf_config, "_commit_hash", None)
     fields["weights"] = options.weights_name() or _as_loaded(path, revision, commit, cache)
+    draft = resolution_result(server, "speculative_draft_model_path")
+    if draft and str(draft) != path:  # its keys and values lie in the pages too
+        draft_revision = resolution_result(server, "speculative_draft_model_revision")
+        fields["draft"] = options.weights_name() or _as_loaded(str(draft), draft_revision, None, cache)
     for adapter in resolution_result(server, "lora_paths") or ():
         folder = str(getattr(adapter, "lora_path", ""))
         fields[f"adapter.{getattr(adapter, 'lora_name', '')}"] = _as_loaded(folder, None, None, cache)
