@@ -89,6 +89,16 @@ def test_context_parallelism_stops_the_start_by_name(model_path: Path) -> None:
     assert raised == [context, context, decode, decode]
 
 
+def test_storing_from_a_decode_engine_stops_the_start_by_name(model_path: Path) -> None:
+    """SGLang hands over all keys there, also those that it takes out elsewhere."""
+    decode = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "fake"}
+    settings = {**HICACHE, **decode, "enable_hierarchical_cache": False}
+    settings["disaggregation_decode_enable_offload_kvcache"] = True
+    (found,) = attached(model_path, (settings, {**EXACT, "hicache_storage_pass_prefix_keys": True}))
+    name = "disaggregation-decode-enable-offload-kvcache"
+    assert found["raised"] == f"{name} is not supported: SGLang does not say there where in its prompt a page is"
+
+
 def test_what_is_not_shared_between_engines_is_named(model_path: Path) -> None:
     eagle = {**HICACHE, **EAGLE, "speculative_draft_model_path": str(model_path)}
     asked = {

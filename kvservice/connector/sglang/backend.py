@@ -41,12 +41,13 @@ class HiCacheKVService(HiCacheStorage):
     found and nothing is stored."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        """Reads the weights' files once, to name them. Raises ConfigError for wrong options."""
+        """Reads the weights' files once, to name them. Raises ConfigError for wrong options, and for settings of
+        SGLang that are refused."""
         logs.speak_through("sglang")
+        identity.check_supported()  # before the options: in what is refused SGLang may hand over keys of its own
         options = SGLangOptions.parse(storage_config.extra_config or {})
         self._storage: PageStorage | None = None
         try:
-            identity.check_supported()
             shares = options.share is Share.ENGINES
             found = _identity(storage_config, options, shares=shares)
             self._storage = PageStorage(options, found, clears=_clears())

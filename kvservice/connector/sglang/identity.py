@@ -193,6 +193,11 @@ def check_supported() -> None:
     for name, what in (("attn_cp_size", "context parallelism"), ("dcp_size", "decode context parallelism")):
         if int(resolution_result(server, name) or 1) > 1:
             raise ConfigError(f"{name.replace('_', '-')}: {what} is not supported: each rank holds parts of tokens")
+    if resolution_result(server, "disaggregation_decode_enable_offload_kvcache"):
+        raise ConfigError(
+            "disaggregation-decode-enable-offload-kvcache is not supported: SGLang does not say there where in its "
+            "prompt a page is"
+        )
 
 
 def model_source() -> ModelSource:
