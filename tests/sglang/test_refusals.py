@@ -99,6 +99,25 @@ def test_storing_from_a_decode_engine_stops_the_start_by_name(model_path: Path) 
     assert found["raised"] == f"{name} is not supported: SGLang does not say there where in its prompt a page is"
 
 
+def test_weights_of_another_process_are_named_by_hand_only(model_path: Path) -> None:
+    """That process may have loaded other files, or changed its weights since."""
+    by_files = {name: value for name, value in EXACT.items() if name != "weights_version"}
+    seed = {"seed_instance_ip": "127.0.0.1", "seed_instance_service_port": 1, "send_weights_group_ports": [2]}
+    cases: dict[str, dict[str, Any]] = {
+        "load-format remote_instance": {
+            "load_format": "remote_instance",
+            **{f"remote_instance_weight_loader_{name}": value for name, value in seed.items()},
+        },
+        "weight-cache-mode client": {"weight_cache_mode": "client", "weight_cache_socket": "/nowhere"},
+    }
+    pairs = [({**HICACHE, **each}, options) for each in cases.values() for options in (by_files, EXACT)]
+    found = attached(model_path, *pairs)
+    reason = "the weights are those of another process: set weights_version"
+    for words, unnamed, named in zip(cases, found[::2], found[1::2], strict=True):
+        assert unnamed["logged"] == [f"serving without the cache: with {words} {reason}"]
+        assert not unnamed["served"] and named["served"]
+
+
 def test_what_is_not_shared_between_engines_is_named(model_path: Path) -> None:
     eagle = {**HICACHE, **EAGLE, "speculative_draft_model_path": str(model_path)}
     asked = {

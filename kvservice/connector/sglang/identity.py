@@ -49,6 +49,8 @@ SECTIONS_LEFT_OUT: Mapping[str, str] = {
 }
 # Whose notes say that weights were changed in place: from a disk, and in any way with which a new version is given.
 WEIGHT_CHANGES = frozenset({"model_runner.update_model_fields", "scheduler.weight_version"})
+# Settings with which the weights come from another process, which may have loaded other files or changed them since.
+WEIGHTS_OF_OTHERS: Mapping[str, str] = {"load_format": "remote_instance", "weight_cache_mode": "client"}
 # Settings of these sections that are named all the same, because they change the numbers.
 NAMED_ALL_THE_SAME = frozenset({"forward_hooks", "enable_quant_communications"})
 # Environment variables that choose other code, other weights or fewer bits. They are named if they are set.
@@ -157,6 +159,8 @@ def engine_fields(options: SGLangOptions) -> dict[str, object]:
     }
     path, revision = str(model.model_path), getattr(model, "revision", None)
     commit = getattr(model.hf_config, "_commit_hash", None)
+    if options.weights_name() is None:
+        _check_weights_are_of_files(server)
     fields["weights"] = options.weights_name() or _as_loaded(path, revision, commit, cache)
     draft = resolution_result(server, "speculative_draft_model_path")
     if draft and str(draft) != path:  # its keys and values lie in the pages too
@@ -168,6 +172,13 @@ def engine_fields(options: SGLangOptions) -> dict[str, object]:
     if found := resolution_result(server, "quantization_param_path"):
         fields["kv_scales"] = hashlib.sha256(Path(str(found)).read_bytes()).hexdigest()
     return fields
+
+
+def _check_weights_are_of_files(server: Any) -> None:
+    for name, value in WEIGHTS_OF_OTHERS.items():
+        if resolution_result(server, name) == value:
+            option = name.replace("_", "-")
+            raise UnnamedWeights(f"with {option} {value} the weights are those of another process: set weights_version")
 
 
 @functools.cache
