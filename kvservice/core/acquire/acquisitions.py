@@ -263,8 +263,7 @@ class Acquisitions:
         return self._store.has_none(keys) and self._arrivals.keys.isdisjoint(keys)
 
     def _is_coming(self, acquisition: Acquisition, key: BlockKey) -> bool:
-        block = self._store.get(key)
-        return (block is not None and block.payload_bytes == acquisition.payload_bytes) or key in self._arrivals
+        return self._store.slot_of(key, acquisition.payload_bytes) is not None or key in self._arrivals
 
     def _fetch(self, acquisition: Acquisition, holders: Mapping[int, tuple[Holder, ...]], now: float) -> None:
         """Fetch the missing blocks up to the first one without a holder."""
@@ -409,10 +408,10 @@ class Acquisitions:
         missing: list[int] = []
         for index in indices:
             key = acquisition.request.keys[index]
-            block = self._store.get(key)
-            if block is not None and block.payload_bytes == acquisition.payload_bytes:
-                self._store.pin((block.slot,))
-                acquisition.held[index] = block.slot
+            slot = self._store.slot_of(key, acquisition.payload_bytes)
+            if slot is not None:
+                self._store.pin((slot,))
+                acquisition.held[index] = slot
             elif key in self._arrivals:
                 self._await(acquisition, index)
             else:
@@ -518,14 +517,14 @@ class Acquisitions:
         return found
 
     def _take_arrived(self, key: BlockKey, *, origin: NodeId | None, now: float) -> None:
-        block = self._store.get(key)
         for acquisition, index in self._take_waiters(key):
             acquisition.pending.discard(index)
-            if block is None or block.payload_bytes != acquisition.payload_bytes:
+            slot = self._store.slot_of(key, acquisition.payload_bytes)
+            if slot is None:
                 acquisition.end(index, MissReason.STALE, origin or "")
             else:
-                self._store.pin((block.slot,))
-                acquisition.held[index] = block.slot
+                self._store.pin((slot,))
+                acquisition.held[index] = slot
                 if origin is not None:
                     acquisition.origins[index] = origin
             self._settle(acquisition, now)

@@ -103,8 +103,7 @@ class Tails:
         keys, size = ask.request.keys, ask.engine.spec.layout.payload_bytes
         in_tiers = self._tiers.holders(keys, range(1, len(keys)), size, now) if self._tiers.has_own else {}
         for index in range(1, len(keys)):
-            block = self._shard.store.get(keys[index])
-            if (block is not None and block.payload_bytes == size) or index in in_tiers:
+            if self._shard.store.slot_of(keys[index], size) is not None or index in in_tiers:
                 return index
         return 0
 

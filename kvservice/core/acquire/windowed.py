@@ -232,8 +232,8 @@ class WindowedAcquisitions:
         def is_here(index: int, position: int) -> bool:
             if position in hit.windows[index]:
                 return True
-            block = self._store.get(group_key(hit.request.keys[position], index + 1))
-            return block is not None and block.payload_bytes == hit.spec.window_groups[index].layout.payload_bytes
+            key, layout = group_key(hit.request.keys[position], index + 1), hit.spec.window_groups[index].layout
+            return self._store.slot_of(key, layout.payload_bytes) is not None
 
         indices = range(len(hit.windows))
         firsts = [partial(self._first, hit, index) for index in indices]

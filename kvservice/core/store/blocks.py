@@ -98,6 +98,11 @@ class BlockStore:
         slot = self._slots.get(key)
         return None if slot is None else slot.block
 
+    def slot_of(self, key: BlockKey, payload_bytes: int) -> Slot | None:
+        """Where the block of this key lies, if it has this size."""
+        slot = self._slots.get(key)
+        return slot if slot is not None and slot.payload_bytes == payload_bytes else None
+
     def blocks(self) -> list[Block]:
         """A snapshot, for full announcements."""
         return [self._in(slot) for slot in self._slots.values()]
