@@ -23,7 +23,7 @@ from kvservice.core.store.reasons import NOT_BY_WORTH
 from kvservice.core.store.removals import Removals
 from kvservice.core.store.slots import Block, BlockOrigin, Slot, SlotEvent, SlotState, SlotTable, loops
 from kvservice.core.store.worth import RuleState
-from kvservice.units import BlockKey, BootEpoch, Generation, SlotIndex, SpanRoute
+from kvservice.units import BlockKey, BootEpoch, SlotIndex, SpanRoute
 
 NO_KEY = BlockKey(bytes(16))
 EVICTED = {cause: f"evicted_{cause.value}" for cause in EvictionCause}  # counters
@@ -133,7 +133,7 @@ class BlockStore:
         last = self.table.unpin(slots)
         for slot in [slot for slot in last if slot in self.retired] if self.retired else ():
             self.retired.discard(slot)
-            self._forget(slot)
+            self._free(slot, SlotEvent.EVICT)
         if self._held_back:
             self._offer_again([slot.block.key for slot in last if slot.block is not None])
 
@@ -176,16 +176,17 @@ class BlockStore:
             self.retired.add(slot)
         self._take_out(slot, Want(slot.payload_bytes, now, room_for=""), cause)
         if not slot.pins:
-            self._forget(slot)
+            self._free(slot, SlotEvent.EVICT)
 
     def forget_free(self, slot: Slot) -> None:
         """Clear the header of a free slot. What was evicted may still lie in it, and a restart would find it."""
         if slot.state is SlotState.FREE:
             self._emit(ClearHeader(slot.index))
 
-    def _forget(self, slot: Slot) -> None:
-        self.table.free(slot, SlotEvent.EVICT)
+    def _free(self, slot: Slot, event: SlotEvent) -> None:
+        """Give a slot back, and leave nothing in it that a restart would find."""
         self._emit(ClearHeader(slot.index))
+        self.table.free(slot, event)
 
     def reserve(self, count: int, owner: bytes, want: Want) -> Reservation:
         """Up to `count` slots, evicting as needed. Headers with odd generations are emitted at once."""
@@ -199,7 +200,7 @@ class BlockStore:
                 self.accounts.count(want.account, "quota_refused", wanted - len(reserved))
                 self.counters["quota_refused"] += wanted - len(reserved)
                 break
-            slot = self.table.take_free(want.payload_bytes, owner, want.account)
+            slot = self._take_free(owner, want)
             if slot is None:
                 if self._grow(want, may_steal):
                     continue
@@ -209,11 +210,17 @@ class BlockStore:
                     short_because = MissReason.NO_ROOM if wanted == count else MissReason.QUOTA
                     break
                 continue
-            slot.reserved_at = want.now
             reserved.append(slot)
-            self._emit(WriteHeader(slot.index, self._writing_header(slot, owner)))
         self.counters["slots_reserved"] += len(reserved)
         return Reservation(tuple(reserved), short_because)
+
+    def _take_free(self, owner: bytes, want: Want) -> Slot | None:
+        """A slot in WRITING, whose header says so at once. None when no slot of this size is free."""
+        slot = self.table.take_free(want.payload_bytes, owner, want.account)
+        if slot is not None:
+            slot.reserved_at = want.now
+            self._emit(WriteHeader(slot.index, self._writing_header(slot)))
+        return slot
 
     def _within_flight(self, count: int, account: str) -> int:
         allowed = self.accounts.may_write(account)
@@ -242,19 +249,14 @@ class BlockStore:
         while self.accounts.over_quota(account, payload_bytes):
             if not self._evict_older(None, used_at, lambda other: other == account, EvictionCause.QUOTA, want):
                 return None
-        slot = self.table.take_free(payload_bytes, NO_KEY, account)
+        slot = self._take_free(NO_KEY, want)
         if slot is None:
-            slab = self.table.assign_slab(payload_bytes)
-            if slab is not None:
-                self._emit(AssignSlab(slab, payload_bytes))
-            else:
+            if not self._assign_slab(want):
                 may_go = self.accounts.takes_from(account, payload_bytes)
                 if not self._evict_older(payload_bytes, used_at, may_go, EvictionCause.PRESSURE, want):
                     return None
-            slot = self.table.take_free(payload_bytes, NO_KEY, account)
+            slot = self._take_free(NO_KEY, want)
             assert slot is not None, "room for it was just made"
-        slot.reserved_at = want.now
-        self._emit(WriteHeader(slot.index, self._writing_header(slot, NO_KEY)))
         return slot
 
     def _evict_older(
@@ -280,7 +282,7 @@ class BlockStore:
             self.secondary_bytes -= block.payload_bytes
             self.policy.make_primary(key)
             if not slot.pins:
-                self._emit(WriteHeader(slot.index, self._sealed_header(self._in(slot), slot.generation)))
+                self._emit(WriteHeader(slot.index, self._sealed_header(slot.block)))
             else:
                 self._shown_secondary.add(key)
 
@@ -310,7 +312,7 @@ class BlockStore:
         """Write a header again that may have been damaged in memory. It is written as it was, so readers of a sound
         one see no change."""
         as_shown = replace(block, is_secondary=block.is_secondary or block.key in self._shown_secondary)
-        self._emit(WriteHeader(block.slot.index, self._sealed_header(as_shown, block.slot.generation)))
+        self._emit(WriteHeader(block.slot.index, self._sealed_header(as_shown)))
 
     def seal(
         self,
@@ -338,15 +340,14 @@ class BlockStore:
         self.table.seal(slot)
         block = Block(key, slot, digest, block_position, route, is_secondary, now, stored_at, self._origin)
         self._insert(block, parent, now)
-        self._emit(WriteHeader(slot.index, self._sealed_header(block, slot.generation)))
+        self._emit(WriteHeader(slot.index, self._sealed_header(block)))
         self._change(Announce(key, route))
         self.counters["blocks_sealed"] += 1
         return block
 
     def abort(self, slot: Slot) -> None:
         """WRITING -> FREE. Nothing may write the slot any more."""
-        self._emit(ClearHeader(slot.index))
-        self.table.free(slot, SlotEvent.ABORT)
+        self._free(slot, SlotEvent.ABORT)
 
     def quarantine(self, slot: Slot) -> None:
         """WRITING or SEALED -> QUARANTINED: somebody may still write the slot, or its bytes were wrong."""
@@ -355,8 +356,7 @@ class BlockStore:
 
     def end_quarantine(self, slot: Slot) -> None:
         """QUARANTINED -> FREE."""
-        self._emit(ClearHeader(slot.index))
-        self.table.free(slot, SlotEvent.END_QUARANTINE)
+        self._free(slot, SlotEvent.END_QUARANTINE)
 
     def writers(self) -> set[bytes]:
         """Ids of engines that may still write quarantined slots."""
@@ -393,7 +393,7 @@ class BlockStore:
         is_secondary = bool(header.flags & SlotFlags.SECONDARY)
         block = Block(header.key, slot, header.digest, header.position, header.route, is_secondary, now)
         self._insert(block, None, now)
-        self._emit(WriteHeader(index, self._sealed_header(block, slot.generation)))
+        self._emit(WriteHeader(index, self._sealed_header(block)))
         self._change(Announce(block.key, block.route))
         self.counters["blocks_adopted"] += 1
 
@@ -448,9 +448,7 @@ class BlockStore:
 
     def _grow(self, want: Want, may_steal: bool) -> bool:
         """Assign one more slab to this size: an unused one, or one of another size with blocks older than our own."""
-        slab = self.table.assign_slab(want.payload_bytes)
-        if slab is not None:
-            self._emit(AssignSlab(slab, want.payload_bytes))
+        if self._assign_slab(want):
             return True
         if not may_steal:
             return False
@@ -461,6 +459,13 @@ class BlockStore:
             return False
         self._move_slab(stolen, want)
         return True
+
+    def _assign_slab(self, want: Want, slab: int | None = None) -> bool:
+        """Assign an unused slab, or this one, to this size. False when there is none."""
+        slab = self.table.assign_slab(want.payload_bytes, slab)
+        if slab is not None:
+            self._emit(AssignSlab(slab, want.payload_bytes))
+        return slab is not None
 
     def _evict_one(self, want: Want) -> bool:
         victim = self._victim_for(want)
@@ -503,15 +508,14 @@ class BlockStore:
             if slot.block is not None:
                 self._evict(slot.block.key, EvictionCause.SLAB_MOVED, want)
         self.table.unassign_slab(slab)
-        self.table.assign_slab(want.payload_bytes, slab)
-        self._emit(AssignSlab(slab, want.payload_bytes))
+        self._assign_slab(want, slab)
         self.counters["slabs_moved"] += 1
 
-    def _writing_header(self, slot: Slot, owner: bytes) -> SlotHeader:
+    def _writing_header(self, slot: Slot) -> SlotHeader:
         return SlotHeader(
             self._epoch,
             slot.generation,
-            BlockKey(owner),
+            BlockKey(slot.owner),
             slot.payload_bytes,
             SpanRoute(0),
             digest=0,
@@ -519,11 +523,11 @@ class BlockStore:
             account_tag=tag_of(slot.account),
         )
 
-    def _sealed_header(self, block: Block, generation: Generation) -> SlotHeader:
+    def _sealed_header(self, block: Block) -> SlotHeader:
         flags = SlotFlags.SECONDARY if block.is_secondary else SlotFlags.NONE
         return SlotHeader(
             self._epoch,
-            generation,
+            block.slot.generation,
             block.key,
             block.payload_bytes,
             block.route,
