@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median_high
@@ -157,7 +157,7 @@ def ramps(ages_seconds: Sequence[float]) -> list[float]:
 
 def plan(
     blocks: Sequence[Block],
-    parents: Mapping[BlockKey, BlockKey | None],
+    parent_of: Callable[[Block], BlockKey | None],
     shares: Sequence[tuple[NodeId, float, int]],
     keepers: Mapping[BlockKey, Collection[NodeId]],
 ) -> dict[NodeId, list[Block]]:
@@ -174,7 +174,7 @@ def plan(
     found: dict[NodeId, list[Block]] = {node: [] for node in left}
     for block in blocks:
         size = block.payload_bytes
-        parent = parents.get(block.key)
+        parent = parent_of(block)
         node = None if parent is None else place.get(parent)
         among = keepers.get(block.key, left)
         if node is None or node not in among or left[node] < size or given[node] + size > max(cap[node], size):
@@ -400,9 +400,8 @@ class Leaving:
         keepers: Mapping[BlockKey, Collection[NodeId]],
     ) -> list[Block]:
         """Queue blocks by these shares. Returns those for which there is no room."""
-        parents = {block.key: self._store.parent_of(block) for block in blocks}
         placed: set[BlockKey] = set()
-        for node, offered in plan(blocks, parents, shares, keepers).items():
+        for node, offered in plan(blocks, self._store.parent_of, shares, keepers).items():
             share = self._shares[node]
             share.queue += offered
             share.left_bytes -= sum(block.payload_bytes for block in offered)

@@ -380,7 +380,8 @@ def test_a_chain_stays_on_one_node() -> None:
     for one in chains:
         parents.update(zip(one, (None, *one), strict=False))
     shares = [(NodeId("a"), 0.5, 64 * MiB), (NodeId("b"), 0.5, 64 * MiB)]
-    found = {node: {one.key for one in mine} for node, mine in plan(blocks, parents, shares, NO_KEEPERS).items()}
+    offers = plan(blocks, lambda one: parents[one.key], shares, NO_KEEPERS)
+    found = {node: {one.key for one in mine} for node, mine in offers.items()}
     assert all(set(one) <= found[NodeId("a")] or set(one) <= found[NodeId("b")] for one in chains)
     assert len(found[NodeId("a")]) == len(found[NodeId("b")])
 
@@ -390,7 +391,7 @@ def test_a_chain_larger_than_a_share_is_split() -> None:
     chain = make_chain(40)
     parents: dict[BlockKey, BlockKey | None] = dict(zip(chain, (None, *chain), strict=False))
     shares = [(NodeId("a"), 0.5, 10 * SMALL), (NodeId("b"), 0.5, 20 * SMALL)]
-    found = plan([block(key) for key in chain], parents, shares, NO_KEEPERS)
+    found = plan([block(key) for key in chain], lambda one: parents[one.key], shares, NO_KEEPERS)
     assert {node: len(mine) for node, mine in found.items()} == {"a": 10, "b": 20}
     given = [one.key for mine in found.values() for one in mine]
     assert set(given) == set(chain[:30])  # the hottest
