@@ -208,6 +208,8 @@ def _result_line(one: Drained, handover: bool) -> str:
 
 def check_timeout(seconds: float) -> float:
     """The same number. Raises ConfigError if it is out of range for a drain."""
-    if not 0 < seconds <= 3600:
-        raise ConfigError(f"give a drain more than 0 and at most 3600 seconds, not {seconds}")
+    from kvservice.core.drain.sender import DRAIN_SECONDS_MAX
+
+    if not 0 < seconds <= DRAIN_SECONDS_MAX:
+        raise ConfigError(f"give a drain more than 0 and at most {DRAIN_SECONDS_MAX:.0f} seconds, not {seconds}")
     return seconds

@@ -15,7 +15,7 @@ from kvservice.auth.identity import caller_of, proof_in
 from kvservice.core.acquire.handoff import FOLLOWS_MAX, check_handoff_id
 from kvservice.core.block.keys import unpack_keys
 from kvservice.core.drain.receiver import TAKES_MAX
-from kvservice.core.drain.sender import DrainProgress
+from kvservice.core.drain.sender import DRAIN_SECONDS_MAX, DrainProgress
 from kvservice.core.explain.records import check_request_id
 from kvservice.core.messages import Holder, PoolStats
 from kvservice.errors import Forbidden, InvalidRequest
@@ -42,7 +42,6 @@ from kvservice.wire.serving import LONG_CALLS_MAX, Context
 from kvservice.wire.v1 import shard_pb2
 from kvservice.wire.versions import check_version
 
-DRAIN_SECONDS_MAX = 3600.0  # an hour: a hand-over of any pool ends sooner; a longer drain is refused
 assert LONG_CALLS_MAX >= FOLLOWS_MAX + TAKES_MAX, "the shard's own limits must be reached first"
 
 

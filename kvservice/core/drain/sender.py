@@ -35,6 +35,7 @@ from kvservice.core.store.slots import Block
 from kvservice.core.transitions import step
 from kvservice.units import BlockKey, NodeId, counted
 
+DRAIN_SECONDS_MAX = 3600.0  # an hour: a hand-over of any pool ends sooner; a longer drain is refused
 RAMP_SECONDS = 300.0  # at most, until a shard that joined gets its whole share: it serves its own engines meanwhile
 RAMP_FLOOR = 0.1  # the part of its share that it gets at first, so that it takes part at all
 OFFER_BLOCKS_MAX = 64  # of one offer, so that a failed one costs little; more blocks are further offers
