@@ -50,12 +50,13 @@ log = logging.getLogger("kvservice.connector")
 SIGNPOST_BYTES = 64
 
 
-def check(vllm_config: Any, cache_config: KVCacheConfig) -> None:
-    """Check that this engine is supported. Raises UnsupportedDevice, UnsupportedLayout or RandomHashSeed that says what
-    to change."""
+def check(vllm_config: Any, cache_config: KVCacheConfig) -> StoredGroups:
+    """What is stored of this engine. Raises UnsupportedDevice, UnsupportedLayout or RandomHashSeed that says what to
+    change."""
     check_device(vllm_config.device_config.device_type)
-    supported(vllm_config, cache_config)
+    found = supported(vllm_config, cache_config)
     hash_fields(vllm_config)
+    return found
 
 
 def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, options: ConnectorOptions) -> EngineSpec:
@@ -64,16 +65,15 @@ def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, options: Connecto
     May read all files of the model, which takes minutes. Raises as `check` does, UnnamedWeights, and ConfigError for
     slots or an accept_codec that this engine cannot have.
     """
-    check(vllm_config, cache_config)
-    found = supported(vllm_config, cache_config)
-    layout = slot_layout(vllm_config, cache_config)
+    found = check(vllm_config, cache_config)
+    layout = layout_of(vllm_config, cache_config, found, found.groups[0])
     if options.slot_tokens is not None:
         if (count := group_count(cache_config)) > 1:
             raise ConfigError(f"slot_tokens needs a model with one KV cache group, and this one has {count}")
         parts = slot_parts(options.slot_tokens, layout.block_tokens)
         layout = replace(layout, block_tokens=options.slot_tokens, parts=parts)
     window_groups = tuple(
-        WindowGroup(_layout_of(vllm_config, cache_config, found, group), group.window)
+        WindowGroup(layout_of(vllm_config, cache_config, found, group), group.window)
         for group in found.groups[1:]
         if group.window is not None
     )
@@ -106,12 +106,6 @@ def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, options: Connecto
     return EngineSpec(bytes(16), called, fingerprint, layout, options.namespace, window_groups)
 
 
-def slot_layout(vllm_config: Any, cache_config: KVCacheConfig) -> SlotLayout:
-    """The layout of KV cache group 0. Raises UnsupportedLayout that names the group or the setting."""
-    found = supported(vllm_config, cache_config)
-    return _layout_of(vllm_config, cache_config, found, found.groups[0])
-
-
 def supported(vllm_config: Any, cache_config: KVCacheConfig) -> StoredGroups:
     """What is stored of this engine. Raises UnsupportedLayout that names the KV cache group or the setting."""
     refuse_shape(vllm_config)
@@ -141,7 +135,7 @@ def supported(vllm_config: Any, cache_config: KVCacheConfig) -> StoredGroups:
     return found
 
 
-def _layout_of(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroups, group: StoredGroup) -> SlotLayout:
+def layout_of(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroups, group: StoredGroup) -> SlotLayout:
     """The layout of one position of a group: all layers of its engine groups, in their order."""
     if not group.engine_groups:
         return SlotLayout(1, 1, SIGNPOST_BYTES, found.block_tokens)
@@ -179,7 +173,7 @@ def rank_share(vllm_config: Any, cache_config: KVCacheConfig) -> HeadShare:
 
 def _share(vllm_config: Any, cache_config: KVCacheConfig, found: StoredGroups, group: StoredGroup) -> HeadShare:
     parallel = vllm_config.parallel_config
-    layout = _layout_of(vllm_config, cache_config, found, group)
+    layout = layout_of(vllm_config, cache_config, found, group)
     ranks = int(parallel.tensor_parallel_size)
     return layout.share(int(parallel.rank) % ranks, ranks, _shard_count(vllm_config, group.spec))
 
@@ -191,7 +185,7 @@ def grouped_block_copiers(
     found = supported(vllm_config, cache_config)
     block_copiers: dict[int, tuple[BlockCopier, SlotLayout]] = {}
     for group in found.groups:
-        layout = _layout_of(vllm_config, cache_config, found, group)
+        layout = layout_of(vllm_config, cache_config, found, group)
         heads = _share(vllm_config, cache_config, found, group).heads
         first = 0
         for index in group.engine_groups:
@@ -208,7 +202,7 @@ def grouped_block_copiers(
             first += len(layers)
     ordered = [block_copiers[index] for index in sorted(block_copiers)]
     if found.has_signposts:
-        layout = slot_layout(vllm_config, cache_config)
+        layout = layout_of(vllm_config, cache_config, found, found.groups[0])
         zeros = torch.zeros(1, 1, 1, SIGNPOST_BYTES, dtype=torch.uint8)
         ordered.append((BlockCopier([zeros], range(1)), layout))
     return GroupedBlockCopiers(ordered)

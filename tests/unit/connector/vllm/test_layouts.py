@@ -154,7 +154,9 @@ class Engine:
 
     @property
     def slot_layout(self) -> SlotLayout:
-        return compat.slot_layout(self.ranks[0].config, self.ranks[0].cache)
+        config, cache = self.ranks[0].config, self.ranks[0].cache
+        found = compat.supported(config, cache)
+        return compat.layout_of(config, cache, found, found.groups[0])
 
 
 def vllm_config(model: Model, layout: KVCacheLayout, degree: int, rank: int) -> Any:
