@@ -67,7 +67,8 @@ def collect(service: str | None, lookup: Sequence[str] | None, selected: Selecti
     import asyncio
 
     from kvservice.auth.token import Token
-    from kvservice.client.block_list import BlockFilter, BlockReader
+    from kvservice.client.block_list import BlockFilter, list_blocks
+    from kvservice.client.channels import Channels
     from kvservice.client.members import find_members
 
     check(selected)
@@ -76,11 +77,8 @@ def collect(service: str | None, lookup: Sequence[str] | None, selected: Selecti
     wanted = BlockFilter(selected.state or BLOCK_STATES, selected.model, selected.tenant, selected.key)
 
     async def read() -> BlockList:
-        reader = BlockReader(members.tls, Token.of_command())
-        try:
-            return await reader.read(chosen, wanted, selected.limit if selected.sort is None else SORTED_MAX)
-        finally:
-            await reader.close()
+        async with Channels(members.tls, token=Token.of_command()) as channels:
+            return await list_blocks(channels, chosen, wanted, selected.limit if selected.sort is None else SORTED_MAX)
 
     found = asyncio.run(read())
     silent = tuple(f"node {node} is silent" for node in sorted(members.unheard) if node.startswith(selected.node or ""))

@@ -23,15 +23,12 @@ class ServiceSource:
     def __init__(self, service: str | None, lookup: Sequence[str] | None) -> None:
         """Blocks for RPCs. Raises NoService and ConfigError as find_members does."""
         from kvservice.auth.token import Token
-        from kvservice.client.block_list import BlockReader
+        from kvservice.client.channels import Channels
         from kvservice.client.members import find_members
-        from kvservice.client.overview import OverviewReader
 
         self._asked_for = (service, lookup)
         self._members = find_members(service, lookup)
-        token = Token.of_command()
-        self._overviews = OverviewReader(self._members.tls, token)
-        self._blocks = BlockReader(self._members.tls, token)
+        self._channels = Channels(self._members.tls, token=Token.of_command())
         self._answered: dict[str, tuple[str, float]] = {}  # by node: its address, and when it answered last
         self._is_well = True
 
@@ -40,12 +37,12 @@ class ServiceSource:
         return self._members.service
 
     async def overview(self) -> dict[str, Any]:
-        from kvservice.client.overview import DRAINING, SILENT, as_json
+        from kvservice.client.overview import DRAINING, SILENT, as_json, gather_overview
 
         if not self._is_well:  # all of it may have ended, and begun again elsewhere
             self._members = await self._find()
         known = {**self._members.gone, **{node: address for node, (address, _) in self._answered.items()}}
-        overview = await self._overviews.read(self._members.service, self._members.lookups, known)
+        overview = await gather_overview(self._channels, self._members.service, self._members.lookups, known)
         now = time.monotonic()
         for node in overview.nodes:
             if node.state == DRAINING:
@@ -60,12 +57,12 @@ class ServiceSource:
         from dataclasses import asdict
 
         from kvservice.cli.blocks import BLOCK_STATES
-        from kvservice.client.block_list import BlockFilter
+        from kvservice.client.block_list import BlockFilter, list_blocks
 
         node, state = wanted.get("node", ""), wanted.get("state", "")
         addresses = {name: address for name, (address, _) in self._answered.items() if node in ("", name)}
         chosen = BlockFilter((state,) if state else BLOCK_STATES, wanted.get("model", ""))
-        return asdict(await self._blocks.read(addresses, chosen, BLOCKS_LISTED))
+        return asdict(await list_blocks(self._channels, addresses, chosen, BLOCKS_LISTED))
 
     async def explain(self, request_id: str) -> dict[str, Any]:
         from kvservice.aio import in_thread
@@ -75,8 +72,7 @@ class ServiceSource:
         return await in_thread(lambda: explain.explain(service, request_id, lookup))
 
     async def close(self) -> None:
-        await self._overviews.close()
-        await self._blocks.close()
+        await self._channels.close()
 
     async def _find(self) -> Any:
         from kvservice.aio import in_thread

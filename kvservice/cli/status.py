@@ -59,14 +59,12 @@ def read_overview(service: str, lookup_addresses: Sequence[str], known: dict[str
     import asyncio
 
     from kvservice.auth.token import Token
-    from kvservice.client.overview import OverviewReader
+    from kvservice.client.channels import Channels
+    from kvservice.client.overview import gather_overview
 
     async def read() -> Overview:
-        reader = OverviewReader(tls, Token.of_command())
-        try:
-            return await reader.read(service, lookup_addresses, known)
-        finally:
-            await reader.close()
+        async with Channels(tls, token=Token.of_command()) as channels:
+            return await gather_overview(channels, service, lookup_addresses, known)
 
     return asyncio.run(read())
 

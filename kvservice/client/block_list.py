@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import grpc
 
 from kvservice.aio import ask_each
-from kvservice.auth.tls import TlsFiles
-from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
 from kvservice.errors import ConfigError, InvalidRequest
 from kvservice.wire.figures import check_figures
@@ -62,56 +60,48 @@ class BlockList:
     problems: tuple[str, ...]  # nodes that did not answer
 
 
-class BlockReader:
-    """Channels stay open between two readings."""
+async def list_blocks(channels: Channels, addresses: Mapping[str, str], wanted: BlockFilter, limit: int) -> BlockList:
+    """At most `limit` matching slots of the shards at these addresses, by node.
 
-    def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
-        self._channels = Channels(tls, token=token)
+    Raises InvalidRequest for a filter that cannot match, and Unauthenticated if the service has tenants and the token
+    is missing or wrong.
+    """
+    found = await ask_each(
+        lambda node: _list_node(channels, node, addresses[node], wanted, limit), sorted(addresses), NODES_AT_ONCE
+    )
+    rows = [row for of_node, _, _ in found for row in of_node]
+    complete = len(rows) <= limit and all(is_all for _, is_all, _ in found)
+    return BlockList(tuple(rows[:limit]), complete, tuple(problem for _, _, problem in found if problem))
 
-    async def read(self, addresses: Mapping[str, str], wanted: BlockFilter, limit: int) -> BlockList:
-        """At most `limit` matching slots of the shards at these addresses, by node.
 
-        Raises InvalidRequest for a filter that cannot match, and Unauthenticated if the service has tenants and the
-        token is missing or wrong.
-        """
-        found = await ask_each(
-            lambda node: self._read_node(node, addresses[node], wanted, limit), sorted(addresses), NODES_AT_ONCE
-        )
-        rows = [row for of_node, _, _ in found for row in of_node]
-        complete = len(rows) <= limit and all(is_all for _, is_all, _ in found)
-        return BlockList(tuple(rows[:limit]), complete, tuple(problem for _, _, problem in found if problem))
-
-    async def close(self) -> None:
-        await self._channels.close()
-
-    async def _read_node(
-        self, node: str, address: str, wanted: BlockFilter, limit: int
-    ) -> tuple[list[BlockRow], bool, str]:
-        """(its rows, whether these are all, why it could not be read or "")."""
-        stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(address))
-        request = shard_pb2.ListBlocksRequest(
-            states=wanted.states, model=wanted.model, tenant=wanted.tenant, key_prefix=wanted.key_prefix
-        )
-        rows: list[BlockRow] = []
-        try:
-            while len(rows) <= limit:
-                metadata = self._channels.metadata_for(address)
-                reply = await stub.ListBlocks(request, timeout=CALL_SECONDS, metadata=metadata)
-                reply = check_figures(reply, f"blocks of node {node}")
-                rows += [_row(node, one) for one in reply.blocks]
-                if not reply.more:
-                    return rows, True, ""
-                if reply.next_slot <= request.start_slot:  # it would go on for ever
-                    return rows, False, f"node {node} named a page that it had given already"
-                request.start_slot = reply.next_slot
-        except grpc.aio.AioRpcError as error:
-            problem = error_from_rpc(error, f"blocks of node {node}")
-            if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED):
-                raise problem from error
-            return rows, False, problem.message
-        except (ConfigError, InvalidRequest) as error:
-            return rows, False, error.message
-        return rows, False, ""
+async def _list_node(
+    channels: Channels, node: str, address: str, wanted: BlockFilter, limit: int
+) -> tuple[list[BlockRow], bool, str]:
+    """(its rows, whether these are all, why it could not be read or "")."""
+    stub = shard_pb2_grpc.AdminServiceStub(channels.get(address))
+    request = shard_pb2.ListBlocksRequest(
+        states=wanted.states, model=wanted.model, tenant=wanted.tenant, key_prefix=wanted.key_prefix
+    )
+    rows: list[BlockRow] = []
+    try:
+        while len(rows) <= limit:
+            metadata = channels.metadata_for(address)
+            reply = await stub.ListBlocks(request, timeout=CALL_SECONDS, metadata=metadata)
+            reply = check_figures(reply, f"blocks of node {node}")
+            rows += [_row(node, one) for one in reply.blocks]
+            if not reply.more:
+                return rows, True, ""
+            if reply.next_slot <= request.start_slot:  # it would go on for ever
+                return rows, False, f"node {node} named a page that it had given already"
+            request.start_slot = reply.next_slot
+    except grpc.aio.AioRpcError as error:
+        problem = error_from_rpc(error, f"blocks of node {node}")
+        if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED):
+            raise problem from error
+        return rows, False, problem.message
+    except (ConfigError, InvalidRequest) as error:
+        return rows, False, error.message
+    return rows, False, ""
 
 
 def _row(node: str, one: shard_pb2.ListedBlock) -> BlockRow:

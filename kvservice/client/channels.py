@@ -72,6 +72,12 @@ class Channels:
         self._retired[task] = channel
         task.add_done_callback(lambda done: self._retired.pop(done, None))
 
+    async def __aenter__(self) -> Channels:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """Close all channels. Ends the calls under way."""
         retired, self._retired = self._retired, {}

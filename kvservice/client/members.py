@@ -33,7 +33,7 @@ class Members:
 
     @property
     def known(self) -> dict[str, str]:
-        """Every shard that should answer, by node. An OverviewReader asks those that the directory names besides."""
+        """Every shard that should answer, by node. An overview asks those that the directory names besides."""
         return {**self.shards, **self.gone}
 
     @property

@@ -1,4 +1,4 @@
-"""What one sees of a service: one tree of values, and the reader that gathers it from all its parts.
+"""What one sees of a service: one tree of values, gathered from all its parts.
 
 `kvservice status`, `kvservice top` and the console show this tree, and `as_json` is its form for programs. A reading
 asks every lookup partition for the nodes and every shard for its figures, in parallel. Everything runs on the caller's
@@ -17,8 +17,6 @@ from typing import Any
 import grpc
 
 from kvservice.aio import ask_each
-from kvservice.auth.tls import TlsFiles
-from kvservice.auth.token import Token
 from kvservice.client.channels import Channels
 from kvservice.client.eviction_overview import EvictionOverview, eviction_of
 from kvservice.client.lookup_overview import LookupOverview
@@ -238,67 +236,60 @@ def as_json(overview: Overview) -> dict[str, Any]:
     return asdict(overview)
 
 
-class OverviewReader:
-    """Channels stay open between two readings; those of nodes that are gone are closed."""
+async def gather_overview(
+    channels: Channels,
+    service: str,
+    lookup_addresses: Sequence[str],
+    known: Mapping[str, str] | None = None,
+    timeout: float = CALL_SECONDS,
+) -> Overview:
+    """Ask every lookup partition, and every shard that these or `known` (node -> address) name. A node that is silent
+    for the directory is asked too: it may hang, or be cut off from the directory alone. Channels to others are closed.
 
-    def __init__(self, tls: TlsFiles | None = None, token: Token | None = None) -> None:
-        """`token` is of the tenant that looks. Without one in a service with tenants, the overview is restricted."""
-        self._channels = Channels(tls, token=token)
+    The token of the channels is of the tenant that looks. Without one in a service with tenants, the overview is
+    restricted. Takes at most twice `timeout`, and longer for more than AT_ONCE_MAX silent nodes.
+    """
+    answers = await asyncio.gather(*[_ask_lookup(channels, address, timeout) for address in lookup_addresses])
+    rows = [row for _, reply in answers if reply is not None for row in reply.nodes]
+    keys_of: Counter[str] = Counter()
+    for row in rows:
+        keys_of[row.node.node_id] += row.block_count
+    hidden, alive = [
+        {row.node.node_id: row.node.peer_address for row in rows if row.alive is wanted} for wanted in (False, True)
+    ]
+    addresses = {**hidden, **(known or {}), **alive}
+    shards = await ask_each(
+        lambda node: _ask_shard(channels, node, addresses[node], timeout), sorted(addresses), AT_ONCE_MAX
+    )
+    channels.keep_only({*lookup_addresses, *addresses.values()})
+    return _overview(service, [lookup for lookup, _ in answers], shards, keys_of)
 
-    async def read(
-        self,
-        service: str,
-        lookup_addresses: Sequence[str],
-        known: Mapping[str, str] | None = None,
-        timeout: float = CALL_SECONDS,
-    ) -> Overview:
-        """Ask every lookup partition, and every shard that these or `known` (node -> address) name. A node that is
-        silent for the directory is asked too: it may hang, or be cut off from the directory alone.
 
-        Takes at most twice `timeout`, and longer for more than AT_ONCE_MAX silent nodes.
-        """
-        answers = await asyncio.gather(*[self._ask_lookup(address, timeout) for address in lookup_addresses])
-        rows = [row for _, reply in answers if reply is not None for row in reply.nodes]
-        keys_of: Counter[str] = Counter()
-        for row in rows:
-            keys_of[row.node.node_id] += row.block_count
-        hidden, alive = [
-            {row.node.node_id: row.node.peer_address for row in rows if row.alive is wanted} for wanted in (False, True)
-        ]
-        addresses = {**hidden, **(known or {}), **alive}
-        shards = await ask_each(
-            lambda node: self._ask_shard(node, addresses[node], timeout), sorted(addresses), AT_ONCE_MAX
-        )
-        self._channels.keep_only({*lookup_addresses, *addresses.values()})
-        return _overview(service, [lookup for lookup, _ in answers], shards, keys_of)
+async def _ask_lookup(
+    channels: Channels, address: str, timeout: float
+) -> tuple[LookupOverview, lookup_pb2.LookupStatsReply | None]:
+    stub = lookup_pb2_grpc.LookupServiceStub(channels.get(address))
+    try:
+        reply = readable(await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout), address)
+    except grpc.aio.AioRpcError as error:
+        return LookupOverview(address, 0, 0, 0, 0, _short(error)), None
+    except InvalidRequest as error:
+        return LookupOverview(address, 0, 0, 0, 0, error.message), None
+    alive = sum(row.alive for row in reply.nodes)
+    return LookupOverview(address, reply.partition, reply.partition_count, reply.key_count, alive, ""), reply
 
-    async def close(self) -> None:
-        await self._channels.close()
 
-    async def _ask_lookup(
-        self, address: str, timeout: float
-    ) -> tuple[LookupOverview, lookup_pb2.LookupStatsReply | None]:
-        stub = lookup_pb2_grpc.LookupServiceStub(self._channels.get(address))
-        try:
-            reply = readable(await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout), address)
-        except grpc.aio.AioRpcError as error:
-            return LookupOverview(address, 0, 0, 0, 0, _short(error)), None
-        except InvalidRequest as error:
-            return LookupOverview(address, 0, 0, 0, 0, error.message), None
-        alive = sum(row.alive for row in reply.nodes)
-        return LookupOverview(address, reply.partition, reply.partition_count, reply.key_count, alive, ""), reply
-
-    async def _ask_shard(self, node_id: str, address: str, timeout: float) -> _NodeAnswer:
-        stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(address))
-        try:
-            metadata = self._channels.metadata_for(address)
-            reply = await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout, metadata=metadata)
-            reply = check_figures(reply, address)
-        except grpc.aio.AioRpcError as error:
-            return _NodeAnswer(node_id, address, error=_short(error))
-        except (ConfigError, InvalidRequest) as error:
-            return _NodeAnswer(node_id, address, error=error.message)
-        return _NodeAnswer(node_id, address, reply)
+async def _ask_shard(channels: Channels, node_id: str, address: str, timeout: float) -> _NodeAnswer:
+    stub = shard_pb2_grpc.AdminServiceStub(channels.get(address))
+    try:
+        metadata = channels.metadata_for(address)
+        reply = await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout, metadata=metadata)
+        reply = check_figures(reply, address)
+    except grpc.aio.AioRpcError as error:
+        return _NodeAnswer(node_id, address, error=_short(error))
+    except (ConfigError, InvalidRequest) as error:
+        return _NodeAnswer(node_id, address, error=error.message)
+    return _NodeAnswer(node_id, address, reply)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvservice.client.block_list import BlockFilter, BlockList, BlockReader
+from kvservice.client.block_list import BlockFilter, BlockList, list_blocks
+from kvservice.client.channels import Channels
 from kvservice.client.members import find_members
-from kvservice.client.overview import DRAINING, OK, SILENT, Overview, OverviewReader, as_json
+from kvservice.client.overview import DRAINING, OK, SILENT, Overview, as_json, gather_overview
 from kvservice.client.shard import ShardClient
 from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import FingerprintMismatch, InvalidRequest, NoService
@@ -30,20 +31,14 @@ async def cluster() -> AsyncIterator[LocalCluster]:
 
 
 async def overview_of(cluster: LocalCluster, timeout: float = 5.0) -> Overview:
-    reader = OverviewReader()
-    try:
-        return await reader.read(cluster.service, cluster.lookup_addresses, timeout=timeout)
-    finally:
-        await reader.close()
+    async with Channels() as channels:
+        return await gather_overview(channels, cluster.service, cluster.lookup_addresses, timeout=timeout)
 
 
 async def blocks_of(cluster: LocalCluster, wanted: BlockFilter, limit: int = 1000) -> BlockList:
-    reader = BlockReader()
     addresses = {node: cluster.record(node).peer_address for node in cluster.nodes}
-    try:
-        return await reader.read(addresses, wanted, limit)
-    finally:
-        await reader.close()
+    async with Channels() as channels:
+        return await list_blocks(channels, addresses, wanted, limit)
 
 
 async def test_the_overview_shows_what_engines_did(cluster: LocalCluster) -> None:
@@ -133,11 +128,8 @@ async def test_blocks_of_all_nodes_are_listed_and_filtered(cluster: LocalCluster
 
 async def test_a_shard_in_place_of_a_lookup_partition_is_told_as_such(cluster: LocalCluster) -> None:
     shard = cluster.record("n0").peer_address
-    reader = OverviewReader()
-    try:
-        seen = await reader.read(cluster.service, [shard])
-    finally:
-        await reader.close()
+    async with Channels() as channels:
+        seen = await gather_overview(channels, cluster.service, [shard])
     told = "it is another part of the service, such as a shard in place of a lookup partition, or of an older version"
     assert told in seen.lookups[0].error and told in " ".join(seen.problems)
     with pytest.raises(NoService, match=told):

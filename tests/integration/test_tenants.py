@@ -24,9 +24,10 @@ from kvservice.auth.tenants import (
 )
 from kvservice.auth.token import Token
 from kvservice.cli import tenant_usage
-from kvservice.client.block_list import BlockFilter, BlockReader
+from kvservice.client.block_list import BlockFilter, list_blocks
+from kvservice.client.channels import Channels
 from kvservice.client.engine_stats import EngineStatsReader
-from kvservice.client.overview import OverviewReader
+from kvservice.client.overview import gather_overview
 from kvservice.client.shard import ShardClient
 from kvservice.core.block.keys import block_keys, chain_hashes
 from kvservice.core.messages import AcquireResult, MissReason, SealItem, SealStatus
@@ -365,25 +366,20 @@ async def test_who_looks_sees_blocks_and_requests_of_its_own_tenant(cluster: Loc
     address = cluster.record("n0").peer_address
     seen: dict[str, tuple[set[str], set[str]]] = {}
     for tenant in ("a", "boss"):
-        overviews, blocks = OverviewReader(token=Token(TOKENS[tenant])), BlockReader(token=Token(TOKENS[tenant]))
-        found = await blocks.read({"n0": address}, BlockFilter(), 1000)
-        overview = await overviews.read(cluster.service, cluster.lookup_addresses)
+        async with Channels(token=Token(TOKENS[tenant])) as channels:
+            found = await list_blocks(channels, {"n0": address}, BlockFilter(), 1000)
+            overview = await gather_overview(channels, cluster.service, cluster.lookup_addresses)
+            asked = await list_blocks(channels, {"n0": address}, BlockFilter(tenant="b"), 1000)
         requests = {one.request_id for one in overview.slowest if one.request_id.startswith("look-")}
         seen[tenant] = requests, {row.tenant for row in found.blocks}
-        asked = await blocks.read({"n0": address}, BlockFilter(tenant="b"), 1000)
         assert {row.tenant for row in asked.blocks} == ({"a"} if tenant == "a" else {"b"})
-        await overviews.close()
-        await blocks.close()
     assert seen["a"] == ({"look-a"}, {"a"})
     assert seen["boss"][0] == {"look-a", "look-b"} and {"a", "b"} <= seen["boss"][1]
-    reader = OverviewReader()
-    nobody = await reader.read(cluster.service, cluster.lookup_addresses)
-    await reader.close()
+    async with Channels() as channels:
+        nobody = await gather_overview(channels, cluster.service, cluster.lookup_addresses)
+        with pytest.raises(Unauthenticated):
+            await list_blocks(channels, {"n0": address}, BlockFilter(), 10)
     assert nobody.restricted and not nobody.slowest and {tenant.name for tenant in nobody.tenants} >= {"a", "b"}
-    stranger = BlockReader()
-    with pytest.raises(Unauthenticated):
-        await stranger.read({"n0": address}, BlockFilter(), 10)
-    await stranger.close()
     for engine in engines.values():
         await leave(engine)
 

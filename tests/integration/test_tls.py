@@ -21,8 +21,9 @@ from kvservice.auth.tls import TlsFiles, open_blocking_channel, open_channel
 from kvservice.cli import explain, status
 from kvservice.cli.exits import ExitCode
 from kvservice.cli.main import app
+from kvservice.client.channels import Channels
 from kvservice.client.engine_stats import EngineStatsReader
-from kvservice.client.overview import OverviewReader
+from kvservice.client.overview import gather_overview
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.config import ServiceConfig
@@ -201,9 +202,8 @@ async def test_parts_that_do_not_fit_say_what_to_do(
         assert (answer.runs, answer.complete) == ((), False), "a miss, and nothing raised"
         assert asking.counters["lookup_failed_unavailable"] == 1
         await asking.close()
-        reader = OverviewReader(tls)
-        seen = await reader.read("", [lookup])
-        await reader.close()
+        async with Channels(tls) as channels:
+            seen = await gather_overview(channels, "", [lookup])
         assert hint in seen.lookups[0].error
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from kvservice.cli.output import drop_output
 
 if TYPE_CHECKING:
+    from kvservice.client.channels import Channels
     from kvservice.client.members import Members
-    from kvservice.client.overview import Overview, OverviewReader
+    from kvservice.client.overview import Overview
 
 
 def run(service: str | None, lookup: Sequence[str] | None, seconds: float, *, plain: bool, count: int | None) -> None:
@@ -32,19 +33,21 @@ class MemberSource:
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._reader: OverviewReader | None = None
+        self._channels: Channels | None = None
 
     async def read(self) -> Overview:
         from kvservice.auth.token import Token
-        from kvservice.client.overview import OverviewReader
+        from kvservice.client.channels import Channels
+        from kvservice.client.overview import gather_overview
 
-        if self._reader is None:
-            self._reader = OverviewReader(self._members.tls, Token.of_command())
-        return await self._reader.read(self._members.service, self._members.lookups, self._members.known)
+        if self._channels is None:
+            self._channels = Channels(self._members.tls, token=Token.of_command())
+        members = self._members
+        return await gather_overview(self._channels, members.service, members.lookups, members.known)
 
     async def close(self) -> None:
-        if self._reader is not None:
-            await self._reader.close()
+        if self._channels is not None:
+            await self._channels.close()
 
 
 def _run_plain(members: Members, seconds: float, count: int | None) -> None:

@@ -15,10 +15,11 @@ import pytest
 
 from kvservice.breaker import FAILURES_TO_OPEN, OPEN_SECONDS_FIRST
 from kvservice.client import engine_link
-from kvservice.client.block_list import BlockFilter, BlockReader
+from kvservice.client.block_list import BlockFilter, list_blocks
+from kvservice.client.channels import Channels
 from kvservice.client.engine_stats import EngineStatsReader
 from kvservice.client.operator import OperatorClient
-from kvservice.client.overview import SILENT, OverviewReader, as_json
+from kvservice.client.overview import SILENT, as_json, gather_overview
 from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.actions import Follow, Locate
@@ -162,14 +163,14 @@ async def test_answers_that_cannot_be_read_are_failures() -> None:
 
 async def test_who_only_looks_is_told_of_answers_that_cannot_be_read() -> None:
     async with answering(Nonsense()) as address:
-        router, overviews, blocks = EngineStatsReader(), OverviewReader(), BlockReader()
+        router, channels = EngineStatsReader(), Channels()
         assert await router.read([address], 20.0) is None
         assert router.counters["engine_stats_lookup_malformed"] == 1
-        overview = await overviews.read("s", [address], {"n0": address}, 20.0)
+        overview = await gather_overview(channels, "s", [address], {"n0": address}, 20.0)
         assert [problem.endswith("cannot be read") for problem in overview.problems[:2]] == [True, True]
-        assert "cannot be read" in str(await blocks.read({"n0": address}, BlockFilter(), 10))
-        for reader in (router, overviews, blocks):
-            await reader.close()
+        assert "cannot be read" in str(await list_blocks(channels, {"n0": address}, BlockFilter(), 10))
+        for asking in (router, channels):
+            await asking.close()
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
@@ -177,19 +178,19 @@ async def test_figures_that_are_no_numbers_cannot_be_read(number: float) -> None
     """No table and no JSON has them."""
     window = shard_pb2.CounterWindow(name="1m", counters={"acquires": 1}, seconds=number)
     for stats in (shard_pb2.StatsReply(uptime_seconds=number), shard_pb2.StatsReply(windows=[window])):
-        server, overviews, blocks, operator = grpc.aio.server(), OverviewReader(), BlockReader(), OperatorClient()
+        server, channels, operator = grpc.aio.server(), Channels(), OperatorClient()
         figures = Figures(stats, number)
         shard_pb2_grpc.add_AdminServiceServicer_to_server(figures, server)
         shard_pb2_grpc.add_OperatorServiceServicer_to_server(figures, server)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
-        overview = await overviews.read("s", [], {"n0": address}, 20.0)
+        overview = await gather_overview(channels, "s", [], {"n0": address}, 20.0)
         assert (overview.nodes[0].state, "cannot be read: its " in overview.nodes[0].error) == (SILENT, True)
         assert json.dumps(as_json(overview), allow_nan=False)
-        assert "cannot be read: its blocks" in str(await blocks.read({"n0": address}, BlockFilter(), 10))
+        assert "cannot be read: its blocks" in str(await list_blocks(channels, {"n0": address}, BlockFilter(), 10))
         with pytest.raises(InvalidRequest, match="cannot be read: its pins"):
             await operator.pins(address)
-        for client in (overviews, blocks, operator):
+        for client in (channels, operator):
             await client.close()
         await server.stop(0)
 
