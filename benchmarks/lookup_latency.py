@@ -17,7 +17,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,10 +101,20 @@ async def time_lookups(client: LookupClient, chains: list[list[BlockKey]], size:
     return await time_calls(ask, count)
 
 
-async def wait_until_known(client: LookupClient, key_count: int) -> None:
+async def keys_at(address: str) -> int:
+    """How many keys a lookup partition has; 0 while it does not answer."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = lookup_pb2_grpc.LookupServiceStub(channel)
+        try:
+            reply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError:
+            return 0
+        return int(reply.key_count)
+
+
+async def wait_until_known(addresses: Sequence[str], key_count: int) -> None:
     async def are_known() -> bool:
-        stats = await client.stats()
-        return sum(reply.key_count for reply in stats if reply is not None) >= key_count
+        return sum(await asyncio.gather(*map(keys_at, addresses))) >= key_count
 
     await eventually_async(are_known, f"{key_count} keys at the lookup service", REBUILD_SECONDS_MAX)
 
@@ -116,10 +126,10 @@ async def measure_service(
         client = LookupClient(addresses)
         announcer = Announcer(partitions, lambda: inventory)
         pump = AnnouncePump(announcer, addresses, lambda: NODE, 1.0, lambda: None)
-        await client.stats()  # connects
+        await client.members(TIMEOUT_SECONDS)  # connects
         begun = time.perf_counter()
         running = asyncio.create_task(pump.run())
-        await wait_until_known(client, len(inventory))
+        await wait_until_known(addresses, len(inventory))
         rebuild_seconds = time.perf_counter() - begun
         async with grpc.aio.insecure_channel(addresses[0], options=CHANNEL_OPTIONS) as channel:
             stub = lookup_pb2_grpc.LookupServiceStub(channel)

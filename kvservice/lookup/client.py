@@ -30,10 +30,9 @@ from kvservice.observe import tracing
 from kvservice.units import BlockKey, NodeId, SpanRoute
 from kvservice.wire.codec import decode_holder, decode_live_nodes, newest_holders
 from kvservice.wire.serving import CHANNEL_OPTIONS
-from kvservice.wire.status import error_from_rpc, readable
+from kvservice.wire.status import readable
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 
-STATS_SECONDS = 5.0  # statistics are for people and metrics, who can wait longer than a lookup
 TIMEOUT_SECONDS_MIN = 0.001  # no call is made with less time left, because none would be answered in time
 OPEN_SECONDS_MAX = 1.0  # a lookup partition restarts fast, and until it is asked again no remote hit is found
 assert OPEN_SECONDS_FIRST <= OPEN_SECONDS_MAX
@@ -203,10 +202,6 @@ class LookupClient:
             merged.update(answer)
         return merged
 
-    async def stats(self) -> list[lookup_pb2.LookupStatsReply | None]:
-        """The statistics of each lookup partition; None for one that does not answer."""
-        return list(await asyncio.gather(*[self._stats(partition) for partition in self._partitions]))
-
     async def close(self) -> None:
         self.mirrored.set_mirror(None)
         await self._channels.close()
@@ -251,16 +246,6 @@ class LookupClient:
     def _failed(self, partition: _Partition, counter: str) -> None:
         self._counters[counter] += 1
         self._counters["lookup_breaker_opened"] += partition.breaker.failed_once(self._clock())
-
-    async def _stats(self, partition: _Partition) -> lookup_pb2.LookupStatsReply | None:
-        try:
-            reply: lookup_pb2.LookupStatsReply = await self._stub(partition).LookupStats(
-                lookup_pb2.LookupStatsRequest(), timeout=STATS_SECONDS
-            )
-        except grpc.aio.AioRpcError as error:
-            self._counters[f"stats_failed_{error_from_rpc(error, 'stats').reason.lower()}"] += 1
-            return None
-        return reply
 
     def _stub(self, partition: _Partition) -> lookup_pb2_grpc.LookupServiceStub:
         channel = self._channels.get(partition.address)

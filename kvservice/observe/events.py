@@ -54,7 +54,6 @@ SHARD_EVENTS: Mapping[str, str] = {
     "runtime_files_remade": "times that removed sockets or records were made again",
     "seal_cleared": "stored blocks not kept because a clear had covered them meanwhile",
     "slots_reconciled": "reserved slots taken back because their engine no longer named them",
-    "stats_failed_*": "lookup partitions that gave no statistics, by reason",
     "suspects_checked": "blocks looked at because an engine or another node had not found them as promised",
     "suspects_dropped": "blocks that readers doubted and that were not looked at, because too many waited",
     "suspects_damaged": "of these, the ones whose bytes had changed; they were given up",

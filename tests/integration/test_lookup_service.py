@@ -165,8 +165,8 @@ async def test_two_partitions_answer_one_chain_as_one_run(lookups: list[LookupPr
         tail = await asking.resolve(chain, 650, 1.0)
         assert [(run.start, run.count) for run in tail.runs] == [(650, 50)]
         assert known(await asking.resolve(chain, 0, 1.0, exclude=NodeId("a"))) == 0
-        stats = await asking.stats()
-        assert all(reply is not None and 0 < reply.key_count < 700 for reply in stats), "both hold a part"
+        stats = [await stats_of(address) for address in addresses]
+        assert all(0 < reply.key_count < 700 for reply in stats), "both hold a part"
 
 
 async def test_evicted_block_leaves_a_hole(lookups: list[LookupProcess]) -> None:
@@ -278,7 +278,7 @@ async def test_newer_boot_of_a_node_fences_the_older_one(lookups: list[LookupPro
 
 async def test_terminated_lookup_partition_ends_cleanly(lookups: list[LookupProcess]) -> None:
     async with client(addresses_of(lookups)) as asking:
-        await asking.stats()
+        await asking.members(5.0)
         assert [lookup.end() for lookup in lookups] == [0, 0]
 
 
@@ -302,7 +302,7 @@ async def test_lookup_without_shards_or_time_is_incomplete_at_once() -> None:
         assert await refused.resolve(chain, 0, 0.0) == LookupAnswer((), False)
         assert not (await refused.resolve(chain, 0, 1.0)).complete
         assert refused.counters["lookup_failed_unavailable"] == 1
-        assert await refused.stats() == [None]
+        assert await refused.members(1.0) == [] and refused.counters["members_failed"] == 1
 
 
 async def test_partition_that_failed_is_still_asked_every_second() -> None:
@@ -368,6 +368,13 @@ NODE = {
 }
 
 
+async def stats_of(address: str) -> lookup_pb2.LookupStatsReply:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = lookup_pb2_grpc.LookupServiceStub(channel)
+        reply: lookup_pb2.LookupStatsReply = await stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=5)
+        return reply
+
+
 async def raw_call(address: str, method: str, data: bytes, timeout: float | None = 5.0) -> bytes:
     async with grpc.aio.insecure_channel(address) as channel:
         reply: bytes = await channel.unary_unary(SERVICE + method, None, None)(data, timeout=timeout)
@@ -407,12 +414,12 @@ async def test_bad_input_is_refused_with_its_code_and_changes_nothing(
     method: str, data: bytes | lookup_pb2.ResolveRequest | lookup_pb2.AnnounceRequest, code: grpc.StatusCode
 ) -> None:
     packed = data if isinstance(data, bytes) else data.SerializeToString()
-    async with one_lookup() as address, client([address]) as asking:
+    async with one_lookup() as address:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await raw_call(address, method, packed)
         assert caught.value.code() is code, caught.value.details()
-        (stats,) = await asking.stats()
-        assert stats is not None and stats.key_count == 0 and not stats.nodes
+        stats = await stats_of(address)
+        assert stats.key_count == 0 and not stats.nodes
 
 
 async def test_call_without_deadline_is_refused() -> None:
@@ -486,8 +493,7 @@ async def test_watcher_sees_a_snapshot_and_then_every_change() -> None:
             events.cancel()
 
         async def watcher_is_gone() -> bool:
-            (stats,) = await asking.stats()
-            return stats is not None and stats.counters["watchers"] == 0
+            return (await stats_of(address)).counters["watchers"] == 0
 
         await eventually_async(watcher_is_gone, "the watcher that went to leave nothing behind")
 
@@ -525,7 +531,7 @@ async def test_watcher_hears_heartbeats_and_of_silent_nodes() -> None:
 
 async def test_watcher_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvservice.lookup.watch.QUEUE_BYTES_MAX", 1 << 20)
-    async with one_lookup() as address, client([address]) as asking, grpc.aio.insecure_channel(address) as channel:
+    async with one_lookup() as address, grpc.aio.insecure_channel(address) as channel:
         stub = lookup_pb2_grpc.LookupServiceStub(channel)
         events = stub.Watch(lookup_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION), timeout=20)
         await events.read()  # subscribed
@@ -541,5 +547,4 @@ async def test_watcher_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyP
             while True:
                 assert await events.read() is not grpc.aio.EOF, "ended without a reason"  # type: ignore[attr-defined]
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        (stats,) = await asking.stats()
-        assert stats is not None and stats.counters["watchers_cut_off"] == 1
+        assert (await stats_of(address)).counters["watchers_cut_off"] == 1
