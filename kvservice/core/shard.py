@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.acquisition import check_seconds
@@ -57,6 +58,14 @@ from kvservice.core.tier.tiers import Tiers
 from kvservice.core.writes import Writes
 from kvservice.errors import InvalidRequest, KVServiceError
 from kvservice.units import AttachmentId, BlockKey, BootEpoch, NodeId, SlotIndex, SpanRoute
+
+
+class _Timed(Protocol):
+    """A part that has something to do when time passes."""
+
+    def tick(self, now: float) -> None: ...
+
+    def next_deadline(self) -> float | None: ...
 
 
 class ShardState:
@@ -128,9 +137,9 @@ class ShardState:
         self._writes = Writes(shard, self._acquisitions, self._hinted)
         self._suspects = Suspects(shard, self._holds)
         self._attachments = Attachments(shard, self._writes, self._end_attachment)
-        timed = (self._leases, self._acquisitions, self._tails, self._warming, self._pulls, self._clearing)
-        rest = (self._handoffs, self._takeovers, self._leaving, self._tiers)
-        self._with_deadlines = tuple(part.next_deadline for part in (*timed, *rest))
+        first = (self._acquisitions, self._tails, self._warming, self._clearing, self._pulls)
+        self._timed: tuple[_Timed, ...] = (*first, self._handoffs, self._takeovers, self._leaving)
+        self._with_deadlines = tuple(part.next_deadline for part in (self._leases, self._tiers, *self._timed))
         self._handlers = self._make_handlers()
 
     def _make_handlers(self) -> dict[type, Callable[..., None]]:
@@ -156,7 +165,7 @@ class ShardState:
             ev.Digested: self._digested,
             ev.Resolved: self._resolved,
             ev.Located: lambda e, now: self._pulls.located(e.fetch, e.result, e.sent_at, now),
-            ev.Followed: lambda e, now: self._acquisitions.followed(e, now),
+            ev.Followed: self._acquisitions.followed,
             ev.Pulled: lambda e, now: self._pulls.pulled(e.job, e.results, now),
             ev.BroughtBack: lambda e, now: self._pulls.brought_back(e.job, e.blocks, now),
             ev.WritesEnded: lambda e, now: self._pulls.writes_ended(e.job),
@@ -461,14 +470,8 @@ class ShardState:
     def _tick(self, event: ev.Tick, now: float) -> None:
         for lease in self._leases.expire(now):
             self._store.unpin(lease.slots)
-        self._acquisitions.tick(now)
-        self._tails.tick(now)
-        self._warming.tick(now)
-        self._clearing.tick(now)
-        self._pulls.tick(now)
-        self._handoffs.tick(now)
-        self._takeovers.tick(now)
-        self._leaving.tick(now)
+        for part in self._timed:
+            part.tick(now)
 
     def _set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         self._store.accounts.set_limits(limits)
