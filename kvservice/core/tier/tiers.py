@@ -494,8 +494,7 @@ class Tiers:
 
     def with_disks(self, tenants: Iterable[TenantUsage]) -> tuple[TenantUsage, ...]:
         """These rows, with what the tenants have in the tiers of this node."""
-        books = [tier.books.accounts for tier in self._tiers.values() if tier.books is not None]
-        found = [{row.name: row for row in accounts.usage()} for accounts in books]
+        found = [{row.name: row for row in books.accounts.usage()} for books in self._own]
         return tuple(
             replace(
                 tenant,
