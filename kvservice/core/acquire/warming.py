@@ -105,6 +105,9 @@ class Warming:
         """The Acquire at the end of a Warm: these pinned slots are here, the first `chain` of them of its chain."""
         warm = self._open[0]
         assert warm.op == op, "somebody else's blocks"
+        if any(slot.block is None for slot in slots):  # given up since they were pinned: nobody reads the prompt now
+            self._shard.store.unpin(slots)
+            slots, chain, reason = [], 0, MissReason.NEVER_STORED
         request, account = warm.event.request, warm.event.account
         if chain < warm.done:
             warm.reason = reason

@@ -11,7 +11,8 @@ from kvservice.core import events as ev
 from kvservice.core.acquire import clearing
 from kvservice.core.acquire.clearing import CLEAR_MARKS_MAX, ClearResult
 from kvservice.core.block.marks import FUTURE_SECONDS_MAX, MARK_SECONDS, Mark, MarkKind
-from kvservice.core.messages import MissReason, SealStatus, TakeOverItem
+from kvservice.core.messages import MissReason, SealStatus, TakeOverItem, WarmResult
+from kvservice.core.slices import SliceSizes
 from kvservice.core.tier.rules import TierRules, WriteMoment
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import InvalidRequest
@@ -88,6 +89,23 @@ def test_what_is_held_for_nobody_is_not_held_after_a_clear() -> None:
     harness.clear(MarkKind.PROMPT, keys=CHAIN)
     assert [pin.name for pin in harness.state.pins(harness.now)] == ["other"]
     assert (harness.slots("leased"), harness.keys_held()) == (3, set(OTHER))
+
+
+@pytest.mark.parametrize("pin", ["", "system"])
+def test_a_warm_holds_nothing_that_a_clear_took_meanwhile(pin: str) -> None:
+    """Its blocks are pinned in slices, and the clear comes between two of them."""
+    harness = CoreHarness(slab_count=8, slices=SliceSizes(blocks=1))
+    harness.store(harness.attach(), CHAIN)
+    harness.waits = True
+    op = harness.warm(CHAIN, pin=pin)
+    harness.clear(MarkKind.PROMPT, keys=CHAIN)
+    assert harness.slots("leased") == 1, "of the first slice"
+    while harness.turns:
+        harness.go_on()
+    harness.resolved(op)
+    result = harness.reply(op)
+    assert isinstance(result, WarmResult) and (result.held, result.miss) == (0, MissReason.NEVER_STORED)
+    assert not harness.state.pins(harness.now) and harness.slots("leased") == 0
 
 
 def test_a_seal_that_began_before_is_dropped() -> None:
