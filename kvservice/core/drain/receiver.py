@@ -119,7 +119,7 @@ class TakeOvers:
 
     def _take_room(self, take: _Take, result: LocateResult, now: float) -> tuple[list[BlockHandle], list[Slot]]:
         """Slots for those leased blocks that are worth them."""
-        offer, size = take.offer, take.offer.payload_bytes
+        offer, size, freshness = take.offer, take.offer.payload_bytes, self._shard.freshness
         positions: list[int] = []
         handles: list[BlockHandle] = []
         slots: list[Slot] = []
@@ -129,6 +129,8 @@ class TakeOvers:
             if handle is None or handle.key != item.key or handle.length != size:
                 continue  # the leaving node does not have it any more
             account = self._store.accounts.account_of(item.account_tag)
+            if not freshness.accepts(freshness.scopes(item.key, account, b""), handle.stored_at, now):
+                continue  # it would not be kept, so it is not read
             used_at = take.asked_at - item.idle_seconds
             slot = self._store.reserve_for_handover(used_at, Want(size, now, account, room_for))
             if slot is None and self._store.accounts.over_quota(account, size):

@@ -19,7 +19,7 @@ from kvservice.core.store.slots import Block
 from kvservice.units import BlockKey, MiB, NodeId
 
 QUEUE_MAX = 4096  # blocks that wait; further ones are dropped
-TAKEN_MAX = 65_536  # blocks here that a receiver took, about 10 MB; a forgotten one is offered again, and held there
+TAKEN_MAX = 65_536  # blocks here that a receiver took or did not want, about 10 MB; a forgotten one is offered again
 OFFER_BLOCKS_MAX = 64  # of one offer: as of a leaving node
 OFFER_BYTES_MAX = 64 * MiB  # the same in bytes
 OFFERED_SHARE = 1 / 16  # of the memory, in one offer: a receiver pins it while it reads
@@ -57,7 +57,7 @@ class Spill:
         self._counters = shard.counters
         self._offer_bytes_max = min(OFFER_BYTES_MAX, int(shard.geometry.slabs_bytes * OFFERED_SHARE))
         self._waiting: dict[BlockKey, None] = {}  # in their order
-        self._taken: BoundedTable[BlockKey, bool] = BoundedTable(TAKEN_MAX)
+        self._decided: BoundedTable[BlockKey, bool] = BoundedTable(TAKEN_MAX)
         self._receivers: dict[NodeId, _Receiver] = {}  # those that get offers
         self._offers: dict[int, _SpillOffer] = {}
         self._next_offer = OFFER_NUMBERS_FROM
@@ -77,8 +77,8 @@ class Spill:
         return any(key in offer.keys for offer in self._offers.values())
 
     def put(self, block: Block, now: float) -> None:
-        """Queue a cold block, unless somebody took it already, or nobody accepts blocks."""
-        known = block.key in self._waiting or self._is_offered(block.key) or self._taken.get(block.key)
+        """Queue a cold block, unless a receiver has decided on it, or nobody accepts blocks."""
+        known = block.key in self._waiting or self._is_offered(block.key) or self._decided.get(block.key)
         if known or (not self._receivers and now < self._ask_at):
             return
         if len(self._waiting) >= QUEUE_MAX:
@@ -88,7 +88,7 @@ class Spill:
 
     def left_memory(self, key: BlockKey) -> None:
         """A block was evicted here. If it is ever computed again, the receiver has lost it, too."""
-        self._taken.pop(key)
+        self._decided.pop(key)
 
     def work(self, now: float) -> None:
         """Ask who accepts blocks, and offer some. Called after every event; cheap when nothing waits."""
@@ -151,8 +151,8 @@ class Spill:
             return
         kept = () if result is None else result.kept
         for key, is_kept in zip(offer.keys, kept, strict=False):
-            if is_kept:
-                self._taken.put(key, True)
+            if is_kept or not (result and result.full):  # refused with room left: it would be refused again
+                self._decided.put(key, True)
         self._counters["spill_blocks_taken"] += sum(kept)
         if result is None or result.full:
             self._counters["spill_refused"] += 1

@@ -8,11 +8,13 @@ import pytest
 
 from kvservice.core import events as ev
 from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS, LOCATE_GIVE_UP_SECONDS
+from kvservice.core.block.marks import MarkKind
 from kvservice.core.drain.receiver import TAKES_MAX
 from kvservice.core.messages import TakeOverItem, TakeOverResult
 from kvservice.errors import Exhausted, InvalidRequest, Unavailable, UnsupportedLayout
 from kvservice.testing.builders import (
     SMALL,
+    WALL,
     CoreHarness,
     content_of,
     make_chain,
@@ -181,6 +183,21 @@ def test_what_does_not_arrive_well_is_not_kept(result: ev.PullResult) -> None:
     receiver.send(ev.WritesEnded(receiver.pulls[-1].job))
     receiver.advance(61.0)
     assert receiver.slots("free") == receiver.state.capacity
+
+
+def test_what_is_from_before_a_clear_is_not_read() -> None:
+    """The receiver does not know the model of an offered block, so each clear of a model counts."""
+    receiver = Receiver()
+    receiver.clear(MarkKind.MODEL, "another model")
+    op = receiver.offer(CHAIN)
+    receiver.located(receiver.locates[-1], make_located(CHAIN, stored_at=WALL))
+    assert receiver.taken(op) == TakeOverResult((False,) * 4, full=False)
+    assert not receiver.pulls and len(receiver.remote_releases) == 1
+    receiver.advance(60.0)
+    op = receiver.offer(CHAIN)
+    receiver.located(receiver.locates[-1], make_located(CHAIN, stored_at=WALL + 150.0))
+    receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)
+    assert receiver.taken(op).kept == (True,) * 4, "what was stored since is read"
 
 
 def test_an_offer_is_answered_in_time_whatever_the_leaver_does() -> None:

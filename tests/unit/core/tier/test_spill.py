@@ -80,6 +80,18 @@ def test_cold_blocks_are_offered_ahead_of_need(sender: Sender) -> None:
     assert sender.keys_held() == set(CHAIN), "they stay until the room is needed"
 
 
+def test_a_block_that_a_receiver_refused_is_not_offered_again(sender: Sender) -> None:
+    """Such as one from before a clear, whose bytes would be asked for several times a second."""
+    sender.fill()
+    sender.find(peer())
+    offered: list[BlockKey] = []
+    while sender.offers:
+        offered += sender.answer(kept=False)
+    assert offered == list(CHAIN[::-1])
+    sender.clean()
+    assert not sender.offers and sender.count("spill_blocks_taken") == 0
+
+
 def test_nothing_is_asked_while_memory_is_free(sender: Sender) -> None:
     sender.fill(CHAIN[:20])
     assert not sender.searches
