@@ -69,6 +69,9 @@ def wire_openai(config: Mapping[str, Any]) -> tuple[KVServiceSection, dict[str, 
             )
     chosen = ids if section.models is None else section.models
     wired = [_wired(model, section, "kv_both") if model.model_id in chosen else model for model in models]
+    for model in wired:
+        if model.model_id in chosen and model.server_cls is None:
+            model.server_cls = ray_llm.LLMServer
     return section, _with_ingress({**rest, "llm_configs": wired}, section)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -35,6 +36,7 @@ try:
         ErrorResponse,
         to_model_metadata,
     )
+    from ray.llm._internal.serve.core.server.llm_server import LLMServer as PlainServer
     from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
         BaseConnectorBackend,
         clamp_request_to_single_token,
@@ -64,6 +66,7 @@ HANDOFFS_MAX = 4096
 PREFILL_CHOICE_SECONDS = 2.0  # If no prefill replica is free by then, the decode replica computes the prompt itself.
 # While there is none, one request looks so often at the least, and the others do not wait.
 PREFILL_AGAIN_SECONDS = 5.0
+ENGINE_DEAD = "EngineDeadError"  # vLLM's, which the ingress does not import
 TRY_AGAIN_SECONDS = 0.2  # Between two tries of a request, so that Serve can notice that the replica is dead.
 
 _DRAINING: set[asyncio.Task[None]] = set()  # of this replica: the loop alone would not keep them alive
@@ -141,7 +144,51 @@ def _params(request: Any, ours: Mapping[str, Any]) -> dict[str, Any] | None:
     return {NAME: {"version": VERSION, **asked, **ours}} if asked or ours else None
 
 
-class DecodeServer(PDDecodeServer):  # type: ignore[misc]
+class EndsWithItsEngine:
+    """Mixed into a server: its process ends as soon as its engine is dead.
+
+    Serve asks for a replica's health three times before it stops it, which takes a minute. Meanwhile such a replica
+    refuses at once what it gets, so its queue is the shortest one, and a second try reaches it again. Serve and all
+    routers know at once of a process that ended.
+    """
+
+    async def check_health(self) -> None:
+        try:
+            await super().check_health()  # type: ignore[misc]
+        except Exception as error:
+            _end_if_dead(error)
+            raise
+
+    async def _run_request(self, request: Any, **how: Any) -> AsyncGenerator[Any, None]:
+        return self._while_alive(await super()._run_request(request, **how))  # type: ignore[misc]
+
+    async def _while_alive(self, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """vLLM tells a stream of its engine's death in a chunk, as of any other error: that chunk is not sent."""
+        try:
+            async with contextlib.aclosing(answer):
+                async for chunk in answer:
+                    await self.check_health()
+                    yield chunk
+        except Exception as error:
+            _end_if_dead(error)
+            raise
+
+
+def _end_if_dead(error: Exception) -> None:
+    if type(error).__name__ == ENGINE_DEAD:
+        log.error("the engine is dead, so its replica ends: Serve starts another one")
+        os._exit(1)  # an exception would answer this request only
+
+
+class LLMServer(EndsWithItsEngine, PlainServer):  # type: ignore[misc]
+    pass
+
+
+class PrefillServer(EndsWithItsEngine, PDPrefillServer):  # type: ignore[misc]
+    pass
+
+
+class DecodeServer(EndsWithItsEngine, PDDecodeServer):  # type: ignore[misc]
     """Sends a prompt to a prefill replica and to its own engine at once. The request is answered even if the prefill
     fails: the own engine computes the blocks that did not arrive."""
 
@@ -238,7 +285,7 @@ def is_replica_loss(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, RayActorError) or type(error).__name__ in ("EngineDeadError", "ReplicaUnavailableError"):
+        if isinstance(error, RayActorError) or type(error).__name__ in (ENGINE_DEAD, "ReplicaUnavailableError"):
             return True
         error = getattr(error, "cause", None) or error.__cause__
     return False
@@ -256,7 +303,7 @@ def pd_application(arguments: dict[str, Any]) -> Any:
 
     checked = PDServingArgs.model_validate(arguments)
     prefill, decode = checked.prefill_config, checked.decode_config
-    prefill_app = build_llm_deployment(prefill, name_prefix="Prefill:", deployment_cls=PDPrefillServer)
+    prefill_app = build_llm_deployment(prefill, name_prefix="Prefill:", deployment_cls=PrefillServer)
     decode_app = build_llm_deployment(
         decode, name_prefix="Decode:", bind_kwargs={"prefill_server": prefill_app}, deployment_cls=DecodeServer
     )

@@ -128,3 +128,9 @@ def replica_processes(deployment: str, node: Any = None) -> list[psutil.Process]
             if "ServeReplica" in " ".join(process.cmdline()) and deployment in " ".join(process.cmdline()):
                 found.append(process)
     return found
+
+
+def kill_engine(replica: psutil.Process) -> None:
+    """The engine's process dies, its replica's lives."""
+    (engine_process,) = [child for child in replica.children() if "EngineCore" in child.name()]
+    engine_process.kill()

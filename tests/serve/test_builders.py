@@ -61,6 +61,13 @@ def test_models_that_are_not_named_stay_without() -> None:
         app.wire_openai({"llm_configs": [model("a"), model("b")], "kvservice": {**wanted, "models": ["c"]}})
 
 
+def test_a_server_that_a_user_chose_does_not_end_with_its_engine() -> None:
+    theirs = {**model("b"), "server_cls": "ray.llm._internal.serve.core.server.llm_server.LLMServer"}
+    given = {"llm_configs": [model("a"), theirs, model("c")], "kvservice": {"router": "default", "models": ["a", "b"]}}
+    _, arguments = app.wire_openai(given)
+    assert [c.server_cls for c in arguments["llm_configs"]] == [ray_llm.LLMServer, LLMServer, None]
+
+
 def test_a_users_ingress_is_kept() -> None:
     theirs = {"ingress_cls": "ray.serve.llm.ingress:OpenAiIngress"}
     given = {"llm_configs": [model("a")], "ingress_cls_config": theirs, "kvservice": {"router": "default"}}

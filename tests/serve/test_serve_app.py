@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -31,6 +32,7 @@ from tests.serve.serving import (
     counters,
     deploy_file,
     engine,
+    kill_engine,
     known_keys,
     node,
     replica_processes,
@@ -190,6 +192,21 @@ def test_no_request_fails_while_ray_takes_a_node_away(apps: Serving) -> None:
         eventually(lambda: not replica_processes("Decode", leaving), "the decode replica to be replaced", 300)
         cluster.remove_node(leaving)
         asking.more_answers(6)
+
+
+def test_an_engines_death_ends_its_replica_and_fails_no_request(apps: Serving) -> None:
+    """Serve would use the replica for another minute, and it would refuse at once whatever it got."""
+    for deployment in ("LLMServer", "Prefill"):
+        replica = replica_processes(deployment)[0]
+        with Asking(apps, 30_000) as asking:
+            asking.more_answers(4)
+            kill_engine(replica)
+            asking.more_answers(8)
+        eventually(lambda replica=replica: ended(replica), "the replica whose engine died to end", 15)
+
+
+def ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def test_no_request_fails_while_replica_and_service_die(apps: Serving) -> None:
