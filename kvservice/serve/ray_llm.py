@@ -33,6 +33,7 @@ try:
     from ray.llm._internal.serve.constants import RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING
     from ray.llm._internal.serve.core.configs.openai_api_models import (
         ChatCompletionRequest,
+        ErrorInfo,
         ErrorResponse,
         to_model_metadata,
     )
@@ -261,8 +262,8 @@ async def _drain(answer: Any, reserved: contextlib.AsyncExitStack) -> None:
 class RetryingIngress(OpenAiIngress):  # type: ignore[misc]
     """Sends a request to another replica if one died before it answered anything.
 
-    An answer that has begun to stream cannot be repeated. After REQUEST_TRIES replicas were lost the request is
-    refused, because it may be what crashes them.
+    An answer that has begun to stream cannot be repeated: its stream ends with an error. After REQUEST_TRIES replicas
+    were lost the request is refused, because it may be what crashes them.
     """
 
     async def _get_response(self, *, body: Any, call_method: str, raw_request: Any | None = None) -> AsyncIterator[Any]:
@@ -274,10 +275,21 @@ class RetryingIngress(OpenAiIngress):  # type: ignore[misc]
                     yield chunk
                 return
             except Exception as error:
-                if begun or number == REQUEST_TRIES or not is_replica_loss(error):
+                if begun:
+                    log.warning("an answer that had begun was lost: %s", type(error).__name__)
+                    yield _end_of_stream(error)
+                    return
+                if number == REQUEST_TRIES or not is_replica_loss(error):
                     raise
                 log.warning("a replica was lost, so its request is sent again: %s", type(error).__name__)
             await asyncio.sleep(TRY_AGAIN_SECONDS)
+
+
+def _end_of_stream(error: Exception) -> str:
+    """As vLLM ends a stream that failed. Serve would end it as if it were whole."""
+    what = f"the answer was cut off ({type(error).__name__}): send the request again"
+    told = ErrorResponse(error=ErrorInfo(message=what, type="InternalServerError", code=500))
+    return f"data: {told.model_dump_json()}\n\ndata: [DONE]\n\n"
 
 
 def is_replica_loss(error: BaseException | None) -> bool:

@@ -15,10 +15,11 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray import serve
 
 pytest.importorskip("ray.serve.llm")
 
-from openai import OpenAI
+from openai import APIError, OpenAI
 
 from examples.demo.serve import MODEL, wait_running
 from kvservice.actors import deploy
@@ -194,21 +195,6 @@ def test_no_request_fails_while_ray_takes_a_node_away(apps: Serving) -> None:
         asking.more_answers(6)
 
 
-def test_an_engines_death_ends_its_replica_and_fails_no_request(apps: Serving) -> None:
-    """Serve would use the replica for another minute, and it would refuse at once whatever it got."""
-    for deployment in ("LLMServer", "Prefill"):
-        replica = replica_processes(deployment)[0]
-        with Asking(apps, 30_000) as asking:
-            asking.more_answers(4)
-            kill_engine(replica)
-            asking.more_answers(8)
-        eventually(lambda replica=replica: ended(replica), "the replica whose engine died to end", 15)
-
-
-def ended(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
 def test_no_request_fails_while_replica_and_service_die(apps: Serving) -> None:
     """The replica is killed, the service restarted."""
     with Asking(apps, 20_000) as asking:
@@ -223,3 +209,60 @@ def test_no_request_fails_while_replica_and_service_die(apps: Serving) -> None:
         assert ensure_service(section).started
         asking.more_answers(6)
         eventually(lambda: counters().get("blocks_sealed", 0) > 0, "engines that store again", 60)
+
+
+def test_an_engines_death_ends_its_replica_and_fails_no_request(apps: Serving) -> None:
+    """Serve would use the replica for another minute, and it would refuse at once whatever it got."""
+    both_run()
+    for deployment in ("LLMServer", "Prefill"):
+        replica = replica_processes(deployment)[0]
+        with Asking(apps, 30_000) as asking:
+            asking.more_answers(4)
+            kill_engine(replica)
+            asking.more_answers(8)
+        eventually(lambda replica=replica: ended(replica), "the replica whose engine died to end", 15)
+
+
+def both_run() -> None:
+    """Serve has replaced the replica of "plain" that an earlier test killed."""
+    deployments = serve.status().applications["plain"].deployments
+    (name,) = [name for name in deployments if "LLMServer" in name]
+    eventually(
+        lambda: serve.status().applications["plain"].deployments[name].replica_states.get("RUNNING", 0) == 2,
+        "two replicas of plain",
+        300,
+    )
+
+
+def ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stream_whose_replica_is_killed_ends_with_an_error(apps: Serving) -> None:
+    both_run()
+    with client(apps, "plain") as api:
+        streams = [long_stream(api, number) for number in range(2)]  # round-robin: one at each replica
+        for stream in streams:
+            next(stream)
+        replica_processes("LLMServer")[0].kill()
+        ends = [end_of(stream) for stream in streams]
+    assert sorted(ends) == ["error", "length"]
+
+
+def long_stream(api: OpenAI, number: int) -> Iterator[Any]:
+    return iter(
+        api.completions.create(
+            model=MODEL, prompt=prompt(number), max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        )
+    )
+
+
+def end_of(stream: Iterator[Any]) -> str:
+    """Why it ended, by its last chunk; `error` if it says that it failed."""
+    reason = ""
+    try:
+        for chunk in stream:
+            reason = chunk.choices[0].finish_reason or reason
+    except APIError:
+        return "error"
+    return reason
