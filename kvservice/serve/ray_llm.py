@@ -139,6 +139,13 @@ def _asked(request: Any) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if name not in OF_HANDOFFS}
 
 
+def _is_handed_over(request: Any) -> bool:
+    """Whether a prefill replica is to compute the prompt. A hand-off goes through the pool, and where the answer is
+    about the prompt's tokens vLLM computes them all, whatever is in the cache."""
+    about_prompt = getattr(request, "prompt_logprobs", None) is not None or getattr(request, "echo", None) is True
+    return not about_prompt and _asked(request).get(STORE) is not False
+
+
 def _params(request: Any, ours: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the client asks, with our part of a hand-off. None if there is neither."""
     asked = _asked(request)
@@ -198,9 +205,10 @@ class DecodeServer(EndsWithItsEngine, PDDecodeServer):  # type: ignore[misc]
         backend = self._get_connector_backend()
         call = getattr(self._prefill_for(raw_request_info), method)
         async with contextlib.AsyncExitStack() as stack:
-            is_kept_out = _asked(request).get(STORE) is False  # a hand-off goes through the pool
             sent_to: Future[str] = Future()
-            selection = None if is_kept_out else await _choose(stack, call, request, sent_to, backend.choices)
+            selection = None
+            if _is_handed_over(request):
+                selection = await _choose(stack, call, request, sent_to, backend.choices)
             peer = {} if selection is None else selection.replica_metadata or {}
             if selection is not None and peer.get("node"):
                 prefill = backend.prepare_prefill_request(request=request, peer=peer)

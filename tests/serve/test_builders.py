@@ -247,6 +247,15 @@ async def test_a_prompt_that_must_not_be_stored_is_handed_to_nobody() -> None:
 
 
 @pytest.mark.usefixtures("two_pieces")
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 1}, {"echo": True}])
+async def test_no_prefill_computes_what_the_decode_must_compute(asked: dict[str, Any]) -> None:
+    prefill, request = Chosen(), Request()
+    request.__dict__.update(asked)
+    assert len(await all_of(Decode(prefill)._pd_handle_request(request))) == 2
+    assert not prefill.asked
+
+
+@pytest.mark.usefixtures("two_pieces")
 async def test_without_prefill_replicas_few_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     class Nobody(Chosen):
         @contextlib.asynccontextmanager
