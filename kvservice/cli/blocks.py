@@ -81,7 +81,7 @@ def collect(service: str | None, lookup: Sequence[str] | None, selected: Selecti
             return await list_blocks(channels, chosen, wanted, selected.limit if selected.sort is None else SORTED_MAX)
 
     found = asyncio.run(read())
-    silent = tuple(f"node {node} is silent" for node in sorted(members.unheard) if node.startswith(selected.node or ""))
+    silent = silent_nodes(members, selected.node)
     whole = replace(found, complete=found.complete and not silent, problems=(*found.problems, *silent))
     return arrange(whole, selected)
 
@@ -109,6 +109,11 @@ def choose_nodes(members: Members, wanted: str | None) -> dict[str, str]:
             raise NoService(f"node {', '.join(unheard)} is silent: `kvservice doctor`, on its machine, says what to do")
         raise ConfigError(f"no node's id begins with {wanted!r}; there is {', '.join(sorted(members.shards))}")
     return chosen
+
+
+def silent_nodes(members: Members, wanted: str | None) -> tuple[str, ...]:
+    """What to say about the shards that do not answer, of those whose node's id begins with this."""
+    return tuple(f"node {node} is silent" for node in sorted(members.unheard) if node.startswith(wanted or ""))
 
 
 def arrange(found: BlockList, selected: Selection) -> BlockList:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvservice.cli.blocks import choose_nodes
+from kvservice.cli.blocks import choose_nodes, silent_nodes
 from kvservice.cli.drawing import plain, problem_line, span, table
 from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
-from kvservice.errors import ConfigError, Forbidden, KVServiceError, Unauthenticated
+from kvservice.errors import ConfigError, Forbidden, KVServiceError, NoService, Unauthenticated
 from kvservice.units import format_bytes
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class HeldPrompts:
 class HeldReport:
     nodes: tuple[HeldPrompts, ...]
     held_seconds: float  # 0 = until it is unpinned
+    problems: tuple[str, ...] = ()  # nodes that did not answer
 
     @property
     def holds(self) -> bool:
@@ -98,8 +99,8 @@ def warm(service: str | None, lookup: Sequence[str] | None, wanted: Wanted, form
     if wanted.pin and len(questions) != 1:
         raise ConfigError(f"{wanted.file} has {len(questions)} prompts, and a pin holds one: use a name for each")
 
-    async def hold(client: OperatorClient, shards: dict[str, str]) -> HeldReport:
-        kinds = await _engines(client, shards, wanted)
+    async def hold(client: OperatorClient, shards: dict[str, str], silent: tuple[str, ...]) -> HeldReport:
+        kinds, failed = await _engines(client, shards, wanted)
         with Progress("pinning" if wanted.pin else "warming") as progress:
             done, total = itertools.count(1), len(kinds) * len(questions)
 
@@ -113,11 +114,12 @@ def warm(service: str | None, lookup: Sequence[str] | None, wanted: Wanted, form
         if all(row.short == len(questions) for row in rows):
             tokens = min(kind.layout.block_tokens for kind in kinds.values())
             raise ConfigError(f"no prompt of {wanted.file} is as long as one block of {tokens} tokens")
-        return HeldReport(tuple(rows), 0.0 if wanted.pin else wanted.hold)
+        return HeldReport(tuple(rows), 0.0 if wanted.pin else wanted.hold, (*silent, *failed))
 
     report = _with_shards(service, lookup, wanted.nodes, hold)
     write(report, lambda found, _: draw(found), form)
-    return not any(row.error for row in report.nodes) and (report.holds or not wanted.pin)
+    failed = report.problems or any(row.error for row in report.nodes)
+    return not failed and (report.holds or not wanted.pin)
 
 
 def unpin(
@@ -125,8 +127,8 @@ def unpin(
 ) -> bool:
     """End a pin at every node, or at these. Returns False if no node had it or one did not answer."""
 
-    async def end(client: OperatorClient, shards: dict[str, str]) -> PinList:
-        return await _rows(shards, lambda address: _unpinned(client, address, name))
+    async def end(client: OperatorClient, shards: dict[str, str], silent: tuple[str, ...]) -> PinList:
+        return await _rows(shards, silent, lambda address: _unpinned(client, address, name))
 
     found = _with_shards(service, lookup, nodes, end)
     write(found, lambda found, _: draw_pins(found, f"No node has a pin {name!r}.", "let go"), form)
@@ -136,8 +138,8 @@ def unpin(
 def pins(service: str | None, lookup: Sequence[str] | None, form: Format) -> bool:
     """Print the pins of every node. Returns False if one did not answer."""
 
-    async def ask(client: OperatorClient, shards: dict[str, str]) -> PinList:
-        return await _rows(shards, client.pins)
+    async def ask(client: OperatorClient, shards: dict[str, str], silent: tuple[str, ...]) -> PinList:
+        return await _rows(shards, silent, client.pins)
 
     found = _with_shards(service, lookup, (), ask)
     write(found, lambda found, _: draw_pins(found, "Nothing is pinned.", "pinned"), form)
@@ -151,19 +153,21 @@ def _with_shards(
     service: str | None,
     lookup: Sequence[str] | None,
     nodes: Sequence[str],
-    work: Callable[[OperatorClient, dict[str, str]], Awaitable[T]],
+    work: Callable[[OperatorClient, dict[str, str], tuple[str, ...]], Awaitable[T]],
 ) -> T:
+    """What `work` returns for these nodes, given the addresses of their shards and what to say of the silent ones."""
     from kvservice.auth.token import Token
     from kvservice.client.members import find_members
     from kvservice.client.operator import OperatorClient
 
     members = find_members(service, lookup)
     shards = {node: address for name in nodes or [""] for node, address in choose_nodes(members, name).items()}
+    silent = tuple(dict.fromkeys(line for name in nodes or [""] for line in silent_nodes(members, name)))
 
     async def run() -> T:
         client = OperatorClient(members.tls, Token.of_command())
         try:
-            return await work(client, shards)
+            return await work(client, shards, silent)
         finally:
             await client.close()
 
@@ -186,26 +190,34 @@ async def answers(
     return dict(zip(shards, await asyncio.gather(*map(one, shards.values())), strict=True))
 
 
-async def _engines(client: OperatorClient, shards: dict[str, str], wanted: Wanted) -> dict[str, EngineKind]:
-    """The engines that the prompts are for, by node. Raises ConfigError for none, or several kinds at one."""
+async def _engines(
+    client: OperatorClient, shards: dict[str, str], wanted: Wanted
+) -> tuple[dict[str, EngineKind], list[str]]:
+    """The engines that the prompts are for, by node, and what to say of the nodes that did not tell. Raises ConfigError
+    for none, or several kinds at one, and NoService if no node told."""
     found: dict[str, EngineKind] = {}
     seen: set[str] = set()
+    failed: list[str] = []
     for node, answer in (await answers(shards, client.engines)).items():
-        kinds = [] if isinstance(answer, KVServiceError) else list(answer)
-        seen |= {kind.model for kind in kinds}
-        kinds = [kind for kind in kinds if kind.model == wanted.model]
+        if isinstance(answer, KVServiceError):
+            failed.append(f"node {node}: {answer.message}")
+            continue
+        seen |= {kind.model for kind in answer}
+        kinds = [kind for kind in answer if kind.model == wanted.model]
         kinds = [kind for kind in kinds if wanted.namespace in (None, kind.namespace)]
         if len(kinds) > 1:
             names = " or ".join(repr(kind.namespace) for kind in kinds)
             raise ConfigError(f"node {node} has several engines of {wanted.model}: choose --namespace {names}")
         if kinds:
             found[node] = kinds[0]
+    if len(failed) == len(shards):
+        raise NoService("; ".join(failed))
     if not found:
         known = ", ".join(sorted(seen)) or "none"
         raise ConfigError(
             f"no engine of model {wanted.model!r} is attached there; models: {known}. {NAMES_PROMPTS}", key="model"
         )
-    return found
+    return found, failed
 
 
 async def _hold(
@@ -262,9 +274,11 @@ async def _unpinned(client: OperatorClient, address: str, name: str) -> tuple[An
     return () if ended is None else (ended,)
 
 
-async def _rows(shards: dict[str, str], ask: Callable[[str], Awaitable[tuple[Any, ...]]]) -> PinList:
+async def _rows(
+    shards: dict[str, str], silent: tuple[str, ...], ask: Callable[[str], Awaitable[tuple[Any, ...]]]
+) -> PinList:
     rows: list[PinRow] = []
-    problems: list[str] = []
+    problems = list(silent)
     for node, answer in (await answers(shards, ask)).items():
         if isinstance(answer, KVServiceError):
             problems.append(f"node {node}: {answer.message}")
@@ -296,6 +310,7 @@ def draw(report: HeldReport) -> RenderableType:
             lines.append(problem_line(f"node {row.node}: {row.error}"))
     until = "until `kvservice unpin`" if not report.held_seconds else f"for {span(report.held_seconds)}"
     lines.append(Text(f"Held {until}, or until the shard ends." if report.holds else "Nothing is held."))
+    lines += map(problem_line, report.problems)
     return Group(*lines)
 
 

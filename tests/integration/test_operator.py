@@ -294,6 +294,17 @@ def test_a_hidden_node_is_shown_as_silent_wherever_one_looks(service: Service) -
     assert CliRunner().invoke(app, ["check", *lookup]).exit_code == 1
 
 
+@pytest.mark.parametrize("words", [("pins",), ("pin", "it"), ("unpin", "it"), ("warm",)])
+def test_commands_for_prompts_name_a_silent_node(service: Service, words: tuple[str, ...]) -> None:
+    """They passed, and its pins were missing without a word."""
+    service.cluster.kill("n1")
+    eventually(lambda: hidden(service, "n1"), "n1 to be hidden")
+    service.writer.put(TOKENS, np.zeros((8, 1024), "float32"))
+    prompt = (str(service.prompt), "--model", MODEL) if words[0] in ("pin", "warm") else ()
+    code, found = service.run(*words, *prompt)
+    assert (code, found["problems"]) == (1, ["node n1 is silent"])
+
+
 def test_a_clear_that_waits_goes_on_without_a_directory(tmp_path: Path) -> None:
     """It said that there was no service, and not what it had cleared."""
     with LocalCluster(2, 1, pool_bytes=16 * MiB) as cluster:
