@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from kvservice.errors import TierError
 from kvservice.plugins import TIERS, check_methods, load
 from kvservice.pool.coders import Coders, check_codecs
 from kvservice.pool.tier_specs import DISK, OBJECTS, TierSettings, TierSpec
@@ -34,6 +35,8 @@ def tier_makers(specs: tuple[TierSpec, ...], coders: Coders) -> Mapping[str, Cal
 def make_tier(spec: TierSpec, coders: Coders) -> Tier:
     """The tier, not started. Imports what it needs, which takes a while. Raises TierError, or ConfigError for a codec
     or a tier of another package that cannot be used."""
+    if spec.unusable:
+        raise TierError(spec.unusable)
     coder = coders.make(spec.codec)
     if spec.name == DISK:
         from kvservice.tier.disk import DiskTier

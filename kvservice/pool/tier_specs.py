@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -17,8 +16,6 @@ from kvservice.aio import DaemonThreads, in_thread
 from kvservice.codec.base import EXTRA_BYTES_MAX
 from kvservice.core.block.engine_names import NAMES_SUFFIX
 from kvservice.core.tier.rules import TierRules, WriteMoment
-
-log = logging.getLogger("kvservice.pool")
 
 DISK, OBJECTS = "disk", "objects"  # what people and metrics call our tiers
 NONE = "none"  # the setting of a tier without a codec
@@ -65,6 +62,7 @@ class TierSpec:
     codec: str  # NONE, or a name
     namespace: str = ""  # of an object store
     io: str = "auto"  # of a disk: tier.disk_io.DiskIO
+    unusable: str = ""  # why a disk is not touched, and the tier fails to start
 
 
 def rules_of(spec: TierSpec) -> TierRules:
@@ -86,8 +84,8 @@ class DiskWalk:
 
 
 async def find_tiers(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]:
-    """`tier_specs`, without the disk when that stops answering: a pool starts without it. Waits for a disk with many
-    files as long as it goes on answering."""
+    """`tier_specs`, with a disk that is not touched when that stops answering: a pool starts without it, and says so.
+    Waits for a disk with many files as long as it goes on answering."""
     walk = DiskWalk()
     finding = asyncio.ensure_future(
         in_thread(partial(_reached, settings, owner, walk), DaemonThreads("kvservice-find-tiers"))
@@ -101,11 +99,13 @@ async def find_tiers(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]
             return finding.result()
         reason = f"it did not answer within {FREE_SECONDS:.0f} s"
     except OSError as error:
-        reason = str(error)
+        reason = error.strerror or str(error)
     finally:
         finding.cancel()
-    log.error("disk_unusable", extra={"path": settings.disk_path, "reason": reason})
-    return tuple(spec for spec in tier_specs(settings, owner, lambda place: 0) if spec.name != DISK)
+    return tuple(
+        replace(spec, unusable=f"{spec.place} cannot be used: {reason}") if spec.name == DISK else spec
+        for spec in tier_specs(settings, owner, lambda place: 0)
+    )
 
 
 def _reached(settings: TierSettings, owner: str, walk: DiskWalk) -> tuple[TierSpec, ...]:
@@ -119,12 +119,16 @@ def _reached(settings: TierSettings, owner: str, walk: DiskWalk) -> tuple[TierSp
 
 def marks_beside(tiers: Sequence[TierSpec]) -> tuple[Path, ...]:
     """Where the marks lie that outlive the memory: beside the folders of disks."""
-    return tuple(Path(tier.place + MARKS_SUFFIX) for tier in tiers if tier.name == DISK)
+    return tuple(Path(tier.place + MARKS_SUFFIX) for tier in _usable_disks(tiers))
 
 
 def names_beside(tiers: Sequence[TierSpec]) -> tuple[Path, ...]:
     """Where it lies what engines call the blocks: beside the folders of disks."""
-    return tuple(Path(tier.place + NAMES_SUFFIX) for tier in tiers if tier.name == DISK)
+    return tuple(Path(tier.place + NAMES_SUFFIX) for tier in _usable_disks(tiers))
+
+
+def _usable_disks(tiers: Iterable[TierSpec]) -> Iterator[TierSpec]:
+    return (tier for tier in tiers if tier.name == DISK and not tier.unusable)
 
 
 def tier_specs(settings: TierSettings, owner: str, free: Callable[[Path], int]) -> tuple[TierSpec, ...]:
