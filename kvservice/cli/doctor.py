@@ -456,10 +456,10 @@ def ray_cluster() -> Iterator[Check]:
 def service_parts() -> Iterator[Check]:
     """Yields a row for every shard and lookup partition of the services that are registered on this machine."""
     from kvservice.actors.leftovers import is_ray_node, is_running
+    from kvservice.cli.doctor_tiers import troubles
     from kvservice.cli.lifecycle import ALONE
-    from kvservice.cli.status import NOT_DECODED, collect
+    from kvservice.cli.status import collect
     from kvservice.client.lookup_overview import misplaced
-    from kvservice.client.tier_overview import not_decoded
     from kvservice.discovery import HOW_TO_START, find_shards
 
     records = find_shards(live_only=False)
@@ -476,9 +476,7 @@ def service_parts() -> Iterator[Check]:
         for node in seen.nodes:
             advice = to_do.get(NodeId(node.node_id), elsewhere)
             rows.append(("shard", f"{node.label} at {node.address}", node.error, advice))
-            for tier in node.tiers:
-                if lost := not_decoded(tier):
-                    yield Check(f"{tier.name} of {service}", WARNING, f"{node.label}: {lost}", NOT_DECODED)
+            yield from troubles(service, node)
         for kind, where, error, advice in rows:
             status = PROBLEM if error else OK
             yield Check(f"{kind} of {service}", status, f"{where}: {error or 'answers'}", advice if error else "")

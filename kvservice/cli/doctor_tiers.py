@@ -1,6 +1,7 @@
-"""The rows of `kvservice doctor` about tiers: the disk of `disk_path` and the store of `objects_url`.
+"""The rows of `kvservice doctor` about tiers: the disk of `disk_path` and the store of `objects_url`, and what is wrong
+with the tiers of shards that run.
 
-Both are really written and read, beside the blocks that lie there, and nothing is left behind.
+Disk and store are really written and read, beside the blocks that lie there, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvservice.cli.doctor_check import ABSENT, OK, PROBLEM, WARNING, Check
 from kvservice.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvservice.client.overview import NodeOverview
 
 FREE_SHARE_MIN = 0.05  # of a disk; with less left, file systems get slow and fragment
 DRIVE_WRITES_MAX = 1.0  # a day: what makers grant most drives for servers that are made for reading
@@ -48,7 +53,8 @@ def disk_tier() -> Iterator[Check]:
 
     config = load_config()
     if not config.disk_path:
-        yield Check("disk_tier", ABSENT, "disk_path is not set: what memory evicts is lost", "docs/howto/tiers.md")
+        detail = "disk_path is not set: a shard started here loses what its memory evicts"
+        yield Check("disk_tier", ABSENT, detail, "docs/howto/tiers.md")
         return
     path = Path(config.disk_path)
     there = next(each for each in (path, *path.parents) if each.exists())
@@ -132,9 +138,8 @@ def object_store() -> Iterator[Check]:
 
     config = load_config()
     if not config.objects_url:
-        yield Check(
-            "object_store", ABSENT, "objects_url is not set: nodes share no object store", "docs/howto/tiers.md"
-        )
+        detail = "objects_url is not set: a shard started here shares no object store"
+        yield Check("object_store", ABSENT, detail, "docs/howto/tiers.md")
         return
     began = time.monotonic()
     tier = ObjectTier(config.objects_url, config.objects_namespace)
@@ -149,3 +154,20 @@ def object_store() -> Iterator[Check]:
     yield Check(
         "object_store", OK, f"{config.objects_url}: an object written, read and deleted in {seconds * 1000:.0f} ms"
     )
+
+
+def troubles(service: str, node: NodeOverview) -> Iterator[Check]:
+    """Yields what is wrong with the tiers of a node. Those that are well have no row."""
+    from kvservice.cli.status import NOT_DECODED
+    from kvservice.client.tier_overview import OPEN, UNUSABLE, not_decoded
+
+    for tier in node.tiers:
+        name = f"{tier.name} of {service}"
+        if tier.state == UNUSABLE:
+            advice = "restart its shard when the cause is gone; docs/howto/alerts.md#kvservicetierdown"
+            yield Check(name, PROBLEM, f"{node.label} does not use it: {tier.detail}", advice)
+        elif tier.state == OPEN and tier.detail:
+            detail = f"{node.label} does not write every block there: {tier.detail}"
+            yield Check(name, WARNING, detail, "make room there; docs/howto/alerts.md#kvservicetierwritesfail")
+        if lost := not_decoded(tier):
+            yield Check(name, WARNING, f"{node.label}: {lost}", NOT_DECODED)

@@ -23,6 +23,7 @@ from kvservice.core.segment import native
 from kvservice.discovery import ShardRecord, write_record
 from kvservice.errors import ConfigError
 from kvservice.testing.cluster import LocalCluster
+from kvservice.testing.eventually import eventually
 from kvservice.tier.mounts import MountPoint
 from kvservice.units import BootEpoch, GiB, MiB, NodeId
 from tests.integration import certificates
@@ -306,6 +307,18 @@ def test_every_part_of_a_running_service_has_its_row(monkeypatch: pytest.MonkeyP
     assert {check.status for check in checks} == {OK}, checks
     assert kinds.count("shard") == 2
     assert kinds.count("lookup") >= 1
+
+
+@pytest.mark.processes
+def test_a_tier_that_a_shard_does_not_use_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`status` says that the doctor knows what to do, and the doctor said that all was well."""
+    taken = tmp_path / "a file"
+    taken.write_text("")
+    with LocalCluster(nodes=1, transport="shm", environment={"KVSERVICE_DISK_PATH": str(taken)}) as cluster:
+        monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+        eventually(lambda: cluster.stats("n0").tiers[0].state == "failed", "the tier to have failed")
+        (found,) = [check for check in doctor.guarded(doctor.service_parts) if check.status == PROBLEM]
+    assert found.name.startswith("disk of") and str(taken) in found.detail and "restart its shard" in found.advice
 
 
 @pytest.mark.processes
