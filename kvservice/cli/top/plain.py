@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvservice.cli.drawing import percent, used_of
 from kvservice.cli.status import node_names
-from kvservice.cli.top.trends import Trends
+from kvservice.cli.top.trends import NO_RATES, Trends
 from kvservice.units import format_bytes, printable
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ HEAD = _COLUMNS.format(
 async def follow(
     read: Callable[[], Awaitable[Overview]], write: Callable[[str], None], seconds: float, count: int | None
 ) -> None:
-    """Write a round of lines every `seconds`, `count` rounds or for ever. The first round has totals since the start,
-    as vmstat's; then come rates."""
+    """Write a round of lines every `seconds`, `count` rounds or for ever. The first round has the hit rate since
+    the start, and no rates."""
     trends = Trends()
     rounds = 0
     while count is None or rounds < count:
@@ -55,6 +55,13 @@ def _line(at: float, name: str, node: NodeOverview, trends: Trends, is_first: bo
     hit_rate = rates.hit_rate
     if is_first and node.windows:
         hit_rate = node.windows[0].hit_rate
+    per_second = (
+        f"{rates.asked_blocks:.0f}",
+        format_bytes(int(rates.hit_bytes)),
+        format_bytes(int(rates.stored_bytes)),
+        format_bytes(int(rates.fetched_bytes)),
+        f"{rates.evicted_blocks:.0f}",
+    )
     reserved = next(usage.bytes for usage in node.pool.states if usage.state == "reserved")
     return _COLUMNS.format(
         _clock(at),
@@ -63,11 +70,7 @@ def _line(at: float, name: str, node: NodeOverview, trends: Trends, is_first: bo
         f"{node.pool.used_percent:.0f} %" if node.pool.total_bytes else "-",
         format_bytes(reserved),
         percent(hit_rate),
-        f"{rates.asked_blocks:.0f}",
-        format_bytes(int(rates.hit_bytes)),
-        format_bytes(int(rates.stored_bytes)),
-        format_bytes(int(rates.fetched_bytes)),
-        f"{rates.evicted_blocks:.0f}",
+        *(per_second if rates is not NO_RATES else "-" * len(per_second)),  # one reading says nothing of a second
     )
 
 

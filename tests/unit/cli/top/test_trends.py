@@ -62,6 +62,13 @@ def test_plain_lines_have_the_columns_of_their_heading() -> None:
     assert problems == [f"problem: {problem}" for problem in seen.problems]
 
 
+def test_a_first_round_has_no_rates() -> None:
+    """They were 0 under load: with --count 1 one sees nothing else."""
+    trends = Trends()
+    trends.add(seen := reading(0, 1000))
+    assert lines(seen, trends, is_first=True)[0].split()[-6:] == ["%", *"-----"]
+
+
 def test_plain_rounds_end_after_their_count() -> None:
     written: list[str] = []
     rounds = iter(range(100))
