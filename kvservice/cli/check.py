@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from kvservice.cli.progress import Progress
-from kvservice.errors import NoService
+from kvservice.errors import ConfigError, NoService
 from kvservice.units import bracketed, counted, endpoint_of, format_bytes
 
 if TYPE_CHECKING:
@@ -32,9 +32,13 @@ def run(
 ) -> tuple[list[str], str]:
     """Ask until nothing is wrong or the time is over; blocks. Returns (what is wrong, or nothing; what was seen).
     Without `lookup` the setting of this name says whom to ask, and without that and `metrics` this machine's service
-    of this name is asked, or the only one. Raises NoService if there is none, ConfigError if there are several."""
+    of this name is asked, or the only one. Raises NoService if there is none, ConfigError if there are several,
+    or for an address of metrics that is none."""
     from kvservice.config import load_config
 
+    for name in metrics:
+        if endpoint_of(name) is None:
+            raise ConfigError(f"--metrics is {name!r}; give HOST:PORT", key="metrics")
     lookups = load_config(lookup=",".join(lookup) if lookup else None).lookup
     deadline = time.monotonic() + wait_seconds
     with Progress("waiting") as progress:
@@ -112,9 +116,8 @@ def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
     problems: list[str] = []
     places: set[tuple[str, int]] = set()
     for name in metrics:
-        if (endpoint := endpoint_of(name)) is None:
-            problems.append(f"{name}: it is not HOST:PORT")
-            continue
+        endpoint = endpoint_of(name)
+        assert endpoint is not None, "run checks it"
         try:
             rows: list[Any] = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:

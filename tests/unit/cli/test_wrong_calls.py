@@ -55,6 +55,12 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     assert code == 2 and "disk_path/SERVICE/NODE" in output and "go without this tier" not in output
 
 
+def test_an_address_of_metrics_without_a_port_is_refused() -> None:
+    """It was a problem of the service, and --wait went on asking."""
+    code, output = call("check", "--metrics", "foo", "--wait", "60")
+    assert code == 2 and "'foo'; give HOST:PORT" in output
+
+
 def test_up_without_ray_joins_no_cluster() -> None:
     code, output = call("up", "--no-ray", "--address", "10.0.0.5:6379")
     assert code == 2 and "leave one of them out" in output
