@@ -89,7 +89,10 @@ def _draw_record(request_id: str, row: dict[str, Any], hosts: Mapping[str, str])
         if row["handoff_node"]
         else ""
     )
-    took = f", answered after {row['took_seconds'] * 1000:.1f} ms{waited}" if row["answered"] else ", never answered"
+    if row["answered"]:
+        took = f", answered after {row['took_seconds'] * 1000:.1f} ms{waited}"
+    else:  # a request that ended all the same did so without a pool
+        took = ", while there was no pool" if row["finished"] else ", never answered"
     table = Table()
     for column in ("blocks", "", "from", "why"):
         table.add_column(column, overflow="fold")

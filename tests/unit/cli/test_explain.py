@@ -42,20 +42,28 @@ def test_what_cannot_be_read_is_left_out_and_named() -> None:
     assert "left out, because it cannot be read: engines of m" in said(unreadable=["engines of m"])
 
 
+ROW = {
+    "node": "a",
+    "model": "m",
+    "age_seconds": 1.0,
+    "answered": True,
+    "took_seconds": 0.01,
+    "handoff_node": "",
+    "finished": True,
+    "blocks_asked": 2_000,
+    "blocks": {"engine": 0, "local": 0, "fetched": 2_000, "missed": 0},
+    "diagnosis": [],
+}
+
+
+def test_a_request_served_without_a_pool_is_not_unanswered() -> None:
+    """The client had its answer; the word is for a question to the pool that nobody has answered yet."""
+    told = [said(requests=[{**ROW, "answered": False, "finished": end}], request_id="c") for end in (True, False)]
+    assert "1.0 s ago, while there was no pool" in told[0] and "1.0 s ago, never answered" in told[1]
+
+
 def test_a_tier_is_a_source_in_words() -> None:
     fetched = {"start": 0, "count": 2_000, "outcome": "fetched", "node": "~disk", "miss_cause": None, "text": ""}
-    row = {
-        "node": "a",
-        "model": "m",
-        "age_seconds": 1.0,
-        "answered": True,
-        "took_seconds": 0.01,
-        "handoff_node": "",
-        "finished": True,
-        "blocks_asked": 2_000,
-        "blocks": {"engine": 0, "local": 0, "fetched": 2_000, "missed": 0},
-        "diagnosis": [fetched],
-    }
-    told = said(requests=[row], request_id="cmpl-1")
+    told = said(requests=[{**ROW, "diagnosis": [fetched]}], request_id="cmpl-1")
     assert "disk tier" in told and "~" not in told
     assert "2,000 blocks asked: 0 in the engine, 0 local, 2,000 fetched" in told
