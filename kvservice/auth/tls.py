@@ -80,6 +80,7 @@ class TlsFiles:
         self._look_at = clock() + LOOK_SECONDS
         self._refused: tuple[TlsStamp | None, str] = (None, "")  # stamp, and what was logged
         self._refused_until = 0.0
+        self._judged = (0, (0.0, 0.0))  # the version that `valid` was asked about last, and its answer
 
     def current(self) -> tuple[int, Pems]:
         """(a number that grows with each change, the contents of the files).
@@ -93,6 +94,17 @@ class TlsFiles:
                 self._look_at = now + LOOK_SECONDS
                 self._look(now)
             return self._version, self._pems
+
+    def valid(self) -> tuple[float, float]:
+        """From when and until when the present certificate is valid, or its CA, whichever ends first; in seconds since
+        1970. After a change of the files it blocks for a few handshakes in memory."""
+        version, pems = self.current()
+        if version != self._judged[0]:
+            authority = (0.0, math.inf)
+            with contextlib.suppress(ConfigError, OSError):  # the files may be changing now; ssl.SSLError is an OSError
+                authority = authority_valid(self.directory)
+            self._judged = version, min(pems.valid, authority, key=lambda valid: valid[1])
+        return self._judged[1]
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Credentials of a server that asks every client for a certificate signed by the CA.

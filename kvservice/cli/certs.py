@@ -14,6 +14,7 @@ from typing import Any
 
 from kvservice.cli.extras import how_to_install
 from kvservice.errors import ConfigError
+from kvservice.units import counted
 
 AUTHORITY_KEY_NAME = "ca.key"
 # Ten years: renewing a CA means to replace the files of every machine. After it nothing connects.
@@ -99,7 +100,7 @@ def _make(directory: Path, days: int, *, renew: bool, owner: Owner | None, ca: P
 def _what_to_do(directory: Path, days: int, owner: Owner) -> str:
     from kvservice.auth.tls import AUTHORITY_NAME, CERTIFICATE_NAME, KEY_NAME
 
-    days_valid = f"{directory} has a certificate, valid for {days} days"
+    days_valid = f"{directory} has a certificate, valid for {counted(days, 'day')}"
     files = f"{CERTIFICATE_NAME}, {KEY_NAME} and {AUTHORITY_NAME}"
     if owner.client:
         return (

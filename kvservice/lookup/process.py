@@ -10,7 +10,7 @@ from kvservice.descriptors import raise_file_limit
 from kvservice.garbage import keep_tables
 from kvservice.lookup.server import LookupServer
 from kvservice.observe import tracing
-from kvservice.observe.endpoint import on_loop, serve_endpoint
+from kvservice.observe.endpoint import CertificateCollector, on_loop, serve_endpoint
 from kvservice.observe.logs import say
 from kvservice.observe.lookup_metrics import LookupCollector
 from kvservice.signals import FirstSignal, end_signals
@@ -41,8 +41,9 @@ async def serve(
     try:
         if metrics_port:
             loop = asyncio.get_running_loop()
-            collector = LookupCollector(service, on_loop(loop, server.numbers))
-            end_metrics = serve_endpoint([collector], on_loop(loop, server.condition), metrics_port, host)
+            figures = LookupCollector(service, on_loop(loop, server.numbers))
+            certificate = CertificateCollector(service, server.certificate_valid)
+            end_metrics = serve_endpoint([figures, certificate], on_loop(loop, server.condition), metrics_port, host)
         say(f"{what} serves {address}")
         if hint:
             say(hint)

@@ -126,6 +126,10 @@ class LookupServer:
         }
         return LookupNumbers(self._partition, gauges, self._servicer.counters())
 
+    def certificate_valid(self) -> tuple[float, float] | None:
+        """As TlsFiles.valid; None without TLS. May be called from any thread."""
+        return None if self._tls is None else self._tls.valid()
+
     def condition(self) -> Condition:
         """For its probes. Call it on the server's loop."""
         return Condition(unready="" if self._servers else "it does not serve")

@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from socketserver import TCPServer
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -32,6 +33,7 @@ from prometheus_client.registry import Collector
 
 from kvservice.errors import KVServiceError
 from kvservice.observe.condition import Condition
+from kvservice.observe.figures import ExportedFigure, gauge, metrics
 from kvservice.version import __version__
 
 log = logging.getLogger("kvservice.observe")
@@ -110,6 +112,28 @@ class BuildCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         found = {"version": __version__, "python": platform.python_version()}
         yield InfoMetricFamily("kvservice_build", "versions of kvservice and Python, as labels; the value is 1", found)
+
+
+_CERTIFICATE: Sequence[ExportedFigure[tuple[float, float]]] = (
+    gauge("not_before_seconds", "when the certificate, or its CA, became valid, in seconds since 1970", itemgetter(0)),
+    gauge("not_after_seconds", "when the certificate, or its CA, ends, in seconds since 1970", itemgetter(1)),
+)
+
+
+class CertificateCollector(Collector):
+    """How long the certificate of this process is valid: kvservice_certificate_*.
+
+    `valid` says from when and until when it is valid, or its CA if that ends first. None without TLS.
+    """
+
+    def __init__(self, service: str, valid: Callable[[], tuple[float, float] | None]) -> None:
+        self._service = service
+        self._valid = valid
+
+    def collect(self) -> Iterator[Metric]:
+        found = self._valid()
+        if found is not None:
+            yield from metrics("kvservice_certificate_", _CERTIFICATE, ("service",), {(self._service,): found})
 
 
 class _Application:

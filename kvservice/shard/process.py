@@ -20,7 +20,7 @@ from kvservice.core.messages import Holder
 from kvservice.descriptors import raise_file_limit, say_when_short
 from kvservice.garbage import keep_tables
 from kvservice.observe import tracing
-from kvservice.observe.endpoint import on_loop, serve_endpoint
+from kvservice.observe.endpoint import CertificateCollector, on_loop, serve_endpoint
 from kvservice.observe.logs import say
 from kvservice.observe.lookup_metrics import LookupCollector
 from kvservice.observe.metrics import ShardCollector
@@ -77,7 +77,9 @@ async def serve_until_asked(
             loop = asyncio.get_running_loop()
             of_shard = ShardCollector(settings.service, on_loop(loop, server.stats), server.timings)
             condition = on_loop(loop, server.condition)
-            end_metrics = serve_endpoint([of_shard, *lookups], condition, settings.metrics_port, config.peer_host)
+            certificate = CertificateCollector(settings.service, server.certificate_valid)
+            collectors = [of_shard, *lookups, certificate]
+            end_metrics = serve_endpoint(collectors, condition, settings.metrics_port, config.peer_host)
         tell(holder)
         await first_of(asked.to_end.wait(), server.left.wait())
         if not server.left.is_set() and grace_seconds > 0:  # what is kept for the next start is handed to nobody

@@ -340,6 +340,10 @@ class ShardServer:
         pool = self._pool
         return None if pool is None else pool.timings
 
+    def certificate_valid(self) -> tuple[float, float] | None:
+        """As TlsFiles.valid; None without TLS. May be called from any thread."""
+        return None if self._tls is None else self._tls.valid()
+
     def condition(self) -> Condition:
         """What probes are told. A fenced pool is dead: it refuses every call. The next start verifies all blocks."""
         pool = self._pool

@@ -16,7 +16,7 @@ from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.messages import CodecDrift, PoolStats, TierFigures, UsageRow
 from kvservice.core.store.guard import Rule
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
-from kvservice.observe.endpoint import BuildCollector
+from kvservice.observe.endpoint import BuildCollector, CertificateCollector
 from kvservice.observe.events import (
     CONNECTOR_COUNTERS,
     CONNECTOR_EVENTS,
@@ -143,6 +143,10 @@ def process() -> list[Row]:
     return list(rows([*BuildCollector().collect(), *ProcessCollector(registry=None).collect()]))
 
 
+def certificate() -> list[Row]:
+    return list(rows(CertificateCollector("s", lambda: (0.0, 0.0)).collect()))
+
+
 def proxy() -> list[Row]:
     pool = ServerPool(("http://prefill",), ("http://decode",), in_flight_max=1, check_seconds=1.0)
     metrics = ProxyMetrics(pool)
@@ -171,6 +175,7 @@ def offloading() -> list[Row]:
 PARTS = (
     ("Shard", "", shard, SHARD_EVENTS, "kvservice_events_total"),
     ("Lookup partition", "", lookup, LOOKUP_EVENTS, "kvservice_lookup_events_total"),
+    ("Shard and lookup partition with TLS", "", certificate, {}, ""),
     ("Copy worker", "", copy_worker, {}, ""),
     (
         "Engine",

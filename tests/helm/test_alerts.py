@@ -50,6 +50,7 @@ def buckets(fast: str, slow: str) -> dict[str, str]:
 
 
 DISK = f'{SHARD},tier="disk"'
+DAY = 86_400  # seconds
 OF_M = OF_A | {"model": "m"}
 OF_DISK = OF_A | {"tier": "disk"}
 
@@ -65,6 +66,12 @@ def reads(source: str, fast: str, slow: str) -> dict[str, str]:
     return {name % (SHARD, source, le): fast for le in ("0.1", "1.0")} | {
         name % (SHARD, source, le): slow for le in ("2.5", "+Inf")
     }
+
+
+def certificate(begins: int, ends: int) -> dict[str, str]:
+    """Its times, in seconds since the first minute."""
+    name = 'kvservice_certificate_{}_seconds{{service="prod"}}'
+    return {name.format("not_before"): f"{begins}x60", name.format("not_after"): f"{ends}x60"}
 
 
 CASES = (
@@ -116,6 +123,9 @@ CASES = (
         40,
         None,
     ),
+    Case("KVServiceCertificateEnds", certificate(0, 13 * DAY), 20, None),  # it lives for days: renewed late on purpose
+    Case("KVServiceCertificateEnds", certificate(-70 * DAY, 13 * DAY), 20, {"service": "prod"}),
+    Case("KVServiceCertificateEnds", certificate(-300 * DAY, 15 * DAY), 20, None),
     Case("KVServiceEnginesRefused", counters("kvservice_attach_fingerprint_refused_total", "0x10 1x20"), 13, OF_A),
     Case("KVServiceEnginesRefused", counters("kvservice_attach_fingerprint_refused_total", "0x40"), 30, None),
     Case("KVServiceLocalHitsSlow", buckets("0+8x60", "0+10x60"), 40, OF_A),

@@ -13,6 +13,7 @@ from prometheus_client.core import Metric
 from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.messages import CodecDrift, PoolStats, TierFigures, UsageRow
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
+from kvservice.observe.endpoint import CertificateCollector
 from kvservice.observe.lookup_metrics import LOOKUP_COUNTERS, LOOKUP_GAUGES, LookupCollector, LookupNumbers
 from kvservice.observe.metrics import COUNTERS, ShardCollector
 from kvservice.observe.timings import Timings
@@ -71,6 +72,7 @@ def exported() -> dict[str, set[str]]:
         *ShardCollector("s", lambda: stats, Timings).collect(),
         *LookupCollector("s", lambda: lookups).collect(),
         *CopyWorkerCollector(("s", "n0", "cpu"), lambda: copy_worker).collect(),
+        *CertificateCollector("s", lambda: (1.0, 2.0)).collect(),
     ]
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import socket
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kvservice.cli import certs, doctor
 from kvservice.client.channels import Channels
 from kvservice.config import load_config, tls_of_environment
 from kvservice.errors import ConfigError, Forbidden, KVServiceError, ServiceConflict
+from kvservice.observe.endpoint import CertificateCollector
 from kvservice.wire.status import connect_hint, error_from_rpc
 from tests.integration.certificates import AUTHORITY, STRANGER, write
 
@@ -318,6 +320,21 @@ def test_doctor_tries_the_files_and_says_where_there_are_none(
         found += [(check.status, check.advice) for check in doctor.guarded(doctor.tls)]
     assert [status for status, _ in found] == [doctor.ABSENT, doctor.OK, doctor.PROBLEM]
     assert "docs/howto/certificates.md" in found[0][1] and "KVSERVICE_TLS_DIR" in found[2][1]
+
+
+def test_the_end_of_a_certificate_or_of_its_ca_can_be_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever comes first: nothing new connects after either."""
+    clock, path = Clock(), tmp_path / "own"
+    monkeypatch.setattr(certs, "AUTHORITY_DAYS", 2)
+    certs.run(path, 1, renew=False)
+    files = TlsFiles(path, clock)
+    exported = CertificateCollector("s", files.valid)
+    for days_valid, days_left in ((1, 1), (30, 2)):  # the second certificate outlives its CA
+        certs.run(path, days_valid, renew=True)
+        clock.now += 1.1
+        begins, ends = [family.samples[0].value for family in exported.collect()]
+        assert begins < time.time() and abs(ends - time.time() - days_left * 86_400) < 60
+    assert not list(CertificateCollector("s", lambda: None).collect())
 
 
 # -- errors ----

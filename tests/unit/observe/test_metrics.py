@@ -24,6 +24,7 @@ from kvservice.core.store.guard import Rule
 from kvservice.core.store.worth import RuleState
 from kvservice.observe import logs
 from kvservice.observe.copy_worker_metrics import CopyWorkerCollector
+from kvservice.observe.endpoint import CertificateCollector
 from kvservice.observe.lookup_metrics import LOOKUP_GAUGES, LookupCollector, LookupNumbers
 from kvservice.observe.metrics import COUNTERS, TIER_COUNTERS, ShardCollector, transport_of
 from kvservice.observe.timings import Timings
@@ -181,6 +182,7 @@ def test_what_dashboards_and_alerts_ask_for_is_there_at_once() -> None:
     registry.register(ShardCollector("s", lambda: of_a_node_with_a_tier, Timings))
     lookups = LookupNumbers(0, dict.fromkeys(LOOKUP_GAUGES, 0), {})
     registry.register(LookupCollector("s", lambda: lookups))
+    registry.register(CertificateCollector("s", lambda: (0.0, 1.0)))
     registry.register(
         CopyWorkerCollector(
             ("s", "n0", "cpu"), lambda: {"engines": 0, "wedged": False, "device_lost": False, "counters": {}}
