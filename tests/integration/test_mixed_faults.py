@@ -21,7 +21,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvservice.client.block_list import BlockFilter, BlockReader
+from kvservice.client.block_list import BlockFilter, list_blocks
+from kvservice.client.channels import Channels
 from kvservice.client.operator import OperatorClient
 from kvservice.client.shard import ShardClient
 from kvservice.core.block.keys import pack_keys
@@ -220,11 +221,9 @@ class MixedWorld:
     async def _held(self) -> dict[str, set[str]]:
         """The nodes that have each block, in memory or on their disk."""
         held: dict[str, set[str]] = {}
-        reader = BlockReader()
-        listed = await reader.read(
-            {node: self.cluster.record(node).peer_address for node in self.cluster.nodes}, BlockFilter(), 100_000
-        )
-        await reader.close()
+        addresses = {node: self.cluster.record(node).peer_address for node in self.cluster.nodes}
+        async with Channels() as channels:
+            listed = await list_blocks(channels, addresses, BlockFilter(), 100_000)
         for row in listed.blocks:
             held.setdefault(row.key, set()).add(row.node_id)
         for path in self._disk.rglob("*.safetensors"):
