@@ -332,7 +332,7 @@ def test_the_end_of_a_certificate_or_of_its_ca_can_be_watched(tmp_path: Path, mo
     for days_valid, days_left in ((1, 1), (30, 2)):  # the second certificate outlives its CA
         certs.run(path, days_valid, renew=True)
         clock.now += 1.1
-        begins, ends = [family.samples[0].value for family in exported.collect()]
+        begins, ends = [metric.samples[0].value for metric in exported.collect()]
         assert begins < time.time() and abs(ends - time.time() - days_left * 86_400) < 60
     assert not list(CertificateCollector("s", lambda: None).collect())
 
