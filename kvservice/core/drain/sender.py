@@ -495,15 +495,16 @@ class Leaving:
         batch: list[Block] = []
         size = 0
         while share.queue and len(batch) < OFFER_BLOCKS_MAX:
-            block = share.queue[0]
-            if self._store.get(block.key) is None:
+            block = self._store.get(share.queue[0].key)  # it may have gone and been stored again in another slot
+            if block is None:
                 share.queue.popleft()
                 continue
             if batch and (
                 block.payload_bytes != batch[0].payload_bytes or size + block.payload_bytes > OFFER_BYTES_MAX
             ):
                 break
-            batch.append(share.queue.popleft())
+            share.queue.popleft()
+            batch.append(block)
             size += block.payload_bytes
         return tuple(batch)
 

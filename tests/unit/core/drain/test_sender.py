@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from kvservice.core import events as ev
+from kvservice.core.block.tenants import TenantLimits, tag_of
 from kvservice.core.drain import sender
 from kvservice.core.drain.sender import (
     NO_KEEPERS,
@@ -573,3 +574,24 @@ def test_a_block_that_went_before_its_offer_is_left_out(monkeypatch: pytest.Monk
         shard.answer(place)
     assert shard.offered() == list(CHAIN[:3])
     assert shard.state.progress(shard.now).blocks_handed == 3
+
+
+def test_a_block_that_was_stored_again_is_charged_to_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot that the block was in before is another tenant's now."""
+    monkeypatch.setattr(sender, "OFFER_BLOCKS_MAX", 1)
+    shard = Leaver(slab_count=1, tenants={"a": TenantLimits(), "b": TenantLimits()})
+    engine, other = shard.attach(tenant="a"), shard.attach(tenant="b")
+    refs = shard.reserve(engine)
+    shard.store(engine, CHAIN[:3])
+    op = shard.acquire(other, OTHER[:1])
+    shard.resolved(op, run_of(0, 1))
+    shard.begin()
+    shard.find(peer())
+    shard.located(shard.locates[-1], make_located(OTHER[:1]))
+    assert CHAIN[2] not in shard.keys_held()
+    shard.write(refs[0], CHAIN[2])
+    shard.begin_seal(engine, shard.items(refs, CHAIN, 2))
+    shard.digest_all()
+    for place in range(3):
+        shard.answer(place)
+    assert [item.account_tag for offer in shard.offers for item in offer.items] == [tag_of("a")] * 3
