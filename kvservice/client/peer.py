@@ -26,6 +26,7 @@ from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
 from kvservice.observe import tracing
 from kvservice.units import BootEpoch, NodeId
+from kvservice.wire.calls import in_time
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located, encode_refs
 from kvservice.wire.leaving import decode_taken, encode_take_over
 from kvservice.wire.serving import CHANNEL_OPTIONS
@@ -95,7 +96,7 @@ class PeerClient:
         if known is not None and known.epoch == holder.epoch:
             return known
         request = shard_pb2.HandshakeRequest(protocol_version=PROTOCOL_VERSION)
-        reply = await self._call(holder, lambda stub: stub.Handshake(request, timeout=timeout), "handshake")
+        reply = await self._call(holder, lambda stub: stub.Handshake(request, timeout=timeout), timeout, "handshake")
         if not (set(self._transport.split("+")) & set(reply.transport.split("+"))):
             raise TransferError(
                 f"node {holder.node_id} moves bytes by {reply.transport!r} and this one by {self._transport!r}: "
@@ -115,7 +116,9 @@ class PeerClient:
             epoch=holder.epoch, keys=keys, reader=self._reader, wait_seconds=wanted.wait_seconds
         )
         timeout, proof = wanted.timeout_seconds, self._proof(holder)
-        reply = await self._call(holder, lambda stub: stub.Locate(request, timeout=timeout, metadata=proof), "locate")
+        reply = await self._call(
+            holder, lambda stub: stub.Locate(request, timeout=timeout, metadata=proof), timeout, "locate"
+        )
         return decode_located(reply, wanted.keys)
 
     async def follow(self, holder: Holder, wanted: Follow, timeout: float) -> FollowResult:
@@ -127,7 +130,7 @@ class PeerClient:
             wait_seconds=wanted.wait_seconds,
         )
         reply = await self._call(
-            holder, lambda stub: stub.Follow(request, timeout=timeout, metadata=self._proof(holder)), "follow"
+            holder, lambda stub: stub.Follow(request, timeout=timeout, metadata=self._proof(holder)), timeout, "follow"
         )
         return decode_followed(reply, wanted.keys)
 
@@ -137,12 +140,12 @@ class PeerClient:
         )
         proof = self._proof(lease.holder)
         await self._call(
-            lease.holder, lambda stub: stub.ReleaseLocated(request, timeout=timeout, metadata=proof), "release"
+            lease.holder, lambda stub: stub.ReleaseLocated(request, timeout=timeout, metadata=proof), timeout, "release"
         )
 
     async def take_over(self, leaver: Holder, offer: Offer, timeout: float) -> TakeOverResult:
         request = encode_take_over(leaver, offer)
-        reply = await self._call(offer.peer, lambda stub: stub.TakeOver(request, timeout=timeout), "take over")
+        reply = await self._call(offer.peer, lambda stub: stub.TakeOver(request, timeout=timeout), timeout, "take over")
         return decode_taken(reply, len(offer.items))
 
     async def room(self, holder: Holder, timeout: float) -> Peer:
@@ -153,7 +156,7 @@ class PeerClient:
         """
         stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(holder.peer_address))
         try:
-            stats = await stub.Stats(shard_pb2.StatsRequest(), timeout=timeout)
+            stats = await in_time(stub.Stats(shard_pb2.StatsRequest(), timeout=timeout), timeout)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"stats of node {holder.node_id}") from error
         stats = readable(stats, f"stats of node {holder.node_id}")
@@ -164,14 +167,18 @@ class PeerClient:
         await self._channels.close()
 
     async def _call(
-        self, holder: Holder, call: Callable[[shard_pb2_grpc.PeerServiceStub], Awaitable[Any]], what: str
+        self,
+        holder: Holder,
+        call: Callable[[shard_pb2_grpc.PeerServiceStub], Awaitable[Any]],
+        timeout: float,
+        what: str,
     ) -> Any:
         self._follow_boot(holder)
         breaker = self._breakers.get(holder.node_id) or self._breakers.put(holder.node_id, Breaker())
         if not breaker.admits(self._clock(), TRIAL_SECONDS):
             raise Unavailable(f"node {holder.node_id} failed {breaker.failures} times in a row: not asked for now")
         try:
-            reply = await call(self._stub(holder.peer_address))
+            reply = await in_time(call(self._stub(holder.peer_address)), timeout)
         except grpc.aio.AioRpcError as error:
             # A refusal is an answer. Only a peer that does not answer opens the breaker.
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):

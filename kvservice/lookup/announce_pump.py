@@ -25,6 +25,7 @@ from kvservice.core.directory.presence import KnownTimes
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.lookup.service import OUTCOMES
+from kvservice.wire.calls import in_time
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
@@ -223,8 +224,9 @@ class AnnouncePump:
             protocol_version=PROTOCOL_VERSION,
         )
         stub = lookup_pb2_grpc.LookupServiceStub(self._channels.get(self._addresses[partition]))
-        reply: lookup_pb2.AnnounceReply = await stub.Announce(
-            request, timeout=timeout, metadata=self._proofs(lookup_audience(partition))
+        metadata = self._proofs(lookup_audience(partition))
+        reply: lookup_pb2.AnnounceReply = await in_time(
+            stub.Announce(request, timeout=timeout, metadata=metadata), timeout
         )
         return reply
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvservice.client.peer import PeerClient
 from kvservice.client.shard import ShardClient
-from kvservice.core.messages import MissReason
+from kvservice.core.actions import Locate
+from kvservice.core.messages import Holder, MissReason
 from kvservice.errors import KVServiceError
+from kvservice.lookup.client import LookupAnswer, LookupClient
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
-from kvservice.units import MiB
+from kvservice.units import BootEpoch, MiB, NodeId
 from tests.integration.certificates import write
 from tests.integration.engine import Engine, chain
 from tests.integration.test_two_nodes import leave, pair
@@ -25,6 +29,7 @@ from tests.integration.test_two_nodes import leave, pair
 CLIENTS = 1000
 FLOOD_SECONDS = 4.0
 READ_SECONDS = 1.0
+SHORT_SECONDS = 0.3
 LATE_SECONDS = 2.0  # the client's slack, and a machine that does something else
 
 
@@ -130,3 +135,30 @@ async def test_a_silent_address_costs_the_lookup_its_time_once(
         assert max(seconds) < READ_SECONDS + LATE_SECONDS
         assert sum(one < 0.1 for one in seconds) >= 4, f"the breaker did not open: {seconds}"
         await leave(engine)
+
+
+@pytest.mark.parametrize("hangs", ["lookup0", "n0"])
+async def test_long_prompts_wait_no_longer_for_a_part_that_hangs(hangs: str) -> None:
+    """What they send fills the socket, and there gRPC's own deadline does not hold."""
+    keys, answers = tuple(chain(seed=3, count=4_000)), []
+    with LocalCluster(nodes=1, lookup_partitions=1) as cluster:
+        directory, peers = LookupClient(cluster.lookup_addresses), PeerClient("shm", NodeId("n1"))
+        record = cluster.record("n0")
+        holder = Holder(NodeId("n0"), record.peer_address, BootEpoch(record.epoch))
+
+        async def ask() -> object:
+            if hangs == "n0":
+                return await peers.locate(Locate(1, holder, keys, SHORT_SECONDS, 0.0))
+            return await directory.resolve(keys, 0, SHORT_SECONDS)
+
+        await ask()  # connects
+        cluster.kill(hangs, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            answers = await asyncio.gather(*[ask() for _ in range(40)], return_exceptions=True)
+            assert time.monotonic() - started < SHORT_SECONDS + LATE_SECONDS
+        finally:
+            cluster.kill(hangs, signal.SIGCONT)
+            await directory.close()
+            await peers.close()
+    assert all(isinstance(answer, KVServiceError) or answer == LookupAnswer((), False) for answer in answers)
