@@ -18,8 +18,8 @@ MUTANTS = (
     Mutant(
         "a block that is offered is not offered again",
         SPILL,
-        "block.key in self._waiting or self._is_offered(block.key) or self._taken.get(block.key)",
-        "block.key in self._waiting or self._taken.get(block.key)",
+        "block.key in self._waiting or self._is_offered(block.key) or self._decided.get(block.key)",
+        "block.key in self._waiting or self._decided.get(block.key)",
         seed=16,
     ),
     Mutant(
