@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvservice.core.actions import Action
 from kvservice.core.block.tenants import tag_of
@@ -60,8 +60,10 @@ class ShardContext:
 
     def offered(self, block: Block, idle_seconds: float) -> TakeOverItem:
         """The block as another node is offered it. It was used last `idle_seconds` ago."""
-        parent, tag = self.store.parent_of(block), tag_of(block.account)
-        return TakeOverItem(block.key, parent, block.position, block.route, max(idle_seconds, 0.0), tag)
+        parent, tag, fingerprint = self.store.parent_of(block), tag_of(block.account), block.origin.fingerprint
+        names = self.freshness.names_of(fingerprint)
+        item = TakeOverItem(block.key, parent, block.position, block.route, max(idle_seconds, 0.0), tag)
+        return item if names is None else replace(item, fingerprint=fingerprint, names=names)
 
     def may_keep(self, handle: BlockHandle, slot: Slot, account: str, fingerprint: bytes, now: float) -> bool:
         """Whether a block that came from elsewhere into this slot is served: not if it is from before a clear, if its

@@ -5,7 +5,7 @@ The embedded mode passes the same values without protobuf, so the connector sees
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -301,6 +301,19 @@ class TakeOverItem:
     route: SpanRoute
     idle_seconds: float  # since its last use: a receiver evicts no block for it that was used more recently
     account_tag: int = 0  # core.block.tenants.tag_of the tenant that it is charged to
+    fingerprint: bytes = b""  # as in BlockOrigin; b"": not known, and then there are no names
+    names: frozenset[tuple[str, str]] = frozenset()  # (namespace, model) of the engines with this fingerprint
+
+    @property
+    def model(self) -> str:
+        """Of its engines. "": not known, or they have several."""
+        models = {model for _, model in self.names}
+        return models.pop() if len(models) == 1 else ""
+
+
+def names_of(items: Iterable[TakeOverItem]) -> EngineNames:
+    """What the engines of offered blocks are called."""
+    return {item.fingerprint: item.names for item in items if item.fingerprint}
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from kvservice.core.messages import (
     TakeOverResult,
     WarmRequest,
     WarmResult,
+    names_of,
 )
 from kvservice.core.segment.refs import BlockRef
 from kvservice.core.shard import ShardState
@@ -322,6 +323,8 @@ class PoolRuntime(PoolAnswers):
         """Read blocks that another node offers, as many as there is room for. Raises Refused for a node that is not
         a member, Forbidden for one that does not leave, unless this shard accepts what others evict."""
         member = await self._remote.leaver(leaver)
+        if self._state.freshness.learn(names_of(items)):
+            await self._name_files.keep(self._state.freshness.names())  # before any of the blocks can be on the disk
         result: TakeOverResult = await self.ask(
             lambda op: ev.PeerTakeOver(op, epoch, member, payload_bytes, items, wait_seconds), None
         )

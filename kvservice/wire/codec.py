@@ -121,11 +121,16 @@ def encode_spec(spec: EngineSpec) -> shard_pb2.AttachRequest:
     )
 
 
-def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
-    if not message.model or len(message.model) > NAME_CHARS_MAX or len(message.namespace) > NAME_CHARS_MAX:
+def check_names(namespace: str, model: str) -> None:
+    """What an engine calls itself."""
+    if not model or len(model) > NAME_CHARS_MAX or len(namespace) > NAME_CHARS_MAX:
         raise InvalidRequest(
             f"model and namespace have at most {NAME_CHARS_MAX} characters, and the model is not empty"
         )
+
+
+def decode_spec(message: shard_pb2.AttachRequest) -> EngineSpec:
+    check_names(message.namespace, message.model)
     count = len(message.window_groups)
     if count > WINDOW_GROUPS_MAX:
         raise InvalidRequest(f"an engine has at most {WINDOW_GROUPS_MAX} window groups, not {count}")

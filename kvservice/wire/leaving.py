@@ -9,21 +9,24 @@ import math
 import re
 
 from kvservice.core.actions import Offer
+from kvservice.core.block.engine_names import FINGERPRINT_BYTES
 from kvservice.core.block.keys import pack_keys, unpack_keys
 from kvservice.core.block.tenants import TAG_MAX
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
-from kvservice.core.messages import Holder, TakeOverItem, TakeOverResult
+from kvservice.core.messages import Holder, TakeOverItem, TakeOverResult, names_of
 from kvservice.core.store.blocks import NO_KEY
+from kvservice.core.store.freshness import NAMES_MAX
 from kvservice.errors import InvalidRequest
 from kvservice.units import SpanRoute
-from kvservice.wire.codec import encode_holder
+from kvservice.wire.codec import check_names, encode_holder
 from kvservice.wire.v1 import shard_pb2
 
+NO_FINGERPRINT = bytes(FINGERPRINT_BYTES)
 _COUNT = re.compile(r"[0-9]{1,18}")  # isdigit() accepts more than int() does
 
 
 def encode_take_over(leaver: Holder, offer: Offer) -> shard_pb2.TakeOverRequest:
-    items = offer.items
+    items, names = offer.items, names_of(offer.items)
     return shard_pb2.TakeOverRequest(
         leaver=encode_holder(leaver),
         epoch=offer.peer.epoch,
@@ -35,6 +38,12 @@ def encode_take_over(leaver: Holder, offer: Offer) -> shard_pb2.TakeOverRequest:
         idle_seconds=[item.idle_seconds for item in items],
         wait_seconds=offer.wait_seconds,
         account_tags=[item.account_tag for item in items] if any(item.account_tag for item in items) else [],
+        fingerprints=b"".join(item.fingerprint or NO_FINGERPRINT for item in items) if names else b"",
+        names=[
+            shard_pb2.EngineName(fingerprint=fingerprint, namespace=namespace, model=model)
+            for fingerprint, found in names.items()
+            for namespace, model in sorted(found)
+        ],
     )
 
 
@@ -48,12 +57,30 @@ def decode_items(message: shard_pb2.TakeOverRequest) -> tuple[TakeOverItem, ...]
         raise InvalidRequest(f"{count} blocks are offered with {len(tags)} account tags, or with one above {TAG_MAX}")
     if not all(0 <= idle < math.inf for idle in message.idle_seconds):
         raise InvalidRequest("a block's idle time is seconds and not negative")
+    whose = _whose(message, count)
     return tuple(
-        TakeOverItem(key, None if parent == NO_KEY else parent, position, SpanRoute(route), idle, tag)
-        for key, parent, position, route, idle, tag in zip(
-            keys, parents, message.positions, message.routes, message.idle_seconds, tags, strict=True
+        TakeOverItem(key, None if parent == NO_KEY else parent, position, SpanRoute(route), idle, tag, *of)
+        for key, parent, position, route, idle, tag, of in zip(
+            keys, parents, message.positions, message.routes, message.idle_seconds, tags, whose, strict=True
         )
     )
+
+
+def _whose(message: shard_pb2.TakeOverRequest, count: int) -> list[tuple[bytes, frozenset[tuple[str, str]]]]:
+    """The fingerprint of each offered block, and the names of its engines."""
+    data, size = message.fingerprints or NO_FINGERPRINT * count, FINGERPRINT_BYTES
+    if len(data) != size * count:
+        raise InvalidRequest(f"{count} blocks are offered with {len(data)} bytes of fingerprints")
+    names: dict[bytes, set[tuple[str, str]]] = {}
+    for name in message.names:
+        check_names(name.namespace, name.model)
+        names.setdefault(name.fingerprint, set()).add((name.namespace, name.model))
+    prints = [data[at : at + size] for at in range(0, len(data), size)]
+    if names.keys() != set(prints) - {NO_FINGERPRINT} or any(len(found) > NAMES_MAX for found in names.values()):
+        raise InvalidRequest(f"the fingerprints of offered blocks have 1 to {NAMES_MAX} names, and no others have any")
+    none = (b"", frozenset[tuple[str, str]]())
+    known = {fingerprint: (fingerprint, frozenset(found)) for fingerprint, found in names.items()}
+    return [known.get(fingerprint, none) for fingerprint in prints]
 
 
 def decode_taken(message: shard_pb2.TakeOverReply, count: int) -> TakeOverResult:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.cli import drain
 from kvservice.cli.output import Format
+from kvservice.client.operator import OperatorClient
+from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.messages import MissReason
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.memory.segment import segment_path
@@ -22,7 +25,7 @@ from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
 from kvservice.units import MiB, NodeId
 from kvservice.wire.v1 import common_pb2, shard_pb2, shard_pb2_grpc
-from tests.integration.engine import Engine, attached, chain
+from tests.integration.engine import Engine, attached, chain, spec
 
 T = TypeVar("T")
 LEASE_SECONDS = 2.0
@@ -58,11 +61,11 @@ def balanced(cluster: LocalCluster, node: str) -> bool:
     return not (found.leases or found.attachments or found.slots["writing"] or found.slots["quarantined"])
 
 
-def at(cluster: LocalCluster, node: str, work: Callable[[Engine], Awaitable[T]]) -> T:
+def at(cluster: LocalCluster, node: str, work: Callable[[Engine], Awaitable[T]], model: str = "test-model") -> T:
     """An engine of this node does something and leaves."""
 
     async def run() -> T:
-        engine = await attached(cluster.socket(node))
+        engine = await attached(cluster.socket(node), spec(model))
         try:
             return await work(engine)
         finally:
@@ -70,6 +73,19 @@ def at(cluster: LocalCluster, node: str, work: Callable[[Engine], Awaitable[T]])
             engine.let_go()
 
     return asyncio.run(run())
+
+
+def clear(cluster: LocalCluster, model: str) -> None:
+    """`kvservice clear --model` of the nodes that are there."""
+
+    async def run() -> None:
+        operator = OperatorClient()
+        for node in cluster.nodes:
+            if any(record.node_id == node for record in cluster._records(node)):
+                await operator.clear(cluster.record(node).peer_address, [Mark(MarkKind.MODEL, time.time(), model)])
+        await operator.close()
+
+    asyncio.run(run())
 
 
 def health(cluster: LocalCluster, name: str) -> int:
@@ -110,6 +126,22 @@ def test_blocks_of_a_leaving_node_are_found_elsewhere(
         for node in ("n1", "n2"):
             result = at(cluster, node, lambda engine, prompt=prompt: engine.read_all(prompt))
             assert (len(result.blocks), result.miss) == (20, MissReason.NONE)
+
+
+def test_after_a_clear_a_drain_hands_over_what_is_of_others(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next clear of another model leaves them, too, and one of their own reaches them at their new node."""
+    prompt = chain(next(seeds), 10, "handed over")
+    at(cluster, "n0", lambda engine: engine.store(prompt), "handed over")
+    cluster.wait_until_known(prompt)
+    clear(cluster, "cleared before")
+    said = leave(cluster, "n0", capsys)
+    assert said["blocks_lost"] == 0, said
+    clear(cluster, "cleared after")
+    assert at(cluster, "n1", lambda engine: engine.read_all(prompt), "handed over").miss is MissReason.NONE
+    clear(cluster, "handed over")
+    assert not at(cluster, "n1", lambda engine: engine.read_all(prompt), "handed over").blocks
 
 
 def test_a_drain_without_hand_over_only_says_that_the_blocks_go(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from kvservice.client.operator import OperatorClient
+from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.testing.cluster import LocalCluster
-from kvservice.testing.eventually import eventually
+from kvservice.testing.eventually import eventually, eventually_async
 from kvservice.units import MiB
 from tests.integration.engine import attached, chain
 
@@ -53,3 +57,24 @@ def test_what_one_node_evicts_is_read_from_the_memory_node(cluster: LocalCluster
     pulled = {row.node_id: row.pulled_bytes for row in cluster.stats("n1").pulls}
     assert pulled.get("n2", 0) > 0, pulled
     assert not cluster.stats("n2").counters.get("spill_blocks_offered", 0), "it passes nothing on"
+
+
+async def test_a_memory_node_knows_whose_blocks_it_has_after_a_restart(tmp_path: Path) -> None:
+    """No engine ever attached to it, and a clear of another model leaves what is on its disk."""
+    disk = {"PATH": str(tmp_path), "BYTES": str(64 * MiB), "WRITE": "stored"}
+    disk = {f"KVSERVICE_DISK_{name}": value for name, value in disk.items()}
+    with LocalCluster(nodes=2, transport="shm", pool_bytes=8 * MiB, memory_nodes=1, environment=disk) as cluster:
+
+        def on_disk() -> int:
+            return sum(tier.blocks for tier in cluster.stats("n1").tiers)
+
+        await store_all(cluster)
+        await eventually_async(lambda: on_disk() > 40, "what the memory node took is on its disk")
+        await asyncio.to_thread(cluster.kill, "n1")
+        await asyncio.to_thread(cluster.start_shard, "n1")
+        await eventually_async(lambda: on_disk() > 40, "the blocks are found again")
+        held, operator = on_disk(), OperatorClient()
+        mark = Mark(MarkKind.MODEL, time.time(), "another model")
+        await operator.clear(cluster.record("n1").peer_address, [mark])
+        await operator.close()
+        assert on_disk() >= held

@@ -242,6 +242,8 @@ async def add_to_menu(menu: Menu, engine: Engine, seed: int, cluster: LocalClust
         for i, (ref, key) in enumerate(zip(refs, keys[8:], strict=True))
     ]
     nodes = [common_pb2.NodeInfo(node_id=n.node_id, peer_address=n.peer_address, epoch=n.epoch) for n in (n0, n1)]
+    fingerprint = spec(f"fuzzed{seed % 3}").fingerprint
+    whose = (fingerprint.block_mark, frozenset({("", "fuzzed")}))
     whole = [
         shard_pb2.SealRequest(items=items),
         encode_take_over(
@@ -250,13 +252,13 @@ async def add_to_menu(menu: Menu, engine: Engine, seed: int, cluster: LocalClust
                 0,
                 Holder(NodeId("n0"), n0.peer_address, n0.epoch),
                 LAYOUT.payload_bytes,
-                tuple(TakeOverItem(key, None, i, SpanRoute(1), 1.0) for i, key in enumerate(keys)),
+                tuple(TakeOverItem(key, None, i, SpanRoute(1), 1.0, 0, *whose) for i, key in enumerate(keys)),
                 0.1,
             ),
         ),
-        encode_fingerprint(spec(f"fuzzed{seed % 3}").fingerprint),
+        encode_fingerprint(fingerprint),
         *requests_about(n0.epoch, b"".join(keys), handoff),
-        *requests_of_operators(spec(f"fuzzed{seed % 3}").fingerprint.digest, b"".join(keys)),
+        *requests_of_operators(fingerprint.digest, b"".join(keys)),
     ]
     for message in [*items, *nodes, encode_layout(LAYOUT), *whole]:
         menu.messages.setdefault(message.DESCRIPTOR.full_name, []).append(message)

@@ -15,7 +15,7 @@ from kvservice.core.acquire.pulls import LOCATE_GIVE_UP_SECONDS, PULL_BLOCKS_MAX
 from kvservice.core.actions import Reply
 from kvservice.core.context import ShardContext
 from kvservice.core.events import PeerTakeOver, PullResult
-from kvservice.core.messages import LocateResult, TakeOverResult
+from kvservice.core.messages import LocateResult, TakeOverResult, names_of
 from kvservice.core.segment.refs import BlockHandle
 from kvservice.core.store.blocks import Want
 from kvservice.core.store.slots import Slot
@@ -87,6 +87,7 @@ class TakeOvers:
         too many take-overs are under way."""
         if len(self._takes) >= TAKES_MAX:
             raise Exhausted(f"{TAKES_MAX} take-overs are under way already: offer these blocks again later")
+        self._shard.freshness.learn(names_of(offer.items))  # no engine here may have had these names
         kept = [item.key in self._store for item in offer.items]
         for item, held in zip(offer.items, kept, strict=True):
             if held:
@@ -129,7 +130,7 @@ class TakeOvers:
             if handle is None or handle.key != item.key or handle.length != size:
                 continue  # the leaving node does not have it any more
             account = self._store.accounts.account_of(item.account_tag)
-            if not freshness.accepts(freshness.scopes(item.key, account, b""), handle.stored_at, now):
+            if not freshness.accepts(freshness.scopes(item.key, account, item.fingerprint), handle.stored_at, now):
                 continue  # it would not be kept, so it is not read
             used_at = take.asked_at - item.idle_seconds
             slot = self._store.reserve_for_handover(used_at, Want(size, now, account, room_for))
@@ -148,11 +149,12 @@ class TakeOvers:
         take = self._takes[number]
         position = take.wanted[position]
         item = take.offer.items[position]
-        if item.key not in self._store and not self._shard.may_keep(handle, slot, slot.account, b"", now):
+        is_held = item.key in self._store
+        if not is_held and not self._shard.may_keep(handle, slot, slot.account, item.fingerprint, now):
             self._store.abort(slot)
             return
         take.kept[position] = True
-        if item.key in self._store:  # an engine of this node, or a fetch, was faster
+        if is_held:  # an engine of this node, or a fetch, was faster
             self._store.abort(slot)
             self._store.make_primary(item.key)
         else:
@@ -166,6 +168,8 @@ class TakeOvers:
                 handle.digest,
                 now,
                 is_secondary=False,
+                model=item.model,
+                fingerprint=item.fingerprint,
                 stored_at=handle.stored_at,
             )
             self._counters["takeover_blocks_taken"] += 1

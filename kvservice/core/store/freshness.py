@@ -37,19 +37,27 @@ class Freshness:
         """Believe another wall clock from now on. Marks and blocks keep the times that they have."""
         self._wall_offset = wall_offset
 
-    def learn(self, names: EngineNames) -> None:
-        """Engines of these names have these blocks, beside those that are known."""
+    def learn(self, names: EngineNames) -> bool:
+        """Engines of these names have these blocks, beside those that are known. Returns whether any is new."""
+        is_new = False
         for fingerprint, found in names.items():
             known = self._names.get(fingerprint) or frozenset()
-            self._names.put(fingerprint, known if len(known) > NAMES_MAX else known | found)
+            if len(known) <= NAMES_MAX and not found <= known:
+                self._names.put(fingerprint, known | found)
+                is_new = True
+        return is_new
 
     def names(self) -> EngineNames:
         """All that are known."""
         return dict(self._names.items())
 
-    def scopes(self, key: BlockKey, account: str, fingerprint: bytes) -> BlockScopes:
+    def names_of(self, fingerprint: bytes) -> frozenset[tuple[str, str]] | None:
+        """All names of the engines with this fingerprint. None when some may not be known."""
         names = self._names.get(fingerprint) if fingerprint else None
-        return BlockScopes(key, account, None if names is None or len(names) > NAMES_MAX else names)
+        return None if names is None or len(names) > NAMES_MAX else names
+
+    def scopes(self, key: BlockKey, account: str, fingerprint: bytes) -> BlockScopes:
+        return BlockScopes(key, account, self.names_of(fingerprint))
 
     def clear(self, marks: Iterable[Mark], now: float) -> None:
         """Take over marks, from now on."""

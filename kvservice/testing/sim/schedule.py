@@ -154,15 +154,15 @@ class Schedule:
 
 
 def with_memory_node(made: Schedule) -> Schedule:
-    """The same schedule with one more node, for what the others evict, and with faults of that node. Not for one with
-    clears."""
-    assert not made.clears
+    """The same schedule with one more node, for what the others evict, and with faults of that node."""
     rng = random.Random(f"memory node of {made.seed}")
     faults = [
         Fault(round(_moment(rng, list(made.asks)), 4), rng.choice(MEMORY_NODE_FAULTS), made.nodes, 0, 0.3, 0)
         for _ in range(rng.randint(0, 6))
     ]
-    made = replace(made, nodes=made.nodes + 1, rates=(*made.rates, 1.0), memory_nodes=1)
+    heard = [(*each.heard, round(rng.uniform(0.0, HEARS_SECONDS_MAX), 4)) for each in made.clears]
+    clears = tuple(replace(each, heard=seconds) for each, seconds in zip(made.clears, heard, strict=True))
+    made = replace(made, nodes=made.nodes + 1, rates=(*made.rates, 1.0), memory_nodes=1, clears=clears)
     return _with_faults(made, faults)
 
 

@@ -703,7 +703,7 @@ class AccountingReply(_message.Message):
     def __init__(self, slots: _Optional[_Mapping[str, int]] = ..., capacity: _Optional[int] = ..., balanced: bool = ..., violation: _Optional[str] = ..., leases: _Optional[int] = ..., attachments: _Optional[int] = ...) -> None: ...
 
 class TakeOverRequest(_message.Message):
-    __slots__ = ("leaver", "epoch", "payload_bytes", "keys", "parents", "positions", "routes", "idle_seconds", "wait_seconds", "account_tags")
+    __slots__ = ("leaver", "epoch", "payload_bytes", "keys", "parents", "positions", "routes", "idle_seconds", "wait_seconds", "account_tags", "fingerprints", "names")
     LEAVER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -714,6 +714,8 @@ class TakeOverRequest(_message.Message):
     IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ACCOUNT_TAGS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     leaver: _common_pb2.NodeInfo
     epoch: int
     payload_bytes: int
@@ -724,7 +726,19 @@ class TakeOverRequest(_message.Message):
     idle_seconds: _containers.RepeatedScalarFieldContainer[float]
     wait_seconds: float
     account_tags: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, leaver: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., keys: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., positions: _Optional[_Iterable[int]] = ..., routes: _Optional[_Iterable[int]] = ..., idle_seconds: _Optional[_Iterable[float]] = ..., wait_seconds: _Optional[float] = ..., account_tags: _Optional[_Iterable[int]] = ...) -> None: ...
+    fingerprints: bytes
+    names: _containers.RepeatedCompositeFieldContainer[EngineName]
+    def __init__(self, leaver: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., keys: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., positions: _Optional[_Iterable[int]] = ..., routes: _Optional[_Iterable[int]] = ..., idle_seconds: _Optional[_Iterable[float]] = ..., wait_seconds: _Optional[float] = ..., account_tags: _Optional[_Iterable[int]] = ..., fingerprints: _Optional[bytes] = ..., names: _Optional[_Iterable[_Union[EngineName, _Mapping]]] = ...) -> None: ...
+
+class EngineName(_message.Message):
+    __slots__ = ("fingerprint", "namespace", "model")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    namespace: str
+    model: str
+    def __init__(self, fingerprint: _Optional[bytes] = ..., namespace: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class TakeOverReply(_message.Message):
     __slots__ = ("kept", "full")

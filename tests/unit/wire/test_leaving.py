@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from kvservice.core.actions import Offer
 from kvservice.core.drain.sender import DrainPhase, DrainProgress
 from kvservice.core.messages import TakeOverItem, TakeOverResult
+from kvservice.core.store.freshness import NAMES_MAX
 from kvservice.errors import InvalidRequest
 from kvservice.testing.builders import make_chain, make_holder
-from kvservice.units import SpanRoute
+from kvservice.units import NAME_CHARS_MAX, SpanRoute
 from kvservice.wire.leaving import decode_items, decode_progress, decode_taken, encode_progress, encode_take_over
 from kvservice.wire.v1 import shard_pb2
 
@@ -38,6 +40,37 @@ def test_lists_of_different_lengths_are_refused(field: str) -> None:
         setattr(message, field, shorter)
     else:
         getattr(message, field).extend(shorter)
+    with pytest.raises(InvalidRequest):
+        decode_items(message)
+
+
+def test_an_offer_says_whose_its_blocks_are() -> None:
+    """Of those that it knows it of. An older node leaves that out for all."""
+    names = frozenset({("prod", "model"), ("", "other")})
+    items = (replace(ITEMS[0], fingerprint=b"f" * 16, names=names), *ITEMS[1:])
+    message = encode_take_over(make_holder(), replace(OFFER, items=items))
+    assert decode_items(shard_pb2.TakeOverRequest.FromString(message.SerializeToString())) == items
+    message.ClearField("fingerprints")
+    message.ClearField("names")
+    assert decode_items(message) == ITEMS
+
+
+@pytest.mark.parametrize("harm", ["short", "unnamed", "of none", "too many", "too long", "no model"])
+def test_names_are_1_to_16_of_each_fingerprint(harm: str) -> None:
+    items = tuple(replace(item, fingerprint=b"f" * 16, names=frozenset({("", "model")})) for item in ITEMS)
+    message = encode_take_over(make_holder(), replace(OFFER, items=items))
+    match harm:
+        case "short":
+            message.fingerprints = message.fingerprints[:-1]
+        case "unnamed":
+            message.ClearField("names")
+        case "of none":
+            message.names.add(fingerprint=b"g" * 16, model="model")
+        case "too many":
+            for number in range(NAMES_MAX):
+                message.names.add(fingerprint=b"f" * 16, model=f"run {number}")
+        case _:
+            message.names[0].model = "" if harm == "no model" else "m" * (NAME_CHARS_MAX + 1)
     with pytest.raises(InvalidRequest):
         decode_items(message)
 

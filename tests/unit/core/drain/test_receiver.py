@@ -10,7 +10,8 @@ from kvservice.core import events as ev
 from kvservice.core.acquire.pulls import LEASE_MARGIN_SECONDS, LOCATE_GIVE_UP_SECONDS
 from kvservice.core.block.marks import MarkKind
 from kvservice.core.drain.receiver import TAKES_MAX
-from kvservice.core.messages import TakeOverItem, TakeOverResult
+from kvservice.core.messages import EngineSpec, TakeOverItem, TakeOverResult
+from kvservice.core.store.slots import BlockOrigin
 from kvservice.errors import Exhausted, InvalidRequest, Unavailable, UnsupportedLayout
 from kvservice.testing.builders import (
     SMALL,
@@ -20,6 +21,7 @@ from kvservice.testing.builders import (
     make_chain,
     make_holder,
     make_located,
+    make_spec,
     run_of,
 )
 from kvservice.units import BlockKey, MiB, SpanRoute
@@ -30,9 +32,19 @@ PEER = make_holder("peer")
 
 
 class Receiver(CoreHarness):
-    def offer(self, keys: tuple[BlockKey, ...], *, idle: float = 0.0, size: int = SMALL, wait: float = 5.0) -> int:
+    def offer(
+        self,
+        keys: tuple[BlockKey, ...],
+        *,
+        idle: float = 0.0,
+        size: int = SMALL,
+        wait: float = 5.0,
+        of: EngineSpec | None = None,
+    ) -> int:
+        whose = (of.fingerprint.block_mark, of.names[of.fingerprint.block_mark]) if of else ()
         items = tuple(
-            TakeOverItem(key, keys[i - 1] if i else None, i, SpanRoute(1), idle) for i, key in enumerate(keys)
+            TakeOverItem(key, keys[i - 1] if i else None, i, SpanRoute(1), idle, 0, *whose)
+            for i, key in enumerate(keys)
         )
         op = self.next_op()
         self.send(ev.PeerTakeOver(op, self.state.epoch, make_holder("leaver"), size, items, wait))
@@ -186,7 +198,7 @@ def test_what_does_not_arrive_well_is_not_kept(result: ev.PullResult) -> None:
 
 
 def test_what_is_from_before_a_clear_is_not_read() -> None:
-    """The receiver does not know the model of an offered block, so each clear of a model counts."""
+    """Of a block whose model nobody knows, each clear of a model counts."""
     receiver = Receiver()
     receiver.clear(MarkKind.MODEL, "another model")
     op = receiver.offer(CHAIN)
@@ -198,6 +210,41 @@ def test_what_is_from_before_a_clear_is_not_read() -> None:
     receiver.located(receiver.locates[-1], make_located(CHAIN, stored_at=WALL + 150.0))
     receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)
     assert receiver.taken(op).kept == (True,) * 4, "what was stored since is read"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "is_taken"),
+    [
+        (MarkKind.MODEL, "of others", True),
+        (MarkKind.NAMESPACE, "of others", True),
+        (MarkKind.MODEL, "offered", False),
+        (MarkKind.NAMESPACE, "prod", False),
+    ],
+)
+def test_a_clear_keeps_no_block_of_others_from_being_taken(kind: MarkKind, name: str, is_taken: bool) -> None:
+    receiver = Receiver()
+    receiver.clear(kind, name)
+    op = receiver.offer(CHAIN, of=make_spec(model="offered", namespace="prod"))
+    receiver.located(receiver.locates[-1], make_located(CHAIN, stored_at=WALL))
+    if is_taken:
+        receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)
+    assert receiver.taken(op).kept == (is_taken,) * 4
+    assert bool(receiver.pulls) is is_taken
+
+
+def test_a_block_that_was_taken_over_keeps_its_origin() -> None:
+    """A later clear of another model or namespace leaves it, and one of its own takes it."""
+    spec = make_spec(model="offered", namespace="prod")
+    receiver = Receiver()
+    receiver.offer(CHAIN, of=spec)
+    receiver.finish()
+    (origin,) = {block.origin for block in receiver.state.blocks()}
+    assert origin == BlockOrigin(b"", "offered", spec.fingerprint.block_mark)
+    receiver.clear(MarkKind.MODEL, "of others")
+    receiver.clear(MarkKind.NAMESPACE, "of others")
+    assert receiver.keys_held() == set(CHAIN)
+    receiver.clear(MarkKind.NAMESPACE, "prod")
+    assert not receiver.keys_held()
 
 
 def test_an_offer_is_answered_in_time_whatever_the_leaver_does() -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvservice.core import actions as act
 from kvservice.core import events as ev
 from kvservice.core.messages import Peer, TakeOverResult
+from kvservice.core.store.freshness import NAMES_MAX
 from kvservice.core.tier import spill
 from kvservice.core.tier.spill import (
     ANSWER_SECONDS,
@@ -78,6 +79,21 @@ def test_cold_blocks_are_offered_ahead_of_need(sender: Sender) -> None:
     sender.clean()
     assert not sender.offers, "each is offered once"
     assert sender.keys_held() == set(CHAIN), "they stay until the room is needed"
+
+
+@pytest.mark.parametrize("names", [1, NAMES_MAX, NAMES_MAX + 1])
+def test_an_offer_says_whose_its_blocks_are(sender: Sender, names: int) -> None:
+    """Not if some names are not known: a clear by one of them would not reach the block."""
+    sender.fill()
+    spec = make_spec()
+    fingerprint = spec.fingerprint.block_mark
+    for number in range(1, names):
+        sender.state.freshness.learn({fingerprint: frozenset({("", f"run {number}")})})
+    sender.find(peer())
+    (item, *_) = sender.offers[0].items
+    known = (fingerprint, frozenset({("", "model"), *(("", f"run {number}") for number in range(1, names))}))
+    assert (item.fingerprint, item.names) == (known if names <= NAMES_MAX else (b"", frozenset()))
+    assert item.model == ("model" if names == 1 else "")
 
 
 def test_a_block_that_a_receiver_refused_is_not_offered_again(sender: Sender) -> None:
