@@ -8,6 +8,7 @@ fails gets no offers for a while, and blocks that nobody takes are lost, as with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ from kvservice.core.store.slots import Block
 from kvservice.units import BlockKey, MiB, NodeId
 
 QUEUE_MAX = 4096  # blocks that wait; further ones are dropped
-TAKEN_MAX = 65_536  # blocks here that a receiver took or did not want, about 10 MB; a forgotten one is offered again
+DECIDED_MAX = 65_536  # blocks here that a receiver took or refused, about 10 MB; a forgotten one is offered again
+REFUSED_SECONDS = 10.0  # until a refused block is offered again: the receiver may just not have reached this node
 OFFER_BLOCKS_MAX = 64  # of one offer: as of a leaving node
 OFFER_BYTES_MAX = 64 * MiB  # the same in bytes
 OFFERED_SHARE = 1 / 16  # of the memory, in one offer: a receiver pins it while it reads
@@ -57,7 +59,7 @@ class Spill:
         self._counters = shard.counters
         self._offer_bytes_max = min(OFFER_BYTES_MAX, int(shard.geometry.slabs_bytes * OFFERED_SHARE))
         self._waiting: dict[BlockKey, None] = {}  # in their order
-        self._decided: BoundedTable[BlockKey, bool] = BoundedTable(TAKEN_MAX)
+        self._decided: BoundedTable[BlockKey, float] = BoundedTable(DECIDED_MAX)  # until when it is not offered again
         self._receivers: dict[NodeId, _Receiver] = {}  # those that get offers
         self._offers: dict[int, _SpillOffer] = {}
         self._next_offer = OFFER_NUMBERS_FROM
@@ -78,7 +80,8 @@ class Spill:
 
     def put(self, block: Block, now: float) -> None:
         """Queue a cold block, unless a receiver has decided on it, or nobody accepts blocks."""
-        known = block.key in self._waiting or self._is_offered(block.key) or self._decided.get(block.key)
+        decided = now < (self._decided.get(block.key) or 0.0)
+        known = decided or block.key in self._waiting or self._is_offered(block.key)
         if known or (not self._receivers and now < self._ask_at):
             return
         if len(self._waiting) >= QUEUE_MAX:
@@ -151,8 +154,10 @@ class Spill:
             return
         kept = () if result is None else result.kept
         for key, is_kept in zip(offer.keys, kept, strict=False):
-            if is_kept or not (result and result.full):  # refused with room left: it would be refused again
-                self._decided.put(key, True)
+            if is_kept:
+                self._decided.put(key, math.inf)
+            elif result is not None and not result.full:  # refused with room left: it would be refused again at once
+                self._decided.put(key, now + REFUSED_SECONDS)
         self._counters["spill_blocks_taken"] += sum(kept)
         if result is None or result.full:
             self._counters["spill_refused"] += 1

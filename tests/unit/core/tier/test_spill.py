@@ -18,6 +18,7 @@ from kvservice.core.tier.spill import (
     NONE_SECONDS_MAX,
     OFFERS_MAX,
     RECEIVERS_SECONDS,
+    REFUSED_SECONDS,
 )
 from kvservice.core.tier.tiers import CLEAN_SECONDS
 from kvservice.testing.builders import LARGE, SMALL, CoreHarness, make_chain, make_holder, make_spec
@@ -96,8 +97,8 @@ def test_an_offer_says_whose_its_blocks_are(sender: Sender, names: int) -> None:
     assert item.model == ("model" if names == 1 else "")
 
 
-def test_a_block_that_a_receiver_refused_is_not_offered_again(sender: Sender) -> None:
-    """Such as one from before a clear, whose bytes would be asked for several times a second."""
+def test_a_block_that_a_receiver_refused_is_offered_again_later(sender: Sender) -> None:
+    """It may be from before a clear, and be refused each time. Or the receiver did not reach this node for a moment."""
     sender.fill()
     sender.find(peer())
     offered: list[BlockKey] = []
@@ -106,6 +107,8 @@ def test_a_block_that_a_receiver_refused_is_not_offered_again(sender: Sender) ->
     assert offered == list(CHAIN[::-1])
     sender.clean()
     assert not sender.offers and sender.count("spill_blocks_taken") == 0
+    sender.advance(REFUSED_SECONDS)
+    assert sender.take_all() == list(CHAIN[::-1])
 
 
 def test_nothing_is_asked_while_memory_is_free(sender: Sender) -> None:
