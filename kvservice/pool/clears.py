@@ -49,11 +49,11 @@ class PoolClears:
     async def clear(self, marks: Sequence[Mark]) -> ClearResult:
         """Give these blocks up, here and in the tiers, and keep the marks. Raises InvalidRequest for marks that make no
         sense, Unavailable if the marks cannot be kept: the blocks are gone all the same."""
-        result = await self._clear_here(marks)
+        result = await self._clear_blocks(marks)
         try:
-            await self._tiers.keep_marks(marks)
-        except TierError as error:
-            raise Unavailable(f"the marks of what was cleared cannot be kept in a tier: {error.message}") from error
+            await self._keep()
+        finally:  # a tier is told also when a file cannot be written
+            await self._tell_tiers(marks)
         return result
 
     async def take(self, marks: Sequence[Mark]) -> tuple[Mark, ...]:
@@ -70,11 +70,16 @@ class PoolClears:
     async def _take(self, marks: Sequence[Mark]) -> None:
         for start in range(0, len(marks), CLEAR_MARKS_MAX):
             try:
-                await self._clear_here(marks[start : start + CLEAR_MARKS_MAX])
+                await self._clear_blocks(marks[start : start + CLEAR_MARKS_MAX])
+                await self._keep()
             except KVServiceError as error:
                 log.warning("marks_not_taken", extra={"reason": error.message})
 
-    async def _clear_here(self, marks: Sequence[Mark]) -> ClearResult:
-        result = await self._clear_blocks(marks)
+    async def _keep(self) -> None:
         await self._files.keep_in_time(self._freshness.marks.all())
-        return result
+
+    async def _tell_tiers(self, marks: Sequence[Mark]) -> None:
+        try:
+            await self._tiers.keep_marks(marks)
+        except TierError as error:
+            raise Unavailable(f"the marks of what was cleared cannot be kept in a tier: {error.message}") from error

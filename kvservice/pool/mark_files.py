@@ -53,8 +53,12 @@ def missed(marks: Sequence[Mark], known: Set[Mark], wall: float) -> tuple[list[M
 class MarkFiles:
     """All of them say the same, unless one was away when the last mark was set."""
 
-    def __init__(self, paths: Sequence[Path], wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, paths: Sequence[Path], wall_clock: Callable[[], float] = time.time, unusable: Sequence[str] = ()
+    ) -> None:
+        """`unusable` says of each disk that cannot be used why: the marks beside it are neither read nor written."""
         self._paths = tuple(paths)
+        self._unusable = tuple(unusable)
         self._wall_clock = wall_clock
         self._keeping = asyncio.Lock()
         self._newest = NewestWrite(self.keep, "kvservice-keep-marks")
@@ -90,9 +94,10 @@ class MarkFiles:
                 ) from None
 
     def keep(self, marks: Sequence[Mark]) -> None:
-        """Write all files anew. Raises Unavailable when one cannot be written: a restart might forget the marks."""
+        """Write all files anew. Raises Unavailable when one cannot be written, or is beside a disk that cannot be used:
+        a restart might forget the marks."""
         data = pack_marks(marks)
-        problems: list[str] = []
+        problems = list(self._unusable)
         for path in self._paths:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,4 +105,4 @@ class MarkFiles:
             except OSError as error:  # the next file may outlive this one
                 problems.append(f"{path}: {error}")
         if problems:
-            raise Unavailable(f"the marks of what was cleared cannot be kept in {'; '.join(problems)}")
+            raise Unavailable(f"the marks of what was cleared cannot be kept everywhere: {'; '.join(problems)}")

@@ -139,7 +139,8 @@ class PoolRuntime(PoolAnswers):
         self._lost: dict[AttachmentId, Callable[[str], None]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         self._vanished = VanishedEngines(claim, lambda work: self._keep(self._loop.create_task(work)), self._dispatch)
-        mark_files = MarkFiles(config.mark_files, config.wall_clock)
+        unusable = [spec.unusable for spec in config.tiers if spec.unusable]
+        mark_files = MarkFiles(config.mark_files, config.wall_clock, unusable)
         self.clears = PoolClears(state.freshness, mark_files, pool_tiers, clock, self._clear_blocks)
         self._name_files = NameFiles(config.name_files)
         self._timer: asyncio.TimerHandle | None = None

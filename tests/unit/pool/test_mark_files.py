@@ -33,9 +33,16 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     """And it keeps the marks from no other file, which may be the one that outlives the pool."""
     (tmp_path / "plain").write_text("")
     paths = (tmp_path / "plain" / "marks", tmp_path / "disk" / "n0.marks")
-    with pytest.raises(Unavailable, match=f"cannot be kept in {paths[0]}"):
+    with pytest.raises(Unavailable, match=f"cannot be kept everywhere: {paths[0]}"):
         MarkFiles(paths).keep(MARKS)
     assert MarkFiles(paths[1:]).load() == MARKS
+
+
+def test_marks_beside_a_disk_that_is_not_used_are_said_to_be_lost(tmp_path: Path) -> None:
+    """The disk comes back at a later start, with blocks that were cleared meanwhile. The other files are written."""
+    with pytest.raises(Unavailable, match="everywhere: /disk/n0 cannot be used: Not a directory"):
+        MarkFiles([tmp_path / "marks"], unusable=["/disk/n0 cannot be used: Not a directory"]).keep(MARKS)
+    assert MarkFiles([tmp_path / "marks"]).load() == MARKS
 
 
 def test_a_file_that_cannot_be_read_is_a_clear_of_everything(tmp_path: Path) -> None:

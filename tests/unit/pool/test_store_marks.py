@@ -37,10 +37,10 @@ async def opened(tmp_path: Path) -> AsyncIterator[Opened]:
     """Opens a pool of this node; the memory of each node outlives it."""
     pools: list[PoolRuntime] = []
 
-    async def make(name: str, disk: bool = False) -> PoolRuntime:
+    async def make(name: str, disk: bool = False, unusable: str = "") -> PoolRuntime:
         tiers = [TierSpec(OBJECTS, f"file://{tmp_path}/store", 0, "stored", "none", "a")]
         if disk:
-            tiers.append(TierSpec(DISK, f"{tmp_path}/disk", 64 * MiB, "stored", "none"))
+            tiers.append(TierSpec(DISK, f"{tmp_path}/disk", 64 * MiB, "stored", "none", unusable=unusable))
         config = PoolConfig(
             NodeId(name),
             tmp_path / name,
@@ -154,6 +154,18 @@ async def test_a_clear_is_not_done_while_the_store_refuses_its_mark(
     with pytest.raises(Unavailable, match=r"kept in a tier: .*the disk is full"):
         await pool.clears.clear([everything()])
     assert pool.inventory() == [], "the blocks are gone all the same"
+
+
+async def test_a_clear_is_not_done_while_a_disk_cannot_be_used(opened: Opened) -> None:
+    """The disk comes back at another start, with what was cleared. The store hears of the clear all the same."""
+    away = await opened("away")
+    await store(away)
+    await away.close()
+    there = await opened("there", disk=True, unusable="it is gone")
+    await is_open(there)
+    with pytest.raises(Unavailable, match="kept everywhere: it is gone"):
+        await there.clears.clear([everything()])
+    assert (await opened("away")).inventory() == []
 
 
 async def test_a_store_whose_marks_cannot_be_read_is_not_used(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
