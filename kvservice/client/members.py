@@ -39,7 +39,7 @@ class Members:
     @property
     def unheard(self) -> dict[str, str]:
         """Every shard that is not among `shards`, by node: it has ended, hangs, or is cut off from the directory."""
-        return {**self.hidden, **self.gone}
+        return {node: at for node, at in {**self.hidden, **self.gone}.items() if node not in self.shards}
 
     def channel(self, address: str) -> grpc.Channel:
         """A channel to one of these addresses. The caller closes it."""

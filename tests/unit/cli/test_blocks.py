@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvservice.cli import blocks
-from kvservice.cli.blocks import SORTS, Selection, arrange, check, choose_nodes, draw
+from kvservice.cli.blocks import SORTS, Selection, arrange, check, choose_nodes, draw, silent_nodes
 from kvservice.cli.commands.look import Order
 from kvservice.cli.output import Format
 from kvservice.client.block_list import BlockList, BlockRow
@@ -78,6 +78,12 @@ def test_a_node_is_chosen_by_the_beginning_of_its_id() -> None:
     assert choose_nodes(members, None) == members.shards
     with pytest.raises(ConfigError, match="526d7a, 526f00"):
         choose_nodes(members, "x")
+
+
+def test_a_node_that_was_just_killed_is_told_of_once() -> None:
+    """Nobody listens there, and the directory does not know it yet: it is asked, and that says what is wrong."""
+    members = Members("s", {"n0": "a"}, (), {"n0": "a", "n1": "b"}, (), (), None, hidden={"n2": "c"})
+    assert silent_nodes(members, None) == ("node n1 is silent", "node n2 is silent")
 
 
 def test_a_service_without_a_shard_that_answers_is_none() -> None:
