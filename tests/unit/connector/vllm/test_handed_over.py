@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvservice.core.acquire import acquisitions, handoff
+from kvservice.pool import remote
 from kvservice.units import MiB
 from tests.sim.mutation import Mutant, planted
 from tests.unit.connector.vllm.handed_over import HandedOver, PairSettings
@@ -134,17 +135,20 @@ SEARCHED = range(1, 11)  # seeds
 
 @pytest.fixture(autouse=True)
 def quick(plain_cells: None, quick_retries: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long for what does not come."""
-    monkeypatch.setattr(handoff, "CLOSED_SECONDS", 0.5)
+    """Readers ask again soon."""
     monkeypatch.setattr(acquisitions, "FOLLOW_WAIT_SECONDS", 0.2)
 
 
 def play(folder: Path, place: Path, name: str, seed: int) -> Counter[str]:
     """Returns what was counted."""
     with pytest.MonkeyPatch.context() as patch:
-        if not SETTINGS[name].is_calm:
-            for module in (handoff, acquisitions):
-                patch.setattr(module, "APPEAR_SECONDS", 0.3)
+        # Nobody waits long for what does not come. In a calm play all comes, on a busy machine after seconds.
+        is_calm = SETTINGS[name].is_calm
+        patch.setattr(handoff, "CLOSED_SECONDS", 60.0 if is_calm else 0.5)
+        for module in (handoff, acquisitions):
+            patch.setattr(module, "APPEAR_SECONDS", 30.0 if is_calm else 0.3)
+        if is_calm:
+            patch.setattr(remote, "FOLLOW_SLACK_SECONDS", 30.0)
         try:
             it = HandedOver(folder, place, SETTINGS[name], seed)
             try:
