@@ -109,6 +109,11 @@ def test_weights_of_another_process_are_named_by_hand_only(model_path: Path) -> 
             **{f"remote_instance_weight_loader_{name}": value for name, value in seed.items()},
         },
         "weight-cache-mode client": {"weight_cache_mode": "client", "weight_cache_socket": "/nowhere"},
+        "speculative-draft-load-format remote_instance": {
+            **EAGLE,
+            "speculative_draft_model_path": str(model_path),
+            "speculative_draft_load_format": "remote_instance",
+        },
     }
     pairs = [({**HICACHE, **each}, options) for each in cases.values() for options in (by_files, EXACT)]
     found = attached(model_path, *pairs)

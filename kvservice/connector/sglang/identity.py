@@ -50,7 +50,11 @@ SECTIONS_LEFT_OUT: Mapping[str, str] = {
 # Whose notes say that weights were changed in place: from a disk, and in any way with which a new version is given.
 WEIGHT_CHANGES = frozenset({"model_runner.update_model_fields", "scheduler.weight_version"})
 # Settings with which the weights come from another process, which may have loaded other files or changed them since.
-WEIGHTS_OF_OTHERS: Mapping[str, str] = {"load_format": "remote_instance", "weight_cache_mode": "client"}
+WEIGHTS_OF_OTHERS: Mapping[str, str] = {
+    "load_format": "remote_instance",
+    "speculative_draft_load_format": "remote_instance",
+    "weight_cache_mode": "client",
+}
 # Settings of these sections that are named all the same, because they change the numbers.
 NAMED_ALL_THE_SAME = frozenset({"forward_hooks", "enable_quant_communications"})
 # Environment variables that choose other code, other weights or fewer bits. They are named if they are set.
