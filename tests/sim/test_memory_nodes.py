@@ -19,8 +19,8 @@ MUTANTS = (
     Mutant(
         "a block that is offered is not offered again",
         SPILL,
-        "block.key in self._waiting or self._is_offered(block.key) or self._decided.get(block.key)",
-        "block.key in self._waiting or self._decided.get(block.key)",
+        "known = decided or block.key in self._waiting or self._is_offered(block.key)\n",
+        "known = decided or block.key in self._waiting\n",
         seed=16,
     ),
     Mutant(
