@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +71,7 @@ async def test_a_memory_node_knows_whose_blocks_it_has_after_a_restart(tmp_path:
 
         await store_all(cluster)
         await eventually_async(lambda: on_disk() > 40, "what the memory node took is on its disk")
-        await asyncio.to_thread(cluster.kill, "n1")
+        await asyncio.to_thread(cluster.kill, "n1", signal.SIGTERM)  # its memory goes: nobody would know whose that is
         await asyncio.to_thread(cluster.start_shard, "n1")
         await eventually_async(lambda: on_disk() > 40, "the blocks are found again")
         held, operator = on_disk(), OperatorClient()
