@@ -38,7 +38,7 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert MarkFiles(paths[1:]).load() == MARKS
 
 
-def test_marks_beside_a_disk_that_is_not_used_are_said_to_be_lost(tmp_path: Path) -> None:
+def test_marks_beside_an_unused_disk_are_said_to_be_lost(tmp_path: Path) -> None:
     """The disk comes back at a later start, with blocks that were cleared meanwhile. The other files are written."""
     with pytest.raises(Unavailable, match="everywhere: /disk/n0 cannot be used: Not a directory"):
         MarkFiles([tmp_path / "marks"], unusable=["/disk/n0 cannot be used: Not a directory"]).keep(MARKS)
