@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.sim import test_memory_nodes, test_rolling_restart, test_suspects
 from tests.sim.mutants import MUTANTS
 from tests.sim.mutation import Mutant, planted
 
+ALL = (*MUTANTS, *test_memory_nodes.MUTANTS, *test_rolling_restart.MUTANTS, *test_suspects.PLANTS)
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_a_planted_bug_changes_the_product(mutant: Mutant) -> None:
     with planted(mutant):
         pass
