@@ -102,7 +102,7 @@ class TlsFiles:
         if version != self._judged[0]:
             authority = (0.0, math.inf)
             with contextlib.suppress(ConfigError, OSError):  # the files may be changing now; ssl.SSLError is an OSError
-                authority = authority_valid(self.directory)
+                authority = _authority_valid(self.directory)
             self._judged = version, min(pems.valid, authority, key=lambda valid: valid[1])
         return self._judged[1]
 
@@ -342,7 +342,7 @@ def _clock_here(verify_code: int) -> str:
     return f" (the clock of this machine says {utc_time(time.time())})" if verify_code in OUT_OF_DATE else ""
 
 
-def authority_valid(directory: Path) -> tuple[float, float]:
+def _authority_valid(directory: Path) -> tuple[float, float]:
     """From when and until when the CA of the certificate in these files is valid, in seconds since 1970. Of several
     that stand for it, it is the one that ends last. A certificate that is trusted itself has none: (0, inf)."""
     known, found = _context(ssl.PROTOCOL_TLS_CLIENT, directory), list[tuple[float, float]]()

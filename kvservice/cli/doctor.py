@@ -211,7 +211,7 @@ def runtime_directory() -> Iterator[Check]:
 
 
 def tls() -> Iterator[Check]:
-    from kvservice.auth.tls import authority_valid, utc_time
+    from kvservice.auth.tls import utc_time
     from kvservice.client.members import tls_beside
     from kvservice.config import tls_of_environment
     from kvservice.discovery import find_shards
@@ -231,10 +231,9 @@ def tls() -> Iterator[Check]:
             detail = "KVSERVICE_TLS_DIR is not set: a service started here uses Unix sockets and stays on this machine"
             yield Check("tls", ABSENT, detail, TLS_ADVICE)
         return
-    own = (files.current()[1].valid, "", RENEW_ADVICE)
-    (begins_at, ends_at), which, advice = min(
-        own, (authority_valid(files.directory), ", when its CA ends", AUTHORITY_ADVICE), key=lambda one: one[0][1]
-    )
+    begins_at, ends_at = valid = files.valid()
+    is_own = valid == files.current()[1].valid
+    which, advice = ("", RENEW_ADVICE) if is_own else (", when its CA ends", AUTHORITY_ADVICE)
     detail = f"the certificate in {files.directory} works with its key and CA until {utc_time(ends_at)}{which}"
     if ends_at - time.time() < min(RENEW_SECONDS, RENEW_SHARE * (ends_at - begins_at)):
         yield Check("tls", WARNING, f"{detail}; after that nothing new connects", advice)
