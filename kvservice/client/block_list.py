@@ -14,7 +14,7 @@ import grpc
 from kvservice.aio import ask_each
 from kvservice.client.channels import Channels
 from kvservice.errors import ConfigError, InvalidRequest
-from kvservice.wire.calls import in_time
+from kvservice.wire.calls import call_in_time
 from kvservice.wire.figures import check_figures
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
@@ -87,7 +87,7 @@ async def _list_node(
     try:
         while len(rows) <= limit:
             metadata = channels.metadata_for(address)
-            reply = await in_time(stub.ListBlocks(request, timeout=CALL_SECONDS, metadata=metadata), CALL_SECONDS)
+            reply = await call_in_time(stub.ListBlocks, request, CALL_SECONDS, metadata)
             reply = check_figures(reply, f"blocks of node {node}")
             rows += [_row(node, one) for one in reply.blocks]
             if not reply.more:

@@ -20,7 +20,7 @@ from kvservice.client.channels import Channels
 from kvservice.core.messages import EngineStats, Holder
 from kvservice.errors import ConfigError, InvalidRequest
 from kvservice.units import NodeId
-from kvservice.wire.calls import in_time
+from kvservice.wire.calls import call_in_time
 from kvservice.wire.codec import decode_engine_stats, decode_live_nodes, newest_holders
 from kvservice.wire.status import readable
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
@@ -76,7 +76,7 @@ class EngineStatsReader:
         async def ask(address: str) -> list[Holder] | None:
             stub = lookup_pb2_grpc.LookupServiceStub(self._channels.get(address))
             try:
-                reply = await in_time(stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout), timeout)
+                reply = await call_in_time(stub.LookupStats, lookup_pb2.LookupStatsRequest(), timeout)
                 return decode_live_nodes(reply) if readable(reply, "stats").nodes else None
             except grpc.aio.AioRpcError as error:
                 self.counters[f"engine_stats_lookup_{error.code().name.lower()}"] += 1
@@ -91,8 +91,7 @@ class EngineStatsReader:
         stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(node.peer_address))
         try:
             metadata = self._channels.metadata_for(node.peer_address)
-            asking = stub.EngineStats(shard_pb2.EngineStatsRequest(), timeout=timeout, metadata=metadata)
-            reply = await in_time(asking, timeout)
+            reply = await call_in_time(stub.EngineStats, shard_pb2.EngineStatsRequest(), timeout, metadata)
             return NodeEngineStats(node, decode_engine_stats(readable(reply, "engine stats")))
         except grpc.aio.AioRpcError as error:
             self.counters[f"engine_stats_shard_{error.code().name.lower()}"] += 1

@@ -17,7 +17,7 @@ from kvservice.client.channels import Channels
 from kvservice.core.acquire.clearing import ClearResult
 from kvservice.core.block.marks import Mark
 from kvservice.core.messages import EngineKind, Pin, WarmRequest, WarmResult
-from kvservice.wire.calls import in_time
+from kvservice.wire.calls import call_in_time
 from kvservice.wire.clearing import decode_cleared, encode_marks
 from kvservice.wire.codec import decode_engine_stats
 from kvservice.wire.figures import check_figures
@@ -79,6 +79,6 @@ class OperatorClient:
     async def _ask(self, address: str, rpc: _Rpc[T], request: object, seconds: float) -> T:
         metadata, what = self._channels.metadata_for(address), f"the shard at {address}"
         try:
-            return check_figures(await in_time(rpc(request, timeout=seconds, metadata=metadata), seconds), what)
+            return check_figures(await call_in_time(rpc, request, seconds, metadata), what)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, what) from error

@@ -27,7 +27,7 @@ from kvservice.core.messages import UsageRow
 from kvservice.core.store.blocks import EVICTED
 from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import ConfigError, InvalidRequest
-from kvservice.wire.calls import in_time
+from kvservice.wire.calls import call_in_time
 from kvservice.wire.figures import check_figures
 from kvservice.wire.status import connect_hint, readable
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
@@ -271,8 +271,7 @@ async def _ask_lookup(
 ) -> tuple[LookupOverview, lookup_pb2.LookupStatsReply | None]:
     stub = lookup_pb2_grpc.LookupServiceStub(channels.get(address))
     try:
-        asking = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout)
-        reply = readable(await in_time(asking, timeout), address)
+        reply = readable(await call_in_time(stub.LookupStats, lookup_pb2.LookupStatsRequest(), timeout), address)
     except grpc.aio.AioRpcError as error:
         return LookupOverview(address, 0, 0, 0, 0, _short(error)), None
     except InvalidRequest as error:
@@ -285,7 +284,7 @@ async def _ask_shard(channels: Channels, node_id: str, address: str, timeout: fl
     stub = shard_pb2_grpc.AdminServiceStub(channels.get(address))
     try:
         metadata = channels.metadata_for(address)
-        reply = await in_time(stub.Stats(shard_pb2.StatsRequest(), timeout=timeout, metadata=metadata), timeout)
+        reply = await call_in_time(stub.Stats, shard_pb2.StatsRequest(), timeout, metadata)
         reply = check_figures(reply, address)
     except grpc.aio.AioRpcError as error:
         return _NodeAnswer(node_id, address, error=_short(error))

@@ -7,7 +7,7 @@ then by one request first, so that a dead node does not cost every request a con
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from kvservice.core.segment.geometry import Geometry
 from kvservice.errors import StaleEpoch, TransferError, Unavailable
 from kvservice.observe import tracing
 from kvservice.units import BootEpoch, NodeId
-from kvservice.wire.calls import in_time
+from kvservice.wire.calls import call_in_time
 from kvservice.wire.codec import decode_followed, decode_geometry, decode_located, encode_refs
 from kvservice.wire.leaving import decode_taken, encode_take_over
 from kvservice.wire.serving import CHANNEL_OPTIONS
@@ -96,7 +96,7 @@ class PeerClient:
         if known is not None and known.epoch == holder.epoch:
             return known
         request = shard_pb2.HandshakeRequest(protocol_version=PROTOCOL_VERSION)
-        reply = await self._call(holder, lambda stub: stub.Handshake(request, timeout=timeout), timeout, "handshake")
+        reply = await self._call(holder, lambda stub: stub.Handshake, request, timeout, "handshake")
         if not (set(self._transport.split("+")) & set(reply.transport.split("+"))):
             raise TransferError(
                 f"node {holder.node_id} moves bytes by {reply.transport!r} and this one by {self._transport!r}: "
@@ -116,9 +116,7 @@ class PeerClient:
             epoch=holder.epoch, keys=keys, reader=self._reader, wait_seconds=wanted.wait_seconds
         )
         timeout, proof = wanted.timeout_seconds, self._proof(holder)
-        reply = await self._call(
-            holder, lambda stub: stub.Locate(request, timeout=timeout, metadata=proof), timeout, "locate"
-        )
+        reply = await self._call(holder, lambda stub: stub.Locate, request, timeout, "locate", proof)
         return decode_located(reply, wanted.keys)
 
     async def follow(self, holder: Holder, wanted: Follow, timeout: float) -> FollowResult:
@@ -129,9 +127,8 @@ class PeerClient:
             reader=self._reader,
             wait_seconds=wanted.wait_seconds,
         )
-        reply = await self._call(
-            holder, lambda stub: stub.Follow(request, timeout=timeout, metadata=self._proof(holder)), timeout, "follow"
-        )
+        proof = self._proof(holder)
+        reply = await self._call(holder, lambda stub: stub.Follow, request, timeout, "follow", proof)
         return decode_followed(reply, wanted.keys)
 
     async def release(self, lease: ReleaseRemote, timeout: float) -> None:
@@ -139,13 +136,11 @@ class PeerClient:
             epoch=lease.epoch, lease_id=lease.lease_id, reader=self._reader, suspects=encode_refs(lease.suspects)
         )
         proof = self._proof(lease.holder)
-        await self._call(
-            lease.holder, lambda stub: stub.ReleaseLocated(request, timeout=timeout, metadata=proof), timeout, "release"
-        )
+        await self._call(lease.holder, lambda stub: stub.ReleaseLocated, request, timeout, "release", proof)
 
     async def take_over(self, leaver: Holder, offer: Offer, timeout: float) -> TakeOverResult:
         request = encode_take_over(leaver, offer)
-        reply = await self._call(offer.peer, lambda stub: stub.TakeOver(request, timeout=timeout), timeout, "take over")
+        reply = await self._call(offer.peer, lambda stub: stub.TakeOver, request, timeout, "take over")
         return decode_taken(reply, len(offer.items))
 
     async def room(self, holder: Holder, timeout: float) -> Peer:
@@ -156,7 +151,7 @@ class PeerClient:
         """
         stub = shard_pb2_grpc.AdminServiceStub(self._channels.get(holder.peer_address))
         try:
-            stats = await in_time(stub.Stats(shard_pb2.StatsRequest(), timeout=timeout), timeout)
+            stats = await call_in_time(stub.Stats, shard_pb2.StatsRequest(), timeout)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"stats of node {holder.node_id}") from error
         stats = readable(stats, f"stats of node {holder.node_id}")
@@ -169,16 +164,18 @@ class PeerClient:
     async def _call(
         self,
         holder: Holder,
-        call: Callable[[shard_pb2_grpc.PeerServiceStub], Awaitable[Any]],
+        method: Callable[[shard_pb2_grpc.PeerServiceStub], Callable[..., Awaitable[Any]]],
+        request: Any,
         timeout: float,
         what: str,
+        proof: Sequence[tuple[str, str | bytes]] = (),
     ) -> Any:
         self._follow_boot(holder)
         breaker = self._breakers.get(holder.node_id) or self._breakers.put(holder.node_id, Breaker())
         if not breaker.admits(self._clock(), TRIAL_SECONDS):
             raise Unavailable(f"node {holder.node_id} failed {breaker.failures} times in a row: not asked for now")
         try:
-            reply = await in_time(call(self._stub(holder.peer_address)), timeout)
+            reply = await call_in_time(method(self._stub(holder.peer_address)), request, timeout, proof)
         except grpc.aio.AioRpcError as error:
             # A refusal is an answer. Only a peer that does not answer opens the breaker.
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):

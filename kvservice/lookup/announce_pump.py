@@ -25,7 +25,7 @@ from kvservice.core.directory.presence import KnownTimes
 from kvservice.core.messages import Holder
 from kvservice.errors import ConfigError, KVServiceError
 from kvservice.lookup.service import OUTCOMES
-from kvservice.wire.calls import in_time
+from kvservice.wire.calls import call_in_time
 from kvservice.wire.codec import encode_holder
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
@@ -225,9 +225,7 @@ class AnnouncePump:
         )
         stub = lookup_pb2_grpc.LookupServiceStub(self._channels.get(self._addresses[partition]))
         metadata = self._proofs(lookup_audience(partition))
-        reply: lookup_pb2.AnnounceReply = await in_time(
-            stub.Announce(request, timeout=timeout, metadata=metadata), timeout
-        )
+        reply: lookup_pb2.AnnounceReply = await call_in_time(stub.Announce, request, timeout, metadata)
         return reply
 
     def _fence(self) -> None:

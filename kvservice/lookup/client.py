@@ -28,7 +28,7 @@ from kvservice.errors import InvalidRequest
 from kvservice.lookup.mirror_reader import Mirror, MirroredLookup
 from kvservice.observe import tracing
 from kvservice.units import BlockKey, NodeId, SpanRoute
-from kvservice.wire.calls import in_time
+from kvservice.wire.calls import call_in_time
 from kvservice.wire.codec import decode_holder, decode_live_nodes, newest_holders
 from kvservice.wire.serving import CHANNEL_OPTIONS
 from kvservice.wire.status import readable
@@ -168,8 +168,8 @@ class LookupClient:
 
         async def ask(partition: _Partition) -> list[Holder]:
             try:
-                asking = self._stub(partition).LookupStats(lookup_pb2.LookupStatsRequest(), timeout=timeout)
-                reply = await in_time(asking, timeout)
+                method = self._stub(partition).LookupStats
+                reply = await call_in_time(method, lookup_pb2.LookupStatsRequest(), timeout)
                 return decode_live_nodes(readable(reply, "stats"))
             except (grpc.aio.AioRpcError, InvalidRequest):
                 self._counters["members_failed"] += 1
@@ -224,13 +224,12 @@ class LookupClient:
         self, partition: _Partition, chain: Sequence[BlockKey], segments: ChainSegments, timeout: float
     ) -> list[HolderRun]:
         request = lookup_pb2.ResolveRequest(keys=_pack(chain, segments))
-        asking = self._stub(partition).Resolve(request, timeout=timeout, metadata=tracing.metadata())
-        reply = await in_time(asking, timeout)
+        reply = await call_in_time(self._stub(partition).Resolve, request, timeout, tracing.metadata())
         return decode_runs(readable(reply, "resolve"), segments)
 
     async def _find(self, partition: _Partition, node_id: NodeId, timeout: float) -> Holder | None:
         request = lookup_pb2.FindNodeRequest(node_id=node_id)
-        reply = await in_time(self._stub(partition).FindNode(request, timeout=timeout), timeout)
+        reply = await call_in_time(self._stub(partition).FindNode, request, timeout)
         return decode_holder(reply.node) if readable(reply, "find node").HasField("node") else None
 
     async def _judged(self, partition: _Partition, asking: Awaitable[T]) -> T | None:

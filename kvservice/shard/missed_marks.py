@@ -16,7 +16,7 @@ from kvservice.client.channels import Channels
 from kvservice.core.block.marks import MARKS_MAX, Mark
 from kvservice.errors import InvalidRequest, Unavailable
 from kvservice.units import NodeId
-from kvservice.wire.calls import in_time
+from kvservice.wire.calls import call_in_time
 from kvservice.wire.clearing import decode_marks
 from kvservice.wire.codec import decode_live_nodes
 from kvservice.wire.status import error_from_rpc, readable
@@ -71,8 +71,8 @@ class MissedMarks:
             stub, what = shard_pb2_grpc.OperatorServiceStub(channels.get(nodes[node])), f"the shard at {nodes[node]}"
             await asyncio.sleep(begun_at + index * apart_seconds - asyncio.get_running_loop().time())
             try:
-                asking = stub.ListMarks(shard_pb2.ListMarksRequest(), timeout=ASK_SECONDS)
-                reply = readable(await in_time(asking, ASK_SECONDS), what)
+                asked = shard_pb2.ListMarksRequest()
+                reply = readable(await call_in_time(stub.ListMarks, asked, ASK_SECONDS), what)
                 answer = reply.SerializeToString()
                 # Most nodes say the same, and decoding takes milliseconds of a shard's loop.
                 marks = () if answer == last else decode_marks(reply.marks, MARKS_MAX)
@@ -103,8 +103,7 @@ def order_of(node_id: NodeId, nodes: Iterable[str]) -> list[str]:
 async def _nodes(channels: Channels, lookup: str) -> dict[str, str]:
     stub = lookup_pb2_grpc.LookupServiceStub(channels.get(lookup))
     try:
-        asking = stub.LookupStats(lookup_pb2.LookupStatsRequest(), timeout=ASK_SECONDS)
-        reply = await in_time(asking, ASK_SECONDS)
+        reply = await call_in_time(stub.LookupStats, lookup_pb2.LookupStatsRequest(), ASK_SECONDS)
         rows = decode_live_nodes(readable(reply, "the lookup partition"))
     except (grpc.aio.AioRpcError, InvalidRequest) as error:
         log.warning("marks_not_asked", extra={"lookup": lookup, "reason": _reason(error, "the lookup partition")})
