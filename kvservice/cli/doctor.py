@@ -460,6 +460,7 @@ def service_parts() -> Iterator[Check]:
     from kvservice.cli.status import collect
     from kvservice.client.lookup_overview import misplaced
     from kvservice.discovery import HOW_TO_START, find_shards
+    from kvservice.wire.status import has_hint
 
     records = find_shards(live_only=False)
     services = sorted({record.service for record in records})
@@ -478,7 +479,8 @@ def service_parts() -> Iterator[Check]:
             yield from troubles(service, node)
         for kind, where, error, advice in rows:
             status = PROBLEM if error else OK
-            yield Check(f"{kind} of {service}", status, f"{where}: {error or 'answers'}", advice if error else "")
+            to_say = advice if error and not has_hint(error) else ""  # a part that a hint is about runs
+            yield Check(f"{kind} of {service}", status, f"{where}: {error or 'answers'}", to_say)
         for wrong in misplaced(seen.lookups):
             yield Check(f"lookup of {service}", PROBLEM, wrong, "start the shards again with all of them")
 

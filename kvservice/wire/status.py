@@ -40,7 +40,8 @@ _SIGNS = (
     ),
     (
         "CERTIFICATE_VERIFY_FAILED",
-        "the other side's certificate is expired or signed by another CA: see docs/howto/certificates.md, rotation",
+        "the other side's certificate is expired or signed by another CA: `kvservice certs DIR --renew` "
+        "there makes a new one, which running processes take within seconds; see docs/howto/certificates.md, rotation",
     ),
     (
         "Hostname Verification Check failed",
@@ -107,6 +108,11 @@ def connect_hint(details: str) -> str:
     gRPC reports those of TLS as UNAVAILABLE with a text of its TLS library.
     """
     return next((hint for sign, hint in _SIGNS if sign in details), "")
+
+
+def has_hint(text: str) -> bool:
+    """Whether this text of ours says already what `connect_hint` found."""
+    return any(hint in text for _, hint in _SIGNS)
 
 
 def _metadata(pairs: Iterable[Any] | None) -> dict[str, str]:

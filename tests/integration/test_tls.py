@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 
 from kvservice.auth import tls as wire_tls
 from kvservice.auth.tls import TlsFiles, open_blocking_channel, open_channel
-from kvservice.cli import explain, status
+from kvservice.cli import doctor, explain, status
+from kvservice.cli.doctor_check import PROBLEM
 from kvservice.cli.exits import ExitCode
 from kvservice.cli.main import app
 from kvservice.client.channels import Channels
@@ -377,6 +378,16 @@ def test_explain_says_what_to_do_about_wrong_certificates(
     monkeypatch.setenv("KVSERVICE_TLS_DIR", str(write(tmp_path / "s", issuer=STRANGER, trusted=STRANGER.pem)))
     state = explain.explain(cluster.service, "none")
     assert state["silent_lookups"] and ["expired or signed by another CA" in hint for hint in state["hints"]] == [True]
+
+
+def test_doctor_starts_no_part_whose_certificate_is_refused(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The part runs, and takes new files by itself."""
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(cluster.root))
+    monkeypatch.setenv("KVSERVICE_TLS_DIR", str(write(tmp_path / "s", issuer=STRANGER, trusted=STRANGER.pem)))
+    refused = [check for check in doctor.service_parts() if check.status == PROBLEM]
+    assert refused and all("certs DIR --renew" in check.detail and not check.advice for check in refused), refused
 
 
 def test_renewed_files_reach_running_processes(cluster: LocalCluster) -> None:
