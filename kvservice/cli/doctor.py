@@ -458,6 +458,7 @@ def service_parts() -> Iterator[Check]:
     from kvservice.cli.doctor_tiers import troubles
     from kvservice.cli.lifecycle import ALONE
     from kvservice.cli.status import collect
+    from kvservice.client.clocks import clock_problems
     from kvservice.client.lookup_overview import misplaced
     from kvservice.discovery import HOW_TO_START, find_shards
     from kvservice.wire.status import has_hint
@@ -483,6 +484,10 @@ def service_parts() -> Iterator[Check]:
             yield Check(f"{kind} of {service}", status, f"{where}: {error or 'answers'}", to_say)
         for wrong in misplaced(seen.lookups):
             yield Check(f"lookup of {service}", PROBLEM, wrong, "start the shards again with all of them")
+        for wrong in clock_problems(seen.clocks):
+            yield Check(
+                f"clocks of {service}", PROBLEM, wrong, "have NTP set them, as with chrony; no restart is needed"
+            )
 
 
 def _start_again(record: ShardRecord) -> str:

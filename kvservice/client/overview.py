@@ -18,8 +18,10 @@ import grpc
 
 from kvservice.aio import ask_each
 from kvservice.client.channels import Channels
+from kvservice.client.clocks import ClockReading, clock_problems
 from kvservice.client.eviction_overview import EvictionOverview, eviction_of
 from kvservice.client.lookup_overview import LookupOverview
+from kvservice.client.mirror_overview import MirrorOverview, mirror_of
 from kvservice.client.tier_overview import OPEN, UNUSABLE, DriftOverview, TierOverview, drifts_of, sum_tiers, tiers_of
 from kvservice.core.block.tenants import TenantUsage
 from kvservice.core.explain.evictions import EvictionCause
@@ -36,7 +38,6 @@ CALL_SECONDS = 3.0  # for one RPC; a part that takes longer is shown as a proble
 AT_ONCE_MAX = 32  # nodes asked in parallel, so that a large service is asked in seconds with few calls at a time
 SLOWEST_SHOWN = 16  # requests of the whole service; more do not help a reader
 OK, DRAINING, SILENT = "ok", "draining", "silent"
-_FALLBACK = "mirror_fallback_"
 _EVICTIONS = (  # a shard serves on after these
     EvictionCause.PRESSURE,
     EvictionCause.SLAB_MOVED,
@@ -86,18 +87,6 @@ class HitWindow:
     pulled_bytes: int  # read from other nodes
     served_bytes: int  # leased to other nodes for reading
     evicted_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class MirrorOverview:
-    """A node's mirror of the directory."""
-
-    keys: int
-    bytes: int
-    live_partitions: int
-    age_seconds: float
-    answers: int
-    fallbacks: dict[str, int]  # lookups left to the lookup partitions, by reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +214,7 @@ class Overview:
     problems: tuple[str, ...]
     tiers: tuple[TierOverview, ...] = ()  # of all nodes, by name
     drifts: tuple[DriftOverview, ...] = ()  # by node and model
+    clocks: tuple[ClockReading, ...] = ()  # of the nodes that answered
 
     @property
     def is_alive(self) -> bool:
@@ -282,6 +272,7 @@ async def _ask_lookup(
 
 async def _ask_shard(channels: Channels, node_id: str, address: str, timeout: float) -> _NodeAnswer:
     stub = shard_pb2_grpc.AdminServiceStub(channels.get(address))
+    asked_at = time.time()
     try:
         metadata = channels.metadata_for(address)
         reply = await call_in_time(stub.Stats, shard_pb2.StatsRequest(), timeout, metadata)
@@ -290,7 +281,7 @@ async def _ask_shard(channels: Channels, node_id: str, address: str, timeout: fl
         return _NodeAnswer(node_id, address, error=_short(error))
     except (ConfigError, InvalidRequest) as error:
         return _NodeAnswer(node_id, address, error=error.message)
-    return _NodeAnswer(node_id, address, reply)
+    return _NodeAnswer(node_id, address, reply, asked_at=asked_at, heard_at=time.time())
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +290,8 @@ class _NodeAnswer:
     address: str
     reply: shard_pb2.StatsReply = field(default_factory=shard_pb2.StatsReply)  # empty when there is an error
     error: str = ""
+    asked_at: float = 0.0  # Unix times of this machine
+    heard_at: float = 0.0
 
 
 def _overview(
@@ -310,26 +303,11 @@ def _overview(
     evictions: Counter[str] = Counter()
     for node in nodes:
         evictions.update(node.evictions)
-    problems = [f"lookup partition {lookup.address}: {lookup.error}" for lookup in lookups if lookup.error]
-    problems += [f"node {node.label} at {node.address}: {node.error}" for node in nodes if node.error]
-    problems += [
-        f"tier {tier.name} of node {node.label} is not used: {tier.detail}"
-        for node in nodes
-        for tier in node.tiers
-        if tier.state == UNUSABLE
-    ]
-    problems += [
-        f"tier {tier.name} of node {node.label} does not take every block, and is still read: {tier.detail}"
-        for node in nodes
-        for tier in node.tiers
-        if tier.state == OPEN and tier.detail
-    ]
-    problems += [
-        f"node {node.label} reads no blocks of other machines by {node.transport}: that takes NIXL there (pip install "
-        "nixl-cu12), and the transport auto or nixl"
-        for node in nodes
-        if node.transport and "nixl" not in node.transport and any(each.host not in ("", node.host) for each in nodes)
-    ]
+    clocks = tuple(
+        ClockReading.of(node.label, answer.reply.wall_seconds, answer.asked_at, answer.heard_at)
+        for node, answer in zip(nodes, shards, strict=True)
+        if answer.reply.wall_seconds
+    )
     return Overview(
         service,
         time.time(),
@@ -351,10 +329,35 @@ def _overview(
         _sum_tenants(tenant for node in nodes for tenant in node.tenants),
         tuple(slowest[:SLOWEST_SHOWN]),
         tuple(lookups),
-        tuple(problems),
+        (*_problems(lookups, nodes), *clock_problems(clocks)),
         sum_tiers(tier for node in nodes for tier in node.tiers),
         tuple(drift for answer in shards for drift in drifts_of(answer.node_id, answer.reply)),
+        clocks,
     )
+
+
+def _problems(lookups: Sequence[LookupOverview], nodes: Sequence[NodeOverview]) -> list[str]:
+    problems = [f"lookup partition {lookup.address}: {lookup.error}" for lookup in lookups if lookup.error]
+    problems += [f"node {node.label} at {node.address}: {node.error}" for node in nodes if node.error]
+    problems += [
+        f"tier {tier.name} of node {node.label} is not used: {tier.detail}"
+        for node in nodes
+        for tier in node.tiers
+        if tier.state == UNUSABLE
+    ]
+    problems += [
+        f"tier {tier.name} of node {node.label} does not take every block, and is still read: {tier.detail}"
+        for node in nodes
+        for tier in node.tiers
+        if tier.state == OPEN and tier.detail
+    ]
+    problems += [
+        f"node {node.label} reads no blocks of other machines by {node.transport}: that takes NIXL there (pip install "
+        "nixl-cu12), and the transport auto or nixl"
+        for node in nodes
+        if node.transport and "nixl" not in node.transport and any(each.host not in ("", node.host) for each in nodes)
+    ]
+    return problems
 
 
 def _node(answer: _NodeAnswer, lookup_keys: int) -> NodeOverview:
@@ -387,7 +390,7 @@ def _node(answer: _NodeAnswer, lookup_keys: int) -> NodeOverview:
         ),
         counters,
         lookup_keys,
-        _mirror(counters),
+        mirror_of(counters),
         tiers_of(reply, counters),
         counters.get("pins", 0),
         counters.get("pinned_bytes", 0),
@@ -559,19 +562,6 @@ def _sum_tenants(tenants: Iterable[TenantUsage]) -> tuple[TenantUsage, ...]:
             sum(row.disk_quota_bytes for row in rows),
         )
         for name, rows in found.items()
-    )
-
-
-def _mirror(counters: Mapping[str, int]) -> MirrorOverview | None:
-    if "mirror_keys" not in counters:
-        return None
-    return MirrorOverview(
-        counters["mirror_keys"],
-        counters.get("mirror_bytes", 0),
-        counters.get("mirror_live_partitions", 0),
-        counters.get("mirror_age_ms", 0) / 1e3,
-        counters.get("mirror_answers", 0),
-        {name.removeprefix(_FALLBACK): count for name, count in counters.items() if name.startswith(_FALLBACK)},
     )
 
 

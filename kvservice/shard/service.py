@@ -163,6 +163,7 @@ class AdminServicer:
             slowest=[encode_slow(record, now) for record in slowest],
             restricted=restricted,
             accepts_spill=self._pool.accepts_spill,
+            wall_seconds=state.freshness.wall(now),
         )
 
     async def list_blocks(self, request: shard_pb2.ListBlocksRequest, context: Context) -> shard_pb2.ListBlocksReply:

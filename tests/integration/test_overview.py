@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +17,13 @@ from kvservice.client.channels import Channels
 from kvservice.client.members import find_members
 from kvservice.client.overview import DRAINING, OK, SILENT, Overview, as_json, gather_overview
 from kvservice.client.shard import ShardClient
+from kvservice.config import ServiceConfig
 from kvservice.core.store.slots import SHOWN_STATES
 from kvservice.errors import FingerprintMismatch, InvalidRequest, NoService
+from kvservice.shard.server import ShardServer
+from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
-from kvservice.units import MiB
+from kvservice.units import MiB, NodeId
 from kvservice.wire.v1 import shard_pb2, shard_pb2_grpc
 from tests.integration.engine import LAYOUT, Engine, chain, spec
 
@@ -98,6 +104,22 @@ async def test_parts_that_do_not_answer_are_problems_of_the_overview(cluster: Lo
     assert [node.state for node in seen.nodes] == [DRAINING, SILENT]
     assert [bool(lookup.error) for lookup in seen.lookups] == [False, True]
     assert len(seen.problems) == 2 and "n1" in seen.problems[1]
+
+
+async def test_a_node_whose_clock_differs_is_named(tmp_path: Path) -> None:
+    """Clears and ages go by the clocks. That of the machine that looks does not count."""
+    settings = ServiceConfig(service="clocks", pool_bytes=16 * MiB, transport="shm", runtime_dir=str(tmp_path))
+    async with AsyncExitStack() as stack:
+        addresses: dict[str, str] = {}
+        for node, seconds in {"n0": -3600.0, "n1": -3600.0, "n2": -3690.0}.items():
+            config = ShardServerConfig(settings, NodeId(node), segment_dir=tmp_path)
+            server = ShardServer(config, wall_clock=lambda by=seconds: time.time() + by)  # type: ignore[misc]
+            addresses[node] = (await server.start()).peer_address
+            stack.push_async_callback(server.stop)
+        async with Channels() as channels:
+            seen = await gather_overview(channels, "clocks", [], addresses)
+    (said,) = seen.problems
+    assert f"clock of node {seen.nodes[2].label} is 90 s behind that of node" in said
 
 
 async def test_blocks_of_all_nodes_are_listed_and_filtered(cluster: LocalCluster) -> None:

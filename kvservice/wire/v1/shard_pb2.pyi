@@ -411,7 +411,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("node", "segment_bytes", "slab_count", "slab_free_count", "slots", "counters", "draining", "transport", "uptime_seconds", "slot_bytes", "slab_bytes", "host", "version", "engines", "windows", "pulls", "hits", "accepts_spill", "secondary_bytes", "tenants", "refused", "slowest", "tiers", "drifts", "restricted")
+    __slots__ = ("node", "segment_bytes", "slab_count", "slab_free_count", "slots", "counters", "draining", "transport", "uptime_seconds", "slot_bytes", "slab_bytes", "host", "version", "engines", "windows", "pulls", "hits", "accepts_spill", "secondary_bytes", "tenants", "refused", "slowest", "tiers", "drifts", "restricted", "wall_seconds")
     class SlotsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -458,6 +458,7 @@ class StatsReply(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     DRIFTS_FIELD_NUMBER: _ClassVar[int]
     RESTRICTED_FIELD_NUMBER: _ClassVar[int]
+    WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
     segment_bytes: int
     slab_count: int
@@ -483,7 +484,8 @@ class StatsReply(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[TierNumbers]
     drifts: _containers.RepeatedCompositeFieldContainer[CodecDrift]
     restricted: bool
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., segment_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., slab_free_count: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., transport: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slot_bytes: _Optional[_Mapping[str, int]] = ..., slab_bytes: _Optional[int] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[AttachedEngine, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[CounterWindow, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., hits: _Optional[_Iterable[_Union[ModelHits, _Mapping]]] = ..., accepts_spill: bool = ..., secondary_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantNumbers, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., slowest: _Optional[_Iterable[_Union[SlowRequest, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierNumbers, _Mapping]]] = ..., drifts: _Optional[_Iterable[_Union[CodecDrift, _Mapping]]] = ..., restricted: bool = ...) -> None: ...
+    wall_seconds: float
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., segment_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., slab_free_count: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., transport: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., slot_bytes: _Optional[_Mapping[str, int]] = ..., slab_bytes: _Optional[int] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[AttachedEngine, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[CounterWindow, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[PeerSpeed, _Mapping]]] = ..., hits: _Optional[_Iterable[_Union[ModelHits, _Mapping]]] = ..., accepts_spill: bool = ..., secondary_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantNumbers, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedAttach, _Mapping]]] = ..., slowest: _Optional[_Iterable[_Union[SlowRequest, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierNumbers, _Mapping]]] = ..., drifts: _Optional[_Iterable[_Union[CodecDrift, _Mapping]]] = ..., restricted: bool = ..., wall_seconds: _Optional[float] = ...) -> None: ...
 
 class TierNumbers(_message.Message):
     __slots__ = ("name", "state", "detail", "shared", "blocks", "used_bytes", "budget_bytes", "waiting_blocks")

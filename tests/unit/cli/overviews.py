@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from kvservice.client.eviction_overview import EvictionOverview
 from kvservice.client.lookup_overview import LookupOverview
+from kvservice.client.mirror_overview import MirrorOverview
 from kvservice.client.overview import (
     EngineOverview,
     FingerprintDifference,
     Flow,
     HitWindow,
-    MirrorOverview,
     ModelHits,
     ModelOverview,
     NodeOverview,
