@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -52,6 +53,13 @@ def drop_output() -> None:
     """Call it when the reader of stdout has gone, as `head` has: what is printed from here on, also at the end of
     Python, goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_reader_gone() -> bool:
+    """Whether nobody reads stdout any more. A command that may print nothing for hours must ask."""
+    waiting = select.poll()
+    waiting.register(sys.stdout.fileno(), 0)
+    return bool(waiting.poll(0))
 
 
 def show(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from kvservice.cli.output import is_reader_gone
 from kvservice.errors import ConfigError, NoService, Unavailable
 
 POLL_SECONDS = 0.2  # Between two looks at a file that is followed: quick for a reader, nothing for the machine.
@@ -26,8 +27,9 @@ class FollowedLog:
 
 
 def run(service: str | None, node: str | None, lines: int, *, follow: bool) -> None:
-    """Print the last lines of each log, with `follow` what comes after them until Ctrl-C. Blocks. Raises NoService,
-    ConfigError if no node has this name, and Unavailable if no log is a file; it says where the logs are."""
+    """Print the last lines of each log, with `follow` what comes after them until Ctrl-C, or until nobody reads it.
+    Blocks. Raises NoService, ConfigError if no node has this name, and Unavailable if no log is a file; it says where
+    the logs are."""
     records = _records(service, node)
     followed: list[FollowedLog] = []
     elsewhere: list[str] = []
@@ -41,7 +43,7 @@ def run(service: str | None, node: str | None, lines: int, *, follow: bool) -> N
     for words in elsewhere:
         print(words, file=sys.stderr)
     with contextlib.suppress(KeyboardInterrupt):
-        while follow:
+        while follow and not is_reader_gone():
             moved = [_print_new(each, name=len(followed) > 1) for each in followed]
             if not any(moved):
                 time.sleep(POLL_SECONDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,3 +50,20 @@ def test_ctrl_c_is_how_following_ends(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("time.sleep", interrupt)
     shard_logs.run("s", None, 1, follow=True)
+
+
+@pytest.mark.processes
+def test_following_ends_with_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `kvservice logs --follow | head -1`, also while nothing more is logged."""
+    (tmp_path / "log").write_text("one\n")
+    monkeypatch.setenv("KVSERVICE_RUNTIME_DIR", str(tmp_path / "run"))
+    write_record(replace(RECORD, log=str(tmp_path / "log")))
+    command = [sys.executable, "-m", "kvservice", "logs", "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        try:
+            assert following.stdout.readline() == "one\n"
+            following.stdout.close()
+            assert following.wait(timeout=30) == 0
+        finally:
+            following.kill()
