@@ -91,8 +91,10 @@ def _draw_record(request_id: str, row: dict[str, Any], hosts: Mapping[str, str])
     )
     if row["answered"]:
         took = f", answered after {row['took_seconds'] * 1000:.1f} ms{waited}"
-    else:  # a request that ended all the same did so without a pool
-        took = ", while there was no pool" if row["finished"] else ", never answered"
+    elif row["report"] is None:
+        took = ", never answered"
+    else:
+        took = ", given up before it was answered" if row["report"]["asked"] else ", while there was no pool"
     table = Table()
     for column in ("blocks", "", "from", "why"):
         table.add_column(column, overflow="fold")

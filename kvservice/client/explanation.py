@@ -252,6 +252,7 @@ def _explain_record(witnesses: Witnesses, answers: ShardAnswers, node: str, reco
             "computed_blocks": report.computed_blocks,
             "load_failed": report.load_failed,
             "gave_up": report.gave_up,
+            "asked": report.asked,
         },
         "diagnosis": [
             {

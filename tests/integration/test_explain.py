@@ -224,6 +224,29 @@ async def test_a_deadline_is_told(cluster: LocalCluster) -> None:
     assert reasons(explained(cluster, "late")) == [("missed", 4, "deadline", "")]
 
 
+async def test_a_question_that_was_given_up_was_not_without_a_pool(cluster: LocalCluster) -> None:
+    """As when a client goes away. The shard was there, and another node was about to give the blocks."""
+    keys = chain(next(seeds), 4)
+    async with At(cluster, "n0") as writer:
+        await writer.store(keys)
+        cluster.wait_until_known(keys)
+    cluster.kill("n0", signal.SIGSTOP)
+    try:
+        async with At(cluster, "n1") as reader:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(reader.acquire(keys, request_id="given-up", timeout=20.0), 0.3)
+            report = RequestReport("given-up", 4, 0, 0, 0)
+            await reader.pool.renew(reader.attachment.attachment_id, [], [report])
+    finally:
+        cluster.kill("n0", signal.SIGCONT)
+    request = explained(cluster, "given-up")
+    assert (request["answered"], request["finished"]) == (False, True)
+    assert reasons(request) == [("missed", 4, "engine_did_not_wait", "")]
+    told = io.StringIO()
+    rich.console.Console(file=told, width=160).print(explain.draw(explain.explain(cluster.service, "given-up")))
+    assert "given up before it was answered" in told.getvalue() and "no pool" not in told.getvalue()
+
+
 async def test_another_fingerprint_is_named_with_its_field(cluster: LocalCluster) -> None:
     keys = chain(next(seeds), 2)
     async with At(cluster, "n0", dtype="fp8"), At(cluster, "n1") as reader:

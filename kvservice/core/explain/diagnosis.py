@@ -234,9 +234,18 @@ def _unused(report: RequestReport | None, index: int) -> MissCause | None:
     return None if index < report.engine_blocks + report.loaded_blocks else MissCause.NOT_USED
 
 
+def _unanswered(report: RequestReport | None, index: int) -> Diagnosis:
+    if report is None:
+        return _missed(index, MissCause.DEADLINE)
+    if not report.asked:
+        return _missed(index, MissCause.NO_POOL)
+    text = "its engine gave the question up before the answer, as when a client goes away"
+    return _missed(index, MissCause.ENGINE_DID_NOT_WAIT, "", text)
+
+
 def _diagnose_miss(request: RecordedRequest, evidence: Evidence, index: int) -> Diagnosis:
     if not request.answered:
-        return _missed(index, MissCause.NO_POOL if request.report is not None else MissCause.DEADLINE)
+        return _unanswered(request.report, index)
     if request.handoff_node and index >= request.handed_from and request.miss in (MissReason.DEADLINE, *_NEVER):
         return _not_handed(request, index)
     first = index == request.skip + request.promised

@@ -50,6 +50,7 @@ ROW = {
     "took_seconds": 0.01,
     "handoff_node": "",
     "finished": True,
+    "report": {"asked": True},
     "blocks_asked": 2_000,
     "blocks": {"engine": 0, "local": 0, "fetched": 2_000, "missed": 0},
     "diagnosis": [],
@@ -58,8 +59,13 @@ ROW = {
 
 def test_a_request_served_without_a_pool_is_not_unanswered() -> None:
     """The client had its answer; the word is for a question to the pool that nobody has answered yet."""
-    told = [said(requests=[{**ROW, "answered": False, "finished": end}], request_id="c") for end in (True, False)]
-    assert "1.0 s ago, while there was no pool" in told[0] and "1.0 s ago, never answered" in told[1]
+    for end, words in (
+        ({"asked": False}, "while there was no pool"),
+        ({"asked": True}, "given up before it was answered"),
+        (None, "never answered"),
+    ):
+        told = said(requests=[{**ROW, "answered": False, "report": end}], request_id="c")
+        assert f"1.0 s ago, {words}" in told
 
 
 def test_a_tier_is_a_source_in_words() -> None:
