@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,3 +119,17 @@ def node_named(name: str) -> NodeId:
             key="node",
         )
     return NodeId(name)
+
+
+def warn_without_shard(service: str, node: str) -> None:
+    """Tell if no shard of this name is known here: a copy worker serves the engines of one that may still start."""
+    from kvservice.discovery import find_shards
+
+    known = [record.node_id for record in find_shards(service, live_only=False)]
+    if node not in known:
+        there = f"there is {', '.join(known)}" if known else "there is none"
+        print(
+            f"no shard {node!r} of service {service!r} is on this machine yet; {there}. Engines use this worker only "
+            "beside a shard of that name",
+            file=sys.stderr,
+        )

@@ -232,13 +232,15 @@ def copy_worker(
 
     It runs in the foreground, until SIGTERM. It ends by itself when a copy hangs or when it loses its GPU; exit codes
     tell which. Then start it again."""
-    from kvservice.cli.processes import node_named
+    from kvservice.cli.processes import node_named, warn_without_shard
     from kvservice.copying.process import run
     from kvservice.copying.worker.server import CopyWorkerConfig
     from kvservice.observe import logs
 
     logs.configure(json_lines=json_logs)
-    ended = run(CopyWorkerConfig(service, node_named(node), wedge_seconds=wedge_seconds), device)
+    node_id = node_named(node)
+    warn_without_shard(service, node_id)
+    ended = run(CopyWorkerConfig(service, node_id, wedge_seconds=wedge_seconds), device)
     raise typer.Exit(ExitCode(ended))
 
 

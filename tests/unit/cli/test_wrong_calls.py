@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from kvservice.cli.main import app
+from kvservice.discovery import ShardRecord, write_record
+from kvservice.units import BootEpoch, NodeId
 
 FILES = {
     "missing": ("No such file or directory", None),
@@ -112,3 +116,18 @@ def test_tenants_set_without_a_change_changes_nothing(tmp_path: Path) -> None:
     assert call("tenants", "add", "a", "--file", file)[0] == 0
     code, output = call("tenants", "set", "a", "--file", file)
     assert code == 2 and "say what to change" in output
+
+
+@pytest.mark.processes
+def test_a_copy_worker_without_its_shard_says_so() -> None:
+    """It served nobody, silently. It goes on: the shard may start later."""
+    write_record(ShardRecord("s", NodeId("n0"), "/none.sock", "unix:/none", 1, BootEpoch(1)))
+    command = [sys.executable, "-m", "kvservice", "copy-worker", "--service", "s", "--node"]
+    for node in ("zz", "n0"):
+        worker = subprocess.Popen([*command, node], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            assert worker.stdout is not None and "listens" in worker.stdout.readline()
+        finally:
+            worker.terminate()
+            _, said = worker.communicate(timeout=30)
+        assert ("no shard 'zz' of service 's'" in said and "there is n0" in said) == (node == "zz"), said
