@@ -32,6 +32,8 @@ from kvservice.units import BlockKey
 
 log = logging.getLogger("kvservice.tier")
 
+# Without a failed write until the log says that writes succeed again: on a full disk they fail and succeed in turn.
+SUCCEED_SECONDS = 60.0
 WRITES_WAITING_MAX = 1024  # blocks; the core bounds the bytes in flight, so this is reached only when it errs
 
 
@@ -56,7 +58,8 @@ class DiskTier:
         self._log_lock = threading.Lock()  # of the index, which may take a second to be written anew
         self._of_thread = threading.local()
         self._opened: list[BlockFiles] = []  # one for each thread that had work
-        self._problem = ""  # with the writes of late
+        self._problem = ""  # with the last write
+        self._fails_until = 0.0  # when the log may say that writes succeed again; 0.0: it has not said that they fail
         self._full = ("", 0.0)  # why there was no room, and until when the pool holds no more than it did then
         self._is_closed = False
 
@@ -167,12 +170,16 @@ class DiskTier:
         answer(Written(result, header.stored_bytes if header is not None else 0))
 
     def _tell(self, problem: str) -> None:
-        """Log when writes begin to fail, for which reason, and when they succeed again."""
+        """Note the problem with a write, or none. Log when writes begin to fail, why, and when they succeed again."""
+        now = time.monotonic()
         with self._books:
-            before, self._problem = self._problem, problem
-        if problem and not before:
+            self._problem, failing = problem, self._fails_until > 0.0
+            is_over = failing and not problem and now >= self._fails_until
+            if problem or is_over:
+                self._fails_until = now + SUCCEED_SECONDS if problem else 0.0
+        if problem and not failing:
             log.warning("disk_writes_fail", extra={"path": str(self._path), "reason": problem})
-        elif before and not problem:
+        elif is_over:
             log.info("disk_writes_succeed", extra={"path": str(self._path)})
 
     def _made_room(self, erased: int) -> bool:

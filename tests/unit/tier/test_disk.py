@@ -37,7 +37,7 @@ from kvservice.testing.tier_contract import (
 )
 from kvservice.tier.base import TierWrite, WriteResult
 from kvservice.tier.block_files import name_of, remove_blocks
-from kvservice.tier.disk import DiskTier
+from kvservice.tier.disk import SUCCEED_SECONDS, DiskTier
 from kvservice.tier.disk_io import DiskIO, FileWay
 from kvservice.tier.file_io import VectoredIO
 from kvservice.tier.mounts import MountPoint
@@ -259,6 +259,8 @@ def test_blocks_of_unknown_age_do_not_outlive_the_marks(tmp_path: Path, what: st
 def test_the_log_says_when_writes_begin_to_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And when they succeed again, once: on a full disk some succeed in between."""
+
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -267,7 +269,14 @@ def test_the_log_says_when_writes_begin_to_fail(
     with monkeypatch.context() as patch:
         patch.setattr(VectoredIO, "write", fail)
         assert tier.write(some(1), some(2)) == (WriteResult.FULL, WriteResult.FULL)
-    assert tier.write(some(3)) == (WriteResult.OK,)
+    for key in (3, 4):
+        assert tier.write(some(key)) == (WriteResult.OK,)
+        with monkeypatch.context() as patch:
+            patch.setattr(VectoredIO, "write", fail)
+            assert tier.write(some(5)) == (WriteResult.FULL,)
+    later = time.monotonic() + SUCCEED_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert tier.write(some(6), some(7)) == (WriteResult.OK, WriteResult.OK)
     tier.close()
     said = [
         (record.message, getattr(record, "reason", "")) for record in caplog.records if "disk_writes" in record.message
