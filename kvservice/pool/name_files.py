@@ -28,6 +28,7 @@ class NameFiles:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
         self._kept: EngineNames = {}
+        self._has_failed = False  # at the last write
         self._newest = NewestWrite(self._write, "kvservice-keep-names")
 
     def load(self) -> EngineNames:
@@ -44,16 +45,23 @@ class NameFiles:
             except asyncio.TimeoutError:
                 log.warning("engine_names_not_kept", extra={"error": f"the disk takes more than {KEEP_SECONDS:.0f} s"})
 
+    async def keep_again(self, names: EngineNames) -> None:
+        """`keep`, if the last write has failed. A disk that hangs is not asked again: its write goes on."""
+        if self._has_failed:
+            await self.keep(names)
+
     def _write(self, names: EngineNames) -> None:
-        kept = names
+        kept, had_failed, self._has_failed = names, self._has_failed, False
         for path in self._paths:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_private(path, pack_names(names))
             except OSError as error:
                 # Some of a block's names are worse than none: a clear by another name would not reach it.
-                log.warning("engine_names_not_kept", extra={"path": str(path), "error": str(error)})
+                if not had_failed:
+                    log.warning("engine_names_not_kept", extra={"path": str(path), "error": str(error)})
+                self._has_failed = True
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
-                kept = {}  # the next attach tries again
+                kept = {}
         self._kept = kept

@@ -543,6 +543,7 @@ class PoolRuntime(PoolAnswers):
             self._look_at_the_clock()
             self._segment.touch(self._config.wall_clock())
             self._windows.sample(self._clock(), self._state.all_counters())
+            await self._name_files.keep_again(self._state.freshness.names())
             if self._state.capacity <= CHECK_SLOTS_MAX:
                 try:
                     self._state.check_invariants()

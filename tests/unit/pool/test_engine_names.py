@@ -15,6 +15,7 @@ from kvservice.core.block.marks import Mark, MarkKind
 from kvservice.core.messages import EngineSpec, SealItem
 from kvservice.core.segment.geometry import plan_geometry
 from kvservice.pool import name_files
+from kvservice.pool import runtime as pool_runtime
 from kvservice.pool.mark_files import MarkFiles
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
@@ -121,6 +122,23 @@ async def test_names_that_cannot_be_kept_leave_none_behind(tmp_path: Path) -> No
     draft.rmdir()
     await pool.attach(make_spec("other", "stays", namespace="d"), lambda reason: None)
     assert b"\x01\x00d" in names.read_bytes(), "the next attach tries again"
+    await pool.close()
+
+
+async def test_names_are_kept_as_soon_as_the_disk_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine may stay attached for weeks."""
+    monkeypatch.setattr(pool_runtime, "CHECK_SECONDS", 0.01)
+    draft = tmp_path / f".disk.names.{os.getpid()}"
+    pool, names = await opened(tmp_path), tmp_path / "disk.names"
+    (draft / "in the way").mkdir(parents=True)
+    await pool.attach(STAYS, lambda reason: None)
+    await asyncio.sleep(0.2)
+    assert not names.exists() and [record.message for record in caplog.records] == ["engine_names_not_kept"]
+    (draft / "in the way").rmdir()
+    draft.rmdir()
+    await eventually_async(names.exists, "the names are kept")
     await pool.close()
 
 
