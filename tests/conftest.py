@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
     from tests.vllm.replica import Replica
 
 from kvservice.testing.eventually import NotInTime, eventually
+from kvservice.testing.unique import NAME_DIGITS, SESSION_DIGITS, SESSION_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
-SESSION_VARIABLE = "KVSERVICE_TEST_SESSION"
 NO_PROCESSES_VARIABLE = "KVSERVICE_TEST_NO_PROCESSES"  # set by `make test-fast`
 PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec")
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_PATTERN = "kvservice-*"
+NAMED_BY_A_RUN = re.compile(
+    rf"kvservice-[a-z]*([0-9a-f]{{{SESSION_DIGITS}}})[0-9a-f]{{{NAME_DIGITS - SESSION_DIGITS}}}-"
+)
 GRACE_SECONDS = 10.0  # detached processes may still be ending when the last test returns
 
 # Half a minute, Ray's own, is not always enough for its control plane beside other tests on two cores; one that has not
@@ -130,6 +134,9 @@ def leftovers(before: set[Path], session: str) -> list[str]:
     ours = processes_of(session)
     left = [f"process {pid}: {command}" for pid, command in ours.items()]
     for path in sorted(segments() - before):
+        made = NAMED_BY_A_RUN.match(path.name)
+        if made is not None and not session.startswith(made[1]):
+            continue  # by another run
         holders = mapping_processes(path)
         if not holders or holders & ours.keys():  # one held only by others belongs to another run
             left.append(f"shared memory {path}")

@@ -34,8 +34,9 @@ from typing import IO
 
 import pytest
 
+from kvservice.testing.unique import SESSION_VARIABLE
 from scripts.reference.conformance import AGAIN, not_shown, outcomes
-from tests.conftest import SESSION_VARIABLE, left_behind, segments
+from tests.conftest import left_behind, segments
 
 ROOT = Path(__file__).parent.parent
 REPORTS = ROOT / "build" / "tests"

@@ -33,7 +33,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SESSION_VARIABLE, processes_of
+from kvservice.testing.unique import SESSION_VARIABLE
+from tests.conftest import processes_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "pool", "connector", "transfer", "client")

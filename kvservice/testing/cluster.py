@@ -37,6 +37,7 @@ from kvservice.lookup.mirror_reader import NodeMirror
 from kvservice.memory.segment import segment_path
 from kvservice.private_files import is_listening
 from kvservice.testing.eventually import eventually
+from kvservice.testing.unique import unique_name
 from kvservice.units import BlockKey, MiB, NodeId
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc, shard_pb2, shard_pb2_grpc
 
@@ -82,7 +83,7 @@ class LocalCluster:
         `keep_segment`: whether nodes keep their memory over a restart, or which of them do. `shard_module`: what runs
         `shard` in place of the command.
         """
-        self.service = f"t{uuid.uuid4().hex[:8]}"
+        self.service = f"t{unique_name()}"
         self.nodes = [f"n{i}" for i in range(nodes)]
         self.root = Path(tempfile.gettempdir()) / f"kvs-{uuid.uuid4().hex[:8]}"  # made, and removed, in the block
         self.lookup_addresses = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +35,7 @@ from kvservice.testing.copier_contract import (
     kv_layers,
 )
 from kvservice.testing.eventually import eventually
+from kvservice.testing.unique import unique_name
 from kvservice.units import NodeId
 
 
@@ -43,7 +43,7 @@ from kvservice.units import NodeId
 def benched(
     layers: list[torch.Tensor], make: Callable[[BlockCopier], Copier], directory: str = ""
 ) -> Iterator[CopierBench]:
-    path = Path(f"/dev/shm/kvservice-contract{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-contract{unique_name()}-n")
     segment = Segment.create(path, GEOMETRY, "n")
     segment.assign_slab(0, LAYOUT.payload_bytes)
     pool = PoolInfo(str(path), GEOMETRY, segment.epoch, LAYOUT, ENGINE_ID, directory)

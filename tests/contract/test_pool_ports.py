@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from kvservice.shard.server import ShardServer
 from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.fake_pool import FakePool
 from kvservice.testing.pool_port_contract import PoolPortContract
+from kvservice.testing.unique import unique_name
 from kvservice.units import MiB, NodeId
 
 GEOMETRY = Geometry(slab_bytes=MiB, slab_count=2)
@@ -31,7 +31,7 @@ def often_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    made = Path(f"/dev/shm/kvservice-contract{uuid.uuid4().hex[:8]}-n")
+    made = Path(f"/dev/shm/kvservice-contract{unique_name()}-n")
     yield made
     made.unlink(missing_ok=True)
 
@@ -57,7 +57,7 @@ class TestShard(PoolPortContract):
     async def pool(self) -> AsyncIterator[ShardClient]:
         with tempfile.TemporaryDirectory(prefix="kvs-") as root:
             settings = ServiceConfig(
-                service=f"contract{uuid.uuid4().hex[:8]}",
+                service=f"contract{unique_name()}",
                 pool_bytes=4 * MiB,
                 runtime_dir=root,
                 slab_bytes=MiB,

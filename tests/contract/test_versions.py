@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-import uuid
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -44,6 +43,7 @@ from kvservice.shard.server import ShardServer
 from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.builders import make_spec
 from kvservice.testing.eventually import eventually
+from kvservice.testing.unique import unique_name
 from kvservice.units import BootEpoch, MiB, NodeId
 from kvservice.wire.status import error_from_rpc
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
@@ -66,7 +66,7 @@ def root() -> Iterator[Path]:
 @pytest.fixture
 async def shard(root: Path) -> AsyncIterator[ShardServer]:
     settings = ServiceConfig(
-        service=f"versions{uuid.uuid4().hex[:8]}",
+        service=f"versions{unique_name()}",
         pool_bytes=4 * MiB,
         runtime_dir=str(root),
         slab_bytes=MiB,

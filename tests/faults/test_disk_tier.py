@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from kvservice.shard.server import ShardServer
 from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.eventually import eventually_async
 from kvservice.testing.tier_contract import OK, StartedTier, some
+from kvservice.testing.unique import unique_name
 from kvservice.tier.base import WriteResult
 from kvservice.tier.block_files import TierFolder, name_of
 from kvservice.tier.disk import DiskTier
@@ -169,7 +169,7 @@ async def test_blocks_stay_on_disk_unless_the_service_goes_down() -> None:
     """A node that stops finds its blocks again; `kvservice down` removes them."""
     with tempfile.TemporaryDirectory(prefix="kvs-") as root:
         settings = ServiceConfig(
-            service=f"t{uuid.uuid4().hex[:8]}",
+            service=f"t{unique_name()}",
             pool_bytes=4 * MiB,
             runtime_dir=f"{root}/run",
             slab_bytes=1 << 20,

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -46,6 +45,7 @@ from kvservice.shard import server as module
 from kvservice.shard.server import ShardServer
 from kvservice.shard.server_config import DEV_SHM, ShardServerConfig
 from kvservice.testing.eventually import eventually_async
+from kvservice.testing.unique import unique_name
 from kvservice.units import BootEpoch, GiB, MiB, NodeId
 from tests.faults.rounds import rounds
 from tests.integration.engine import Engine, chain, spec
@@ -64,7 +64,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture
 def config(root: Path) -> Iterator[ShardServerConfig]:
-    service = f"t{uuid.uuid4().hex[:8]}"
+    service = f"t{unique_name()}"
     settings = ServiceConfig(
         service=service,
         pool_bytes=4 * MiB,

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -41,6 +40,7 @@ from kvservice.shard.server import ShardServer
 from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
+from kvservice.testing.unique import unique_name
 from kvservice.units import BlockKey, BootEpoch, MiB, NodeId
 from tests.faults.rounds import rounds
 from tests.integration.engine import LAYOUT, Engine, attached, chain, content, spec
@@ -107,7 +107,7 @@ def often_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def small_pool() -> AsyncIterator[PoolRuntime]:
-    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
     pool = await PoolRuntime.open(PoolConfig(NodeId("n"), path, Geometry(1 << 20, 1)))
     try:
         yield pool
@@ -122,7 +122,7 @@ async def small_pool() -> AsyncIterator[PoolRuntime]:
 async def test_a_copy_paused_over_a_restart_writes_no_others_block(root: Path) -> None:
     """The runtime directory is of no account: every other round it is removed while the shard is down."""
     number = rounds(20, failed_before=1.0, campaign=MANY)
-    service = f"t{uuid.uuid4().hex[:8]}"
+    service = f"t{unique_name()}"
     settings = ServiceConfig(
         service=service, pool_bytes=4 * MiB, runtime_dir=str(root), slab_bytes=1 << 20, transport="shm"
     )
@@ -156,7 +156,7 @@ async def test_a_copy_paused_over_a_restart_writes_no_others_block(root: Path) -
 @pytest.mark.parametrize("what", ["its slot's header", "its slab's header", "another block's header", "nothing"])
 async def test_an_unreadable_header_after_a_restart_may_be_written(what: str) -> None:
     """A flipped bit hides that a slot is being written. Whoever is paused there keeps the old memory to write into."""
-    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
     config = PoolConfig(NodeId("n"), path, Geometry(1 << 20, 1))
     pool = await PoolRuntime.open(config)
     try:
@@ -192,7 +192,7 @@ async def test_an_unreadable_header_after_a_restart_may_be_written(what: str) ->
 
 async def test_a_restored_copy_of_the_segment_gives_no_wrong_bytes() -> None:
     """A backup that is moved back, or a disk after a power failure: headers and payloads are of different moments."""
-    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
     config = PoolConfig(NodeId("n"), path, Geometry(1 << 20, 1))
     pool = await PoolRuntime.open(config)
     try:
@@ -230,7 +230,7 @@ async def test_a_restored_copy_of_the_segment_gives_no_wrong_bytes() -> None:
 
 async def test_a_damaged_header_costs_one_block_without_writers() -> None:
     """The engine has ended, so nobody can write any slot."""
-    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
     config = PoolConfig(NodeId("n"), path, Geometry(1 << 20, 1))
     pool = await PoolRuntime.open(config)
     try:
@@ -383,7 +383,7 @@ def _take_back_for_ever(path: str, stop: Event) -> None:
 
 def test_a_held_lock_is_seen_whatever_the_shard_does() -> None:
     """Two processes: one holds and lets go, the other one looks and acts, as fast as both can."""
-    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
     segment = Segment.create(path, Geometry(1 << 20, 1), "n")
     mapped, shard = (Segment.attach(path, Geometry(1 << 20, 1)) for _ in range(2))
     context = multiprocessing.get_context("spawn")
@@ -408,7 +408,7 @@ def test_a_held_lock_is_seen_whatever_the_shard_does() -> None:
 
 
 async def test_engines_that_came_and_went_leave_no_file(root: Path) -> None:
-    service = f"t{uuid.uuid4().hex[:8]}"
+    service = f"t{unique_name()}"
     settings = ServiceConfig(service=service, pool_bytes=16 * MiB, runtime_dir=str(root), transport="shm")
     server = ShardServer(ShardServerConfig(settings, NodeId("n")))
     await server.start()

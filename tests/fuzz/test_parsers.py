@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import tracemalloc
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +37,7 @@ from kvservice.discovery import (
 from kvservice.errors import ConfigError, InvalidRequest, KVServiceError, SegmentError, TransferError, UnsupportedLayout
 from kvservice.memory.segment import Segment
 from kvservice.shard.engine_calls import OF_ATTACHED, question
+from kvservice.testing.unique import unique_name
 from kvservice.tier.index import pack_erased, pack_head, pack_row, parse_index
 from kvservice.transfer.mapped import is_here, pack_description
 from kvservice.transfer.ways import pack_ways, unpack_ways
@@ -268,7 +268,7 @@ def test_a_config_file_is_a_config_or_an_error_that_says_so(tmp_path: Path) -> N
 
 @pytest.fixture
 def segment_file() -> Iterator[Path]:
-    path = Path(f"/dev/shm/kvservice-parse{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-parse{unique_name()}-n")
     yield path
     path.unlink(missing_ok=True)
 

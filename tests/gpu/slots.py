@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from kvservice.core.segment.geometry import plan_geometry
 from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.memory.segment import Segment
+from kvservice.testing.unique import unique_name
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, SlotIndex, SpanRoute
 
 LAYERS, HEADS, TOKENS, WIDTH, BLOCKS = 4, 8, 16, 128, 32
@@ -25,7 +25,7 @@ SIZES = {"l": LAYERS, "b": BLOCKS, "h": HEADS, "n": TOKENS}
 
 @contextmanager
 def segment() -> Iterator[Segment]:
-    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
     made = Segment.create(path, plan_geometry(64 * MiB), "n")
     made.assign_slab(0, SLOT.payload_bytes)
     try:

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from kvservice.testing.cluster import free_port
+from kvservice.testing.unique import unique_name
 from tests.helm.chart import PLAINTEXT, Object, find, pod, rendered
 from tests.helm.pod_process import BIN, ContainerProcess, Place
 
@@ -32,7 +32,7 @@ class Head:
         self.ports = {
             name: free_port() for name in ("gcs", "dashboard", "agent", "client", "export", "cache", "lookup")
         }
-        self.service = f"t{uuid.uuid4().hex[:8]}"
+        self.service = f"t{unique_name()}"
         self.objects: tuple[Object, ...] = rendered(
             "ray-cluster-values.yaml",
             "cache.pool=64Mi",

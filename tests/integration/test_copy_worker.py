@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +57,7 @@ from kvservice.errors import ServiceConflict
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
 from kvservice.testing.eventually import eventually
+from kvservice.testing.unique import unique_name
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, NodeId, SlotIndex, SpanRoute
 from tests.fuzz.damage import damaged
 
@@ -115,13 +115,13 @@ class Bench:
     def __init__(self, root: Path, wedge_seconds: float = WEDGE_SECONDS, device: str = HOST) -> None:
         self.root = root
         self.directory = node_directory("s", NodeId("n"), root)
-        path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+        path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
         self.segment = Segment.create(path, plan_geometry(16 * MiB), "n")
         self.segment.assign_slab(0, SLOT.payload_bytes)
         self.kv = SharedMemory.make(LAYOUT.region_bytes)
         self.bytes = np.frombuffer(self.kv.buffer, np.uint8)
         self.bytes[:] = np.random.default_rng(7).integers(0, 256, LAYOUT.region_bytes, np.uint8)
-        self.engine_id = uuid.uuid4().bytes
+        self.engine_id = os.urandom(16)
         memory = {"kind": MemoryKind.MEMFD.value, "bytes": LAYOUT.region_bytes}
         self.offer = KVOffer(device, memory, LAYOUT.fields(), self.kv.descriptor)
         self.link = WorkerLink(self.offer, wedge_seconds)

@@ -12,7 +12,6 @@ import random
 import subprocess
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvservice.connector.worker.half import Copying, WorkerHalf
 from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.segment import Segment
+from kvservice.testing.unique import unique_name
 from kvservice.units import BlockKey
 from tests.integration.engine import content
 from tests.integration.loader import Loader
@@ -48,7 +48,7 @@ class Trusting(WorkerHalf):
 @pytest.fixture
 def segment() -> Iterator[Segment]:
     """Of a pool whose slots another process reuses all the time."""
-    path = Path(f"/dev/shm/kvservice-torn{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-torn{unique_name()}-n")
     command = [sys.executable, "-m", "tests.integration.slot_writer", str(path)]
     writer = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -16,7 +16,8 @@ import pytest
 
 import kvservice
 from kvservice.testing.eventually import eventually
-from tests.conftest import SESSION_VARIABLE, left_behind, segments
+from kvservice.testing.unique import SESSION_VARIABLE
+from tests.conftest import left_behind, segments
 from tests.packaging.wheel import ROOT, build_wheel
 
 

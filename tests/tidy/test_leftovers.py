@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SESSION_VARIABLE
+from kvservice.testing.unique import SESSION_DIGITS, SESSION_VARIABLE, unique_name
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAKS = {
@@ -58,4 +58,20 @@ def leaked_sleepers(folder: Path) -> list[int]:
 
 def test_a_session_that_cleans_up_passes(tmp_path: Path) -> None:
     result = run_session(tmp_path, "import subprocess; assert subprocess.run(['true']).returncode == 0")
+    assert result.returncode == 0, result.stdout
+
+
+def test_what_another_run_made_is_its_own(tmp_path: Path) -> None:
+    """As when two run on one machine: a shard that is killed holds its memory no more, until it is started again."""
+    rest = unique_name()[SESSION_DIGITS:]
+    body = (
+        f"import os; own = os.environ['{SESSION_VARIABLE}'][:{SESSION_DIGITS}]; other = f'{{int(own, 16) ^ 1:03x}}'; "
+        f"open(f'/dev/shm/kvservice-t{{other}}{rest}-n0', 'w').close()"
+    )
+    try:
+        result = run_session(tmp_path, body)
+        assert list(Path("/dev/shm").glob(f"kvservice-t*{rest}-n0"))
+    finally:
+        for path in Path("/dev/shm").glob(f"kvservice-t*{rest}-n0"):
+            path.unlink()
     assert result.returncode == 0, result.stdout

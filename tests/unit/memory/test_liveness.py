@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from kvservice.memory import liveness
 from kvservice.memory.liveness import claim, has_writers, hold
 from kvservice.memory.segment import Segment
 from kvservice.testing.eventually import eventually
+from kvservice.testing.unique import unique_name
 from kvservice.units import BootEpoch, MiB
 
 GEOMETRY = plan_geometry(12 * MiB)
@@ -41,7 +41,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    found = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    found = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
     yield found
     found.unlink(missing_ok=True)
 

@@ -8,7 +8,6 @@ import os
 import resource
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from kvservice.core.segment.geometry import plan_geometry, slot_index
 from kvservice.errors import SegmentError
 from kvservice.memory import window
 from kvservice.memory.segment import Segment
+from kvservice.testing.unique import unique_name
 from kvservice.units import MiB, SlotIndex
 
 ROOM = 20  # mappings that are left: fewer than the window has pieces
@@ -94,7 +94,7 @@ def test_an_ended_window_takes_few_mappings() -> None:
 
 
 def run_apart(work: Callable[[str], None]) -> None:
-    path = f"/dev/shm/kvservice-window{uuid.uuid4().hex[:6]}-n0"
+    path = f"/dev/shm/kvservice-window{unique_name()}-n0"
     code = f"from {__name__} import {work.__name__} as end; end({path!r})"
     try:
         ended = subprocess.run(

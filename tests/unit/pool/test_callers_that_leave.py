@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvservice.pool.tier_specs import TierSpec
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
 from kvservice.testing.fake_tier import FakeTier
+from kvservice.testing.unique import unique_name
 from kvservice.tier.disk import DiskTier
 from kvservice.units import MiB, NodeId, SpanRoute
 
@@ -30,7 +30,7 @@ CHAIN = make_chain(1)
 
 @pytest.fixture
 async def runtime() -> AsyncIterator[PoolRuntime]:
-    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
     made = await PoolRuntime.open(PoolConfig(NodeId("n"), path, plan_geometry(8 * MiB), lease_seconds=3600.0))
     yield made
     made.unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from kvservice.pool.mark_files import CLEAR_AGAIN_SECONDS
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.testing.builders import make_chain, make_spec
+from kvservice.testing.unique import unique_name
 from kvservice.units import MiB, NodeId
 
 CHAIN = make_chain(3)
@@ -26,7 +26,7 @@ HOUR = 3600.0
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    made = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    made = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
     yield made
     made.unlink(missing_ok=True)
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from kvservice.session.session import HEARTBEAT_SECONDS_MAX, AcquireAnswer, Sess
 from kvservice.session.suspects import UnnamedSuspects
 from kvservice.testing.eventually import eventually
 from kvservice.testing.fake_pool import FakePool
+from kvservice.testing.unique import unique_name
 from kvservice.units import AttachmentId, BlockKey, Generation, HandoffId, LeaseId, MiB, SlotIndex, SpanRoute
 from tests.unit.connector.line import LAYOUT
 
@@ -39,7 +39,7 @@ class Bench:
     """A session over a fake pool on the session's own loop."""
 
     def __init__(self, window_groups: tuple[WindowGroup, ...] = ()) -> None:
-        self.path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+        self.path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
         self.pool = FakePool(self.path, plan_geometry(4 * MiB), lease_seconds=0.6)
         self.failures: list[Exception] = []  # of opening, one per attempt
         self.loop: asyncio.AbstractEventLoop | None = None

@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import tempfile
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from kvservice.shard.server import PEER_SERVICE, ShardServer
 from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
+from kvservice.testing.unique import unique_name
 from kvservice.units import MiB, NodeId
 from tests.integration.engine import attached, chain
 
@@ -33,7 +33,7 @@ from tests.integration.engine import attached, chain
 async def server() -> AsyncIterator[ShardServer]:
     with tempfile.TemporaryDirectory(prefix="kvs-") as root:
         settings = ServiceConfig(
-            service=f"t{uuid.uuid4().hex[:8]}", pool_bytes=4 * MiB, slab_bytes=MiB, runtime_dir=root, transport="shm"
+            service=f"t{unique_name()}", pool_bytes=4 * MiB, slab_bytes=MiB, runtime_dir=root, transport="shm"
         )
         # nobody listens there, so each lookup fails
         made = ShardServer(ShardServerConfig(settings, NodeId("n"), (f"unix:{root}/nobody.sock",)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import uuid
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -31,6 +30,7 @@ from kvservice.shard.engine_socket import (
 from kvservice.testing.builders import make_chain, make_spec
 from kvservice.testing.eventually import eventually_async
 from kvservice.testing.pool_port_contract import PortEngine
+from kvservice.testing.unique import unique_name
 from kvservice.units import HandoffId, MiB, NodeId
 from kvservice.wire.codec import encode_acquire, encode_refs, encode_spec
 from kvservice.wire.frames import (
@@ -89,7 +89,7 @@ class Raw:
 
 @pytest.fixture
 async def pool() -> AsyncIterator[PoolRuntime]:
-    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
     made = await PoolRuntime.open(PoolConfig(NodeId("n"), path, plan_geometry(8 * MiB), lease_seconds=3600.0))
     yield made
     made.state.check_invariants()
@@ -424,7 +424,7 @@ def test_engines_are_served_on_the_loop_of_ray_workers(tmp_path: Path) -> None:
     uvloop = pytest.importorskip("uvloop")
 
     async def serve() -> None:
-        path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+        path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
         pool = await PoolRuntime.open(PoolConfig(NodeId("n"), path, plan_geometry(8 * MiB), lease_seconds=3600.0))
         socket = EngineSocket(pool, Authenticator(None, pool))
         await socket.listen(str(tmp_path / "s"))

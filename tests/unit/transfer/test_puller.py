@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvservice.core.segment.refs import BlockHandle
 from kvservice.memory.segment import Segment, segment_path
 from kvservice.testing.eventually import eventually
 from kvservice.testing.fake_transport import FakeNetwork, Faults
+from kvservice.testing.unique import unique_name
 from kvservice.transfer.base import Copy
 from kvservice.transfer.job import DoneCallback, PullItem, PullJob
 from kvservice.transfer.puller import Puller
@@ -92,7 +92,7 @@ def key(n: int) -> BlockKey:
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     geometry = plan_geometry(24 * MiB, 12 * MiB)
-    service = f"puller{uuid.uuid4().hex[:6]}"
+    service = f"puller{unique_name()}"
     made = [Segment.create(segment_path(service, n, Path("/dev/shm")), geometry, n) for n in ("reader", "source")]
     for segment in made:
         segment.assign_slab(0, PAYLOAD)

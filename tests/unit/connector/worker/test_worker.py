@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import UnsupportedLayout
 from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
+from kvservice.testing.unique import unique_name
 from kvservice.units import BlockKey, BootEpoch, Generation, MiB, SlotIndex, SpanRoute
 
 LAYERS, HEADS, TOKENS, WIDTH, BLOCKS = 3, 4, 16, 32, 6
@@ -52,7 +52,7 @@ def engine_tensors(order: tuple[str, ...], heads: int = HEADS) -> list[torch.Ten
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
-    path = Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n")
+    path = Path(f"/dev/shm/kvservice-test{unique_name()}-n")
     made = Segment.create(path, plan_geometry(8 * MiB), "n")
     made.assign_slab(0, LAYOUT.payload_bytes)
     yield made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from kvservice.core.segment.header import SlotHeader
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.errors import TransferError
 from kvservice.memory.segment import Segment
+from kvservice.testing.unique import unique_name
 from kvservice.units import BlockKey, Generation, MiB, SpanRoute
 
 BLOCKS, CELL = 4 * BATCH_ROWS, 64
@@ -50,7 +50,7 @@ class Copies:
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
-    made = Segment.create(Path(f"/dev/shm/kvservice-test{uuid.uuid4().hex[:8]}-n"), plan_geometry(64 * MiB), "n")
+    made = Segment.create(Path(f"/dev/shm/kvservice-test{unique_name()}-n"), plan_geometry(64 * MiB), "n")
     made.assign_slab(0, SLOT.payload_bytes)
     yield made
     made.close()
