@@ -49,8 +49,9 @@ _SIGNS = (
     ),
     (
         "failed to connect to all addresses; last error: UNAVAILABLE: ",
-        "the other side closed the connection at once: it requires TLS, with a valid certificate signed by its CA. "
-        "Set KVSERVICE_TLS_DIR to the same files as there, or renew them",
+        "the other side closed the connection at once: it requires TLS, with a valid certificate signed by its CA, or "
+        "it is no gRPC port, such as that of metrics. Correct the address, or set KVSERVICE_TLS_DIR to the same files "
+        "as there, or renew them",
     ),
 )
 

@@ -33,6 +33,7 @@ from kvservice.core.messages import AcquireResult, Holder, MissReason, SealStatu
 from kvservice.errors import ConfigError, Unavailable
 from kvservice.lookup.client import LookupClient
 from kvservice.lookup.server import LookupServer
+from kvservice.observe.endpoint import serve_endpoint
 from kvservice.shard.server import ShardServer
 from kvservice.shard.server_config import ShardServerConfig
 from kvservice.testing.cluster import LocalCluster, free_port
@@ -206,6 +207,18 @@ async def test_parts_that_do_not_fit_say_what_to_do(
         async with Channels(tls) as channels:
             seen = await gather_overview(channels, "", [lookup])
         assert hint in seen.lookups[0].error
+
+
+async def test_a_port_of_metrics_is_not_only_told_to_want_tls() -> None:
+    """Ports of metrics and of lookup partitions are easily mixed up."""
+    port = free_port()
+    end = serve_endpoint([], lambda: None, port, address="127.0.0.1")
+    try:
+        async with Channels() as channels:
+            seen = await gather_overview(channels, "", [f"127.0.0.1:{port}"])
+    finally:
+        end()
+    assert "no gRPC port, such as that of metrics" in seen.lookups[0].error
 
 
 async def test_a_server_with_another_name_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
