@@ -78,11 +78,11 @@ class Lookups:
             found += sum(promise is not None for promise in promises)
             missed += sum(promise is None for promise in promises)
             for question, promise in zip(questions, promises, strict=True):
-                if not question.requests and promise is not None:
+                if self._questions.get(question.name) is question:
+                    question.promise = promise
+                    question.answer = Presence.MISSING if promise is None else Presence.HERE
+                elif promise is not None:  # nobody wants it any more, or the chunk was asked for anew
                     self._blocks.release([promise])
-                    continue
-                question.promise = promise
-                question.answer = Presence.MISSING if promise is None else Presence.HERE
         self._sent = waiting
         return found, missed
 
