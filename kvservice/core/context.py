@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvservice.core.actions import Action
@@ -18,7 +18,10 @@ from kvservice.core.store.blocks import BlockStore
 from kvservice.core.store.freshness import Freshness
 from kvservice.core.store.leases import LeaseOwner, LeaseTable
 from kvservice.core.store.slots import Block, Slot
-from kvservice.units import AttachmentId, BootEpoch, LeaseId, NodeId
+from kvservice.units import AttachmentId, BlockKey, BootEpoch, LeaseId, MiB, NodeId
+
+OFFER_BLOCKS_MAX = 64  # of one offer, so that a failed one costs little; more blocks are further offers
+OFFER_BYTES_MAX = 64 * MiB  # of one offer: it is read within seconds even over a slow link
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,23 @@ class ShardContext:
         names = self.freshness.names_of(fingerprint)
         item = TakeOverItem(block.key, parent, block.position, block.route, max(idle_seconds, 0.0), tag)
         return item if names is None else replace(item, fingerprint=fingerprint, names=names)
+
+    def next_offer(self, keys: Iterable[BlockKey], bytes_max: int = OFFER_BYTES_MAX) -> tuple[list[Block], int]:
+        """The blocks of one offer, all of one size, and how many of the keys they take: those of the first keys that
+        are still here. A block may have gone and been stored again in another slot."""
+        found: list[Block] = []
+        count = 0
+        for key in keys:
+            block = self.store.get(key)
+            if block is not None:
+                size = block.payload_bytes
+                if found and (size != found[0].payload_bytes or size * (len(found) + 1) > bytes_max):
+                    break
+                found.append(block)
+            count += 1
+            if len(found) == OFFER_BLOCKS_MAX:
+                break
+        return found, count
 
     def may_keep(self, handle: BlockHandle, slot: Slot, account: str, fingerprint: bytes, now: float) -> bool:
         """Whether a block that came from elsewhere into this slot is served: not if it is from before a clear, if its

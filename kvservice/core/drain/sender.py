@@ -28,7 +28,7 @@ from enum import Enum
 from statistics import median_high
 
 from kvservice.core.actions import Farewell, FindTakers, Offer
-from kvservice.core.context import ShardContext
+from kvservice.core.context import OFFER_BLOCKS_MAX, ShardContext
 from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX
 from kvservice.core.messages import Holder, Peer, TakeOverResult
 from kvservice.core.store.slots import Block
@@ -38,8 +38,6 @@ from kvservice.units import BlockKey, NodeId, counted
 DRAIN_SECONDS_MAX = 3600.0  # an hour: a hand-over of any pool ends sooner; a longer drain is refused
 RAMP_SECONDS = 300.0  # at most, until a shard that joined gets its whole share: it serves its own engines meanwhile
 RAMP_FLOOR = 0.1  # the part of its share that it gets at first, so that it takes part at all
-OFFER_BLOCKS_MAX = 64  # of one offer, so that a failed one costs little; more blocks are further offers
-OFFER_BYTES_MAX = 64 << 20  # of one offer: it is read within seconds even over a slow link
 OFFERS_PER_PEER = 2  # one is being read while the next is on its way
 OFFERS_MAX = 16  # under way to all peers: each of them asks this node for a lease, and more at once would time out
 OFFER_SECONDS_MAX = 10.0  # for a peer to read one offer; without an answer, other nodes are asked
@@ -463,9 +461,11 @@ class Leaving:
     def _offer_more(self, now: float) -> None:
         left = self._step_until - now
         while left > 0 and len(self._offers) < OFFERS_MAX and (share := self._next_peer(now)):
-            batch = self._next_batch(share)
+            batch, count = self._shard.next_offer(block.key for block in share.queue)
+            for _ in range(count):
+                share.queue.popleft()
             if batch:
-                self._offer(share, batch, min(left, OFFER_SECONDS_MAX), now)
+                self._offer(share, tuple(batch), min(left, OFFER_SECONDS_MAX), now)
         queued = [share for share in self._shares.values() if share.queue]
         if not self._offers and not queued and not self._waiting:
             self._settle()
@@ -489,24 +489,6 @@ class Leaving:
         self._offers[number] = (share.peer.holder.node_id, batch)
         share.out += 1
         self._emit(Offer(number, share.peer.holder, batch[0].payload_bytes, items, wait_seconds))
-
-    def _next_batch(self, share: _Share) -> tuple[Block, ...]:
-        """Blocks of one size that are still here, from the front of the peer's queue."""
-        batch: list[Block] = []
-        size = 0
-        while share.queue and len(batch) < OFFER_BLOCKS_MAX:
-            block = self._store.get(share.queue[0].key)  # it may have gone and been stored again in another slot
-            if block is None:
-                share.queue.popleft()
-                continue
-            if batch and (
-                block.payload_bytes != batch[0].payload_bytes or size + block.payload_bytes > OFFER_BYTES_MAX
-            ):
-                break
-            share.queue.popleft()
-            batch.append(block)
-            size += block.payload_bytes
-        return tuple(batch)
 
     def _settle(self) -> None:
         self._move(DrainEvent.SETTLE)

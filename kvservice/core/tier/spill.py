@@ -11,19 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvservice.core.actions import FindTakers, Offer
 from kvservice.core.bounded_table import BoundedTable
-from kvservice.core.context import ShardContext
+from kvservice.core.context import OFFER_BYTES_MAX, ShardContext
 from kvservice.core.messages import Holder, Peer, TakeOverResult
 from kvservice.core.store.slots import Block
-from kvservice.units import BlockKey, MiB, NodeId
+from kvservice.units import BlockKey, NodeId
 
 QUEUE_MAX = 4096  # blocks that wait; further ones are dropped
 DECIDED_MAX = 65_536  # blocks here that a receiver took or refused, about 10 MB; a forgotten one is offered again
 REFUSED_SECONDS = 10.0  # until a refused block is offered again: the receiver may just not have reached this node
-OFFER_BLOCKS_MAX = 64  # of one offer: as of a leaving node
-OFFER_BYTES_MAX = 64 * MiB  # the same in bytes
 OFFERED_SHARE = 1 / 16  # of the memory, in one offer: a receiver pins it while it reads
 OFFERS_MAX = 2  # under way: one is being read while the next is on its way
 OFFER_SECONDS = 10.0  # for a receiver to read one offer
@@ -119,7 +118,10 @@ class Spill:
     def _offer(self, now: float) -> None:
         """Offer the next blocks of one size to the receiver with the most room."""
         receiver = max(self._receivers.values(), key=lambda each: each.free_bytes)
-        blocks = self._next_blocks()
+        blocks, count = self._shard.next_offer(self._waiting, self._offer_bytes_max)
+        for key in list(islice(self._waiting, count)):
+            del self._waiting[key]
+        self._counters["spill_blocks_evicted"] += count - len(blocks)  # too late: they have left the memory
         if not blocks:
             return
         size = blocks[0].payload_bytes
@@ -130,22 +132,6 @@ class Spill:
         self._offers[number] = _SpillOffer(receiver.peer.holder.node_id, keys, now + ANSWER_SECONDS)
         self._counters["spill_blocks_offered"] += len(items)
         self._shard.emit(Offer(number, receiver.peer.holder, size, items, OFFER_SECONDS))
-
-    def _next_blocks(self) -> list[Block]:
-        found: list[Block] = []
-        while self._waiting and len(found) < OFFER_BLOCKS_MAX:
-            key = next(iter(self._waiting))
-            block = self._shard.store.get(key)
-            if block is None:
-                del self._waiting[key]
-                self._counters["spill_blocks_evicted"] += 1  # too late: it has left the memory
-                continue
-            size = block.payload_bytes
-            if found and (size != found[0].payload_bytes or size * (len(found) + 1) > self._offer_bytes_max):
-                break
-            del self._waiting[key]
-            found.append(block)
-        return found
 
     def offered(self, number: int, result: TakeOverResult | None, now: float) -> None:
         """The answer to an offer; None when the receiver failed or refused. Numbers of others' offers are ignored."""

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from kvservice.core import context
 from kvservice.core import events as ev
 from kvservice.core.block.tenants import TenantLimits, tag_of
 from kvservice.core.drain import sender
@@ -233,7 +234,7 @@ def test_a_peer_that_never_answers_is_given_up(shard: Leaver, engine: Attachment
 
 
 def test_offers_that_fail_together_are_one_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "OFFER_BLOCKS_MAX", 2)
+    monkeypatch.setattr(context, "OFFER_BLOCKS_MAX", 2)
     monkeypatch.setattr(sender, "TRIES_MAX", 2)
     shard = Leaver(slab_count=4)
     shard.store(shard.attach(), CHAIN)
@@ -248,7 +249,7 @@ def test_offers_that_fail_together_are_one_failure(monkeypatch: pytest.MonkeyPat
 
 def test_an_answer_ends_the_rest_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two offers failed, so it rests; the other one is answered."""
-    monkeypatch.setattr(sender, "OFFER_BLOCKS_MAX", 1)
+    monkeypatch.setattr(context, "OFFER_BLOCKS_MAX", 1)
     shard = Leaver(slab_count=4)
     shard.store(shard.attach(), CHAIN)
     shard.begin()
@@ -282,7 +283,7 @@ def test_blocks_wait_for_the_only_peer_with_room(shard: Leaver, engine: Attachme
 
 def test_only_so_many_offers_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each peer gets one before any gets a second."""
-    monkeypatch.setattr(sender, "OFFER_BLOCKS_MAX", 1)
+    monkeypatch.setattr(context, "OFFER_BLOCKS_MAX", 1)
     monkeypatch.setattr(sender, "OFFERS_MAX", 4)
     shard = Leaver(slab_count=4)
     shard.store(shard.attach(), make_chain(12))
@@ -559,7 +560,7 @@ def test_a_peer_that_is_full_is_named_once(shard: Leaver, engine: AttachmentId) 
 
 def test_a_block_that_went_before_its_offer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fetch that was under way when the drain began needs its slot."""
-    monkeypatch.setattr(sender, "OFFER_BLOCKS_MAX", 1)
+    monkeypatch.setattr(context, "OFFER_BLOCKS_MAX", 1)
     shard = Leaver(slab_count=1)
     engine = shard.attach()
     shard.store(engine, CHAIN)
@@ -578,7 +579,7 @@ def test_a_block_that_went_before_its_offer_is_left_out(monkeypatch: pytest.Monk
 
 def test_a_block_that_was_stored_again_is_charged_to_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot that the block was in before is another tenant's now."""
-    monkeypatch.setattr(sender, "OFFER_BLOCKS_MAX", 1)
+    monkeypatch.setattr(context, "OFFER_BLOCKS_MAX", 1)
     shard = Leaver(slab_count=1, tenants={"a": TenantLimits(), "b": TenantLimits()})
     engine, other = shard.attach(tenant="a"), shard.attach(tenant="b")
     refs = shard.reserve(engine)
