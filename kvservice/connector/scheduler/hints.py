@@ -118,7 +118,7 @@ def _time(where: str, value: object, most: float) -> float:
     """Seconds, at most `most`. Text, lists, negative numbers and NaN are refused."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise InvalidRequest(f"{where} must be a number of seconds, not {value!r:.40}")
-    return min(float(value), most)
+    return float(min(value, most))  # not of the value itself: a whole number may be too large for a float
 
 
 def _flag(where: str, name: str, value: object) -> bool:

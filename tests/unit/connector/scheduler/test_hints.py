@@ -77,6 +77,7 @@ def test_of_two_times_the_longer_counts_and_both_have_an_end() -> None:
     assert found.hints.pin_seconds == 20.0
     far = parse_hints(params(pin_seconds=10**9, reuse_seconds=10**12)).hints
     assert (far.pin_seconds, far.reuse_seconds) == (HOLD_SECONDS_MAX, REUSE_SECONDS_MAX)
+    assert parse_hints(params(pin_seconds=10**400)).hints == Hints(pin_seconds=HOLD_SECONDS_MAX), "no float holds it"
 
 
 @pytest.mark.parametrize(
