@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kvservice.connector.scheduler.handoff import NAME, VERSION
+from kvservice.connector.scheduler.handoff import NAME, check_version
 from kvservice.core.acquire.holds import HOLD_SECONDS_MAX
 from kvservice.core.messages import NO_HINTS, Hints
 from kvservice.errors import InvalidRequest
@@ -75,12 +75,10 @@ def parse_hints(params: object, envelope: object = None) -> HintsFound:
 
 def _of_params(params: object) -> HintsFound:
     ours = params.get(NAME) if isinstance(params, Mapping) else None
-    given = ours.get(HINTS) if isinstance(ours, Mapping) else None
-    if given is None:
+    if not isinstance(ours, Mapping) or (given := ours.get(HINTS)) is None:
         return NO_HINTS_FOUND
     where = f"kv_transfer_params.{NAME}.{HINTS}"
-    if ours.get("version") != VERSION:  # type: ignore[union-attr]  # a mapping, as something was found in it
-        raise InvalidRequest(f"kv_transfer_params.{NAME}.version must be {VERSION} for {HINTS}")
+    check_version(ours)
     if not isinstance(given, Mapping):
         raise InvalidRequest(f"{where} must be an object, not a {type(given).__name__}")
     known = {field.name for field in fields(Hints)}

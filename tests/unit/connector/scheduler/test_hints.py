@@ -83,7 +83,7 @@ def test_of_two_times_the_longer_counts_and_both_have_an_end() -> None:
 @pytest.mark.parametrize(
     ("given_params", "given_envelope", "says"),
     [
-        ({"kvservice": {"version": 2, "hints": {"share": True}}}, None, "version must be 1"),
+        ({"kvservice": {"version": 2, "hints": {"share": True}}}, None, "version is 2, and this engine knows 1 only"),
         ({"kvservice": {"version": 1, "hints": [1]}}, None, "must be an object, not a list"),
         (params(pinn=1), None, "has no 'pinn'; it has last_turn, no_store, pin_seconds"),
         (params(share="yes"), None, "share must be true or false, not 'yes'"),
