@@ -9,7 +9,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -36,15 +36,13 @@ def run(
     or for an address of metrics that is none."""
     from kvservice.config import load_config
 
-    for name in metrics:
-        if endpoint_of(name) is None:
-            raise ConfigError(f"--metrics is {name!r}; give HOST:PORT", key="metrics")
+    endpoints = {name: _endpoint(name) for name in metrics}
     lookups = load_config(lookup=",".join(lookup) if lookup else None).lookup
     deadline = time.monotonic() + wait_seconds
     with Progress("waiting") as progress:
         while True:
             try:
-                problems, seen = _round(lookups, metrics, nodes) if lookups or metrics else _ask_here(service, nodes)
+                problems, seen = _round(lookups, endpoints, nodes) if lookups or metrics else _ask_here(service, nodes)
             except NoService as error:  # it may still start
                 if time.monotonic() >= deadline:
                     raise
@@ -55,7 +53,15 @@ def run(
             time.sleep(POLL_SECONDS)
 
 
-def _round(lookups: Sequence[str], metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
+def _endpoint(name: str) -> tuple[str, int]:
+    """Raises ConfigError for an address of metrics that is none."""
+    if (found := endpoint_of(name)) is None:
+        raise ConfigError(f"--metrics is {name!r}; give HOST:PORT", key="metrics")
+    return found
+
+
+def _round(lookups: Sequence[str], metrics: Mapping[str, tuple[str, int]], nodes: int) -> tuple[list[str], str]:
+    """`metrics`: by name, the address and port."""
     problems: list[str] = []
     seen: list[str] = []
     if lookups:
@@ -112,12 +118,10 @@ def _answering(answers: Sequence[bool], thing: str) -> str:
     return missing + counted(len(answers), thing)
 
 
-def _ask_metrics(metrics: Sequence[str], nodes: int) -> tuple[list[str], str]:
+def _ask_metrics(metrics: Mapping[str, tuple[str, int]], nodes: int) -> tuple[list[str], str]:
     problems: list[str] = []
     places: set[tuple[str, int]] = set()
-    for name in metrics:
-        endpoint = endpoint_of(name)
-        assert endpoint is not None, "run checks it"
+    for name, endpoint in metrics.items():
         try:
             rows: list[Any] = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
