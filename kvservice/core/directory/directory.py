@@ -19,7 +19,6 @@ from kvservice.core.directory.key_table import private_table
 from kvservice.core.directory.membership import (
     FORGET_SECONDS,
     HIDE_SECONDS,
-    VISIBLE,
     AnnounceOutcome,
     Membership,
     MemberState,
@@ -199,7 +198,7 @@ class Directory:
         """The live node with this id, or None."""
         self.expire(now)
         member = self._membership.get(node_id)
-        return member.holder if member is not None and self._membership.is_visible(node_id) else None
+        return member.holder if member is not None and member.is_visible else None
 
     def nodes(self, now: float) -> list[NodeSummary]:
         """Every node that is not forgotten."""
@@ -210,7 +209,7 @@ class Directory:
                 member.state,
                 self._block_counts.get(member.holder.node_id, 0),
                 now - member.heard_at,
-                self._membership.is_visible(member.holder.node_id),
+                member.is_visible,
             )
             for member in self._membership.members()
         ]
@@ -276,7 +275,7 @@ class Directory:
         before, self._told = self._told, {}
         for member in self._membership.members():
             node = member.holder
-            now = self._told[node.node_id] = (node, self._membership.is_visible(node.node_id))
+            now = self._told[node.node_id] = (node, member.is_visible)
             known = before.get(node.node_id)
             if known is not None and known != now:
                 self._record(Change(node, hidden=not now[1]))
@@ -300,7 +299,7 @@ class Directory:
         for index in bits_of(mask & ~self._holders.retired):
             member = self._membership.get(self._node_of[index])
             assert member is not None
-            if member.state in VISIBLE:
+            if member.is_visible:
                 live |= 1 << index
                 holders.append(member.holder)
         if live not in self._answers:

@@ -110,6 +110,10 @@ class Member:
     proof: bytes = b""  # digest of the announcer's proof
     shown_since: int = 0  # version of the table when it last became visible
 
+    @property
+    def is_visible(self) -> bool:
+        return self.state in VISIBLE
+
 
 @dataclass(frozen=True, slots=True)
 class AnnounceEffect:
@@ -147,7 +151,7 @@ class Membership:
 
     def is_visible(self, node_id: NodeId) -> bool:
         member = self._members.get(node_id)
-        return member is not None and member.state in VISIBLE
+        return member is not None and member.is_visible
 
     def hear(
         self,
@@ -225,18 +229,21 @@ class Membership:
         deadline = math.inf
         for member in self.members():
             silent = now - member.heard_at
-            if member.state in VISIBLE and silent >= self._hide_seconds:
+            if member.is_visible and silent >= self._hide_seconds:
                 self._move(member, MemberEvent.LATE)
                 self.counters["members_hidden"] += 1
-            if member.state not in VISIBLE and silent >= self._forget_seconds:
+            if not member.is_visible and silent >= self._forget_seconds:
                 self._move(member, MemberEvent.EXPIRE)
                 self.counters["members_forgotten"] += 1
                 forgotten.append(member)
             else:
-                limit = self._hide_seconds if member.state in VISIBLE else self._forget_seconds
-                deadline = min(deadline, member.heard_at + limit)
+                deadline = min(deadline, self._due_at(member))
         self._next_deadline = deadline
         return forgotten
+
+    def _due_at(self, member: Member) -> float:
+        """When it is hidden, or forgotten, if it stays silent."""
+        return member.heard_at + (self._hide_seconds if member.is_visible else self._forget_seconds)
 
     def _owned(self, node_id: NodeId, proof: bytes) -> Member | None:
         """The member of this id, after a check that the announcer owns it. Raises Forbidden.
@@ -277,7 +284,7 @@ class Membership:
         target = step(TRANSITIONS, member.state, event, f"member {member.holder.node_id}")
         if target is not member.state:
             self.version += 1
-        if target in VISIBLE and member.state not in VISIBLE:
+        if target in VISIBLE and not member.is_visible:
             member.shown_since = self.version
         member.state = target
 
@@ -288,5 +295,4 @@ class Membership:
             if member.state is MemberState.DEAD:
                 continue
             assert member.last_sequence > 0, f"{node_id} is {member.state} without an announcement"
-            limit = self._hide_seconds if member.state in VISIBLE else self._forget_seconds
-            assert self._next_deadline <= member.heard_at + limit, f"{node_id} would be noticed too late"
+            assert self._next_deadline <= self._due_at(member), f"{node_id} would be noticed too late"
