@@ -91,6 +91,8 @@ class LentBlocks(Protocol):
 
 
 class Copier(Protocol):
+    is_inline: bool  # the engine's own thread copies, so that copies have ended when `run` returns
+
     def adopt(self, memory: torch.Tensor, pool: PoolInfo) -> None:
         """Use this host memory of the pool, `(segment bytes,)` uint8, until `release`."""
         ...
@@ -144,7 +146,7 @@ class Done:
 class InlineCopier:
     """Copies that have ended when `run` returns, for KV tensors in host memory."""
 
-    is_inline = True  # the engine's thread copies
+    is_inline = True
 
     def __init__(self, block_copiers: BlockCopiers) -> None:
         self._block_copiers = block_copiers

@@ -22,7 +22,7 @@ from typing import TypeVar
 from kvservice.connector.options import DeferStores, Verify
 from kvservice.connector.plan import CopyEntry, LoadPlan, PoolInfo, StepPlan, StepReport, StorePlan
 from kvservice.connector.worker.block_copier import BlockCopiers
-from kvservice.connector.worker.copier import Copier, InlineCopier, Ticket, in_process_copier
+from kvservice.connector.worker.copier import Copier, Ticket, in_process_copier
 from kvservice.connector.worker.worker_loans import WorkerLoans
 from kvservice.copying.message import Direction
 from kvservice.core.segment.digest import digest_payload
@@ -93,8 +93,8 @@ class WorkerHalf:
         self._verify = verify
         self._sample = DigestSample(verify.value)  # of blocks whose digest does not come with the copy
         self._copier = copier or in_process_copier(block_copiers)
-        runs_here = isinstance(self._copier, InlineCopier) and self._copier.is_inline
-        self._defers = defer_stores is DeferStores.ON or (defer_stores is DeferStores.AUTO and runs_here)
+        is_auto = defer_stores is DeferStores.AUTO
+        self._defers = defer_stores is DeferStores.ON or (is_auto and self._copier.is_inline)
         self._deferred: list[StorePlan] = []  # of the step before
         self._lent = WorkerLoans(self._copier)
         self._pool: PoolInfo | None = None

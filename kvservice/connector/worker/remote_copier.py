@@ -12,7 +12,7 @@ import torch
 from kvservice.connector.options import CopierChoice
 from kvservice.connector.plan import CopyEntry, PoolInfo
 from kvservice.connector.worker.block_copier import BlockCopier, BlockCopiers
-from kvservice.connector.worker.copier import Copier, Done, InlineCopier, Ticket, in_process_copier
+from kvservice.connector.worker.copier import Copier, Done, Ticket, in_process_copier
 from kvservice.connector.worker.peer_copy_workers import PeerCopyWorkers, SpreadLoan, lend
 from kvservice.connector.worker.shared_kv import SharedKV, region_layout
 from kvservice.copying.device import HOST
@@ -31,6 +31,8 @@ def _no_event() -> int:
 class RemoteCopier:
     """Hands copies to the worker of this engine's device on this node. Runs them itself while there is no worker; loads
     also while the worker has too much to do. `mark` returns the device event that copies must wait for."""
+
+    is_inline = False
 
     def __init__(
         self,
@@ -138,7 +140,6 @@ def copier_for(
         return RemoteCopier(WorkerLink(made), fallback, mark, PeerCopyWorkers(made) if lends else None)
     except KVServiceError as error:
         log.warning("copies run in the engine's process: %s", error.message)
-        assert isinstance(fallback, InlineCopier)
         fallback.counters["copy_worker_not_shared"] += 1
         return fallback
 
