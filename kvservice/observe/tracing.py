@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,19 +175,16 @@ def trace_id() -> str:
     return format_trace_id(context.trace_id) if context.is_valid and context.trace_flags.sampled else ""
 
 
+@contextlib.contextmanager
 def _current(
     name: str, context: Context | None, attributes: Mapping[str, Value], *, serves: bool = False
-) -> AbstractContextManager[Span]:
+) -> Iterator[Span]:
     from opentelemetry.trace import SpanKind
 
-    @contextlib.contextmanager
-    def run() -> Any:
-        assert _tracer is not None
-        kind = SpanKind.SERVER if serves else SpanKind.INTERNAL
-        with _tracer.start_as_current_span(f"kvservice.{name}", context, kind, _named(attributes)) as made:
-            yield _RealSpan(made)
-
-    return run()
+    assert _tracer is not None
+    kind = SpanKind.SERVER if serves else SpanKind.INTERNAL
+    with _tracer.start_as_current_span(f"kvservice.{name}", context, kind, _named(attributes)) as made:
+        yield _RealSpan(made)
 
 
 def _context_of(parent: str) -> Context | None:
