@@ -29,6 +29,7 @@ from kvservice.units import BlockHash, BlockKey
 NULL_BLOCK = 0  # the id that vLLM gives to its null block; it never holds a request's data
 NOWHERE = -1  # in the table of one group: the engine has no such block any more. Never an id.
 Table: TypeAlias = "Sequence[Any]"  # of block ids, or of lists of them
+Places: TypeAlias = "list[tuple[int, int, int]]"  # (engine group, part, block id) of what goes into one slot
 
 
 class Grouping(Protocol):
@@ -61,11 +62,11 @@ class Grouping(Protocol):
         """The first position that a hit up to `end` needs; 0 for group 0."""
         ...
 
-    def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
-        """(engine group, part, block id) of everything that goes into one slot. None if some of it is gone."""
+    def stored(self, table: Table, group: int, position: int) -> Places | None:
+        """Everything that goes into the slot of this position. None if some of it is gone."""
         ...
 
-    def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
+    def loaded(self, table: Table, group: int, position: int, end: int) -> Places:
         """The parts of a slot that a hit up to `end` needs. Raises AssertionError if the engine has no block for some
         of them."""
         ...
@@ -95,12 +96,12 @@ class OneGroup:
     def needed_from(self, group: int, end: int) -> int:
         return 0
 
-    def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
+    def stored(self, table: Table, group: int, position: int) -> Places | None:
         first = position * self.stride
         blocks = table[first : first + self.stride]
         return None if NOWHERE in blocks else [(0, part, blocks[part]) for part in range(self.stride)]
 
-    def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
+    def loaded(self, table: Table, group: int, position: int, end: int) -> Places:
         first = position * self.stride
         return [(0, part, table[first + part]) for part in range(self.stride)]
 
@@ -135,10 +136,10 @@ class PagesOfBlocks:
     def needed_from(self, group: int, end: int) -> int:
         return 0
 
-    def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
+    def stored(self, table: Table, group: int, position: int) -> Places | None:
         return self.loaded(table, group, position, position)
 
-    def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
+    def loaded(self, table: Table, group: int, position: int, end: int) -> Places:
         return [(0, position % self.pages, table[position // self.pages])]
 
 
@@ -176,19 +177,19 @@ class SeveralGroups:
     def needed_from(self, group: int, end: int) -> int:
         return self.window_groups[group - 1].window.first_block(end, self.block_tokens) if group else 0
 
-    def stored(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]] | None:
+    def stored(self, table: Table, group: int, position: int) -> Places | None:
         if not group and self.signposts is not None:
             return [(self.signposts, 0, NULL_BLOCK)]
         found = self._blocks(table, group, position)
         return None if any(block_id == NULL_BLOCK for _, _, block_id in found) else found
 
-    def loaded(self, table: Table, group: int, position: int, end: int) -> list[tuple[int, int, int]]:
+    def loaded(self, table: Table, group: int, position: int, end: int) -> Places:
         found = self._blocks(table, group, position)
         if not group:
             assert all(block_id != NULL_BLOCK for _, _, block_id in found), "a block of the prefix is missing"
             return found
         first_token = self.window_groups[group - 1].window.first_token(end * self.block_tokens)
-        needed: list[tuple[int, int, int]] = []
+        needed: Places = []
         for index, part, block_id in found:
             tokens = self.block_tokens // self.engine_groups[index].parts
             if position * self.block_tokens + (part + 1) * tokens > first_token:
@@ -210,7 +211,7 @@ class SeveralGroups:
             for ids, one in zip(table, self.engine_groups, strict=True)
         )
 
-    def _blocks(self, table: Table, group: int, position: int) -> list[tuple[int, int, int]]:
+    def _blocks(self, table: Table, group: int, position: int) -> Places:
         return [
             (index, part, table[index][position * one.parts + part])
             for index, one in enumerate(self.engine_groups)
@@ -226,7 +227,7 @@ def state_positions(begin: int, end: int, block_tokens: int, offered: Iterable[i
     return {tokens // block_tokens - 1 for tokens in (begin, end, *offered) if tokens and tokens % block_tokens == 0}
 
 
-def entries_of(places: Sequence[tuple[int, int, int]], ref: BlockRef, key: BlockKey) -> list[CopyEntry]:
+def entries_of(places: Places, ref: BlockRef, key: BlockKey) -> list[CopyEntry]:
     return [CopyEntry(block_id, ref, key, index, part) for index, part, block_id in places]
 
 

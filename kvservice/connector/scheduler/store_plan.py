@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
-from kvservice.connector.cache_groups import Grouping, Table, entries_of
+from kvservice.connector.cache_groups import Grouping, Places, Table, entries_of
 from kvservice.connector.plan import CopyEntry
 from kvservice.connector.scheduler.ports import StoredBlock
 from kvservice.connector.scheduler.request import EngineRequest
@@ -17,7 +17,6 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.observe import tracing
 from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId
 
-Places = Sequence[tuple[int, int, int]]  # (engine group, part, block id) of everything that goes into one slot
 GiveBack = Callable[[Sequence[int]], None]  # unpins blocks of the engine
 TakeSlots = Callable[[int, int], Sequence[BlockRef]]  # (count, group) -> at most `count` slots
 

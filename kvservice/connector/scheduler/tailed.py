@@ -219,7 +219,7 @@ class TailedScheduler(SchedulerHalf):
             return
         parent = request.keys[position - 1] if position else None
         planned = PlannedStore(
-            entries=[entry._replace(tokens=length) for entry in entries_of(places or (), slots[0], key)]
+            entries=[entry._replace(tokens=length) for entry in entries_of(places or [], slots[0], key)]
         )
         planned.items.append(SealItem(slots[0], key, parent, position, route_of_head(head), request.terms.hints))
         spans = [tracing.begin("store", request.trace, blocks=1)]
