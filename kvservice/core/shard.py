@@ -294,10 +294,8 @@ class ShardState:
         """What is known of the request with this id, or of all whose id begins with it."""
         return self.records.find(request_id, now, account)
 
-    def block_history(
-        self, keys: tuple[BlockKey, ...], now: float, as_of: float | None = None
-    ) -> tuple[HistoryEntry, ...]:
-        """What became of these blocks here, for the moment `as_of` (None: now). Slow: only for questions of people."""
+    def block_history(self, keys: tuple[BlockKey, ...], now: float, as_of: float) -> tuple[HistoryEntry, ...]:
+        """What became of these blocks here, for the moment `as_of`. Slow: only for questions of people."""
         return find_history(self._store, self._writes.sealing(), keys, now, as_of)
 
     def engine_stats(self, account: str | None = None) -> EngineStats:

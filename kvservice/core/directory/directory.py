@@ -165,8 +165,8 @@ class Directory:
             self.counters["sweeps_finished"] += 1
         return swept.looked_at
 
-    def find_lost(self, keys: Sequence[BlockKey], now: float, as_of: float | None = None) -> dict[BlockKey, Eviction]:
-        """Those of the keys that were lost with their last node, before `as_of` (None: now).
+    def find_lost(self, keys: Sequence[BlockKey], now: float, as_of: float) -> dict[BlockKey, Eviction]:
+        """Those of the keys that were lost with their last node, before `as_of`.
 
         A node may have stored them again since. Slow: only for questions of people.
         """

@@ -99,11 +99,10 @@ class EvictionHistory:
             self._held[place], self._idle[place], self._reason[place] = held_seconds, idle_seconds, reason
         self._next = (place + 1) % self._capacity
 
-    def find(self, keys: Iterable[BlockKey], now: float, as_of: float | None = None) -> dict[BlockKey, Eviction]:
-        """For each key, its latest eviction before `as_of` or before now (None). O(capacity).
+    def find(self, keys: Iterable[BlockKey], now: float, as_of: float) -> dict[BlockKey, Eviction]:
+        """For each key, its latest eviction of what was stored before `as_of`. O(capacity).
 
         The eviction of a block that was stored again after a question says nothing about the answer."""
-        latest = now if as_of is None else as_of
         wanted = set(keys)
         found: dict[BlockKey, int] = {}
         packed, count = bytes(self._keys), len(self._at)
@@ -111,7 +110,7 @@ class EvictionHistory:
         for step in range(count if wanted else 0):
             place = (first + step) % count
             key = packed[place * KEY_BYTES : (place + 1) * KEY_BYTES]
-            if key in wanted and self._at[place] - self._held[place] <= latest:
+            if key in wanted and self._at[place] - self._held[place] <= as_of:
                 found[BlockKey(key)] = place
         return {
             key: Eviction(

@@ -87,9 +87,9 @@ def _listed(
 
 
 def find_history(
-    store: BlockStore, sealing: Mapping[BlockKey, bytes], keys: Sequence[BlockKey], now: float, as_of: float | None
+    store: BlockStore, sealing: Mapping[BlockKey, bytes], keys: Sequence[BlockKey], now: float, as_of: float
 ) -> tuple[HistoryEntry, ...]:
-    """Everything that is known of these keys, for the moment `as_of` (None: now). Others are left out, and one that was
+    """Everything that is known of these keys, for the moment `as_of`. Others are left out, and one that was
     evicted and stored again has two entries. `sealing` names the engines that store blocks just now. Slow."""
     evictions = store.evictions.find(keys, now, as_of)
     found: list[HistoryEntry] = []

@@ -298,7 +298,7 @@ def test_keys_lost_with_their_node_are_remembered() -> None:
     left, silent = ("a", "drain", 1.0), ("b", "owner_died", 40.0)
     wanted = {0: left, 1: left, 2: silent, 3: silent, 5: ("c", "restarted", 2.0)}
     for _ in range(2):
-        found = directory.find_lost(keys(*range(7)), 41.0)
+        found = directory.find_lost(keys(*range(7)), 41.0, 41.0)
         told = {
             int.from_bytes(key, "big"): (eviction.caused_by, eviction.cause.value, eviction.at)
             for key, eviction in found.items()
@@ -310,7 +310,7 @@ def test_keys_lost_with_their_node_are_remembered() -> None:
         assert told[2][0] in ("a", "b")  # both had it
         sweep_all(directory)
     directory.apply(B, 2, keys(3), full_begin=True, full_end=True, now=42.0)
-    (again,) = directory.find_lost(keys(3), 43.0).values()  # stored again, but that tells nothing about before
+    (again,) = directory.find_lost(keys(3), 43.0, 43.0).values()  # stored again, but that tells nothing about before
     assert (again.cause.value, again.at) == ("owner_died", 40.0)
     assert directory.find_lost(keys(3), 43.0, 39.0) == {}
 

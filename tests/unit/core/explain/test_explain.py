@@ -136,12 +136,12 @@ def test_the_end_of_a_block_is_known_with_who_needed_room() -> None:
     shard = CoreHarness(slab_count=1)
     engine = shard.attach()
     shard.store(engine, CHAIN)
-    held = shard.state.block_history(CHAIN, shard.now)
+    held = shard.state.block_history(CHAIN, shard.now, shard.now)
     assert [(entry.index, entry.state) for entry in held] == [(i, "held") for i in range(4)]
-    assert shard.state.block_history(make_chain(2, "unknown"), shard.now) == ()
+    assert shard.state.block_history(make_chain(2, "unknown"), shard.now, shard.now) == ()
     shard.now += 7.0
     shard.reserve(engine, 1)
-    (entry,) = [entry for entry in shard.state.block_history(CHAIN, shard.now) if entry.state == "gone"]
+    (entry,) = [entry for entry in shard.state.block_history(CHAIN, shard.now, shard.now) if entry.state == "gone"]
     assert (entry.index, entry.cause, entry.at) == (3, "pressure", shard.now)
     assert (entry.held_seconds, entry.idle_seconds) == (7.0, 7.0)
     assert entry.caused_by.startswith("stores of model by engine ")
@@ -188,7 +188,7 @@ def test_a_block_that_is_being_digested_is_not_sealed_yet() -> None:
     refs = shard.reserve(engine, 1)
     shard.write(refs[0], CHAIN[0])
     shard.begin_seal(engine, shard.items(refs, CHAIN))
-    assert [entry.state for entry in shard.state.block_history(CHAIN, shard.now)] == ["sealing"]
+    assert [entry.state for entry in shard.state.block_history(CHAIN, shard.now, shard.now)] == ["sealing"]
 
 
 def test_a_report_joins_the_last_record_of_a_repeated_id() -> None:
