@@ -95,8 +95,10 @@ def test_packed_keys_of_a_broken_length_are_refused(length: int) -> None:
 
 
 def test_too_many_keys_are_refused_and_just_enough_are_not() -> None:
-    assert len(keys.unpack_keys(bytes(16 * 3), count_max=3)) == 3
+    most = keys.KEYS_PER_REQUEST_MAX
+    assert len(keys.unpack_keys(bytes(16 * most))) == most
     with pytest.raises(InvalidRequest):
-        keys.unpack_keys(bytes(16 * 4), count_max=3)
+        keys.unpack_keys(bytes(16 * (most + 1)))
+    assert keys.check_packed(bytes(16 * 3), 3) == bytes(16 * 3)
     with pytest.raises(InvalidRequest):
-        keys.unpack_keys(bytes(16 * (keys.KEYS_PER_REQUEST_MAX + 1)))
+        keys.check_packed(bytes(16 * 4), 3)
