@@ -56,6 +56,7 @@ _HEAD = struct.Struct("<8sQQQQ")  # magic, layout, epoch, partitions, rows
 _NODE = struct.Struct("<IBBHHQ")  # crc of what follows, counts, -, bytes of the name, of the address, boot epoch
 _SET = struct.Struct(f"<{SET_BYTES // 2}H")  # number of holders, then their numbers
 _NODES_VERSION, _SETS_VERSION, _FEEDS_VERSION = 16, 17, 18  # of the head as u64
+_FEEDS = PAGE // 8  # index of the first feed as u64; each takes two
 
 
 class Feed(IntEnum):
@@ -153,11 +154,11 @@ class MirrorWriter:
         return len(self._holders)
 
     def feed(self, partition: int) -> Feed:
-        return Feed(self._words[PAGE // 8 + 2 * partition])
+        return Feed(self._words[_FEEDS + 2 * partition])
 
     def age(self, partition: int, now: float) -> float:
         """Seconds since the partition was last heard of."""
-        return now - self._words[PAGE // 8 + 2 * partition + 1] / 1e9
+        return now - self._words[_FEEDS + 2 * partition + 1] / 1e9
 
     # -- events ----
 
@@ -175,7 +176,7 @@ class MirrorWriter:
             return
         if event.node is not None:
             self._apply_node(partition, event.node, event)
-        self._words[PAGE // 8 + 2 * partition + 1] = max(0, int(now * 1e9))
+        self._words[_FEEDS + 2 * partition + 1] = max(0, int(now * 1e9))
         if event.snapshot_end and self.feed(partition) is not Feed.FULL:
             self._set_feed(partition, Feed.LIVE)
         self.counters["mirror_events"] += 1
@@ -243,7 +244,7 @@ class MirrorWriter:
 
     def _set_feed(self, partition: int, feed: Feed) -> None:
         """The version grows behind the state, and before anything is forgotten: `MirrorReader.feeds_version`."""
-        self._words[PAGE // 8 + 2 * partition] = int(feed)
+        self._words[_FEEDS + 2 * partition] = int(feed)
         self._words[_FEEDS_VERSION] += 1
 
     def _write_node(self, bit: int, node: Holder, *, counts: bool) -> None:
@@ -331,8 +332,8 @@ class MirrorReader:
 
     def feed(self, partition: int, now: float) -> Feed:
         """The state of this partition's part. Only LIVE may be used for answers."""
-        state = self._words[PAGE // 8 + 2 * partition]
-        if state == Feed.LIVE and now - self._words[PAGE // 8 + 2 * partition + 1] / 1e9 > STALE_SECONDS:
+        state = self._words[_FEEDS + 2 * partition]
+        if state == Feed.LIVE and now - self._words[_FEEDS + 2 * partition + 1] / 1e9 > STALE_SECONDS:
             return Feed.STALE
         return Feed(state) if state <= Feed.FULL else Feed.NEVER
 
