@@ -102,6 +102,7 @@ class Lookups:
             question = self._questions.get(name)
             if question is not None:
                 question.answer = Presence.MISSING
+                self._give_back(question)  # it may have a newer promise, and be asked for anew
 
     def end(self, request_id: str) -> None:
         """The request wants nothing more."""
@@ -120,6 +121,9 @@ class Lookups:
 
     def _forget(self, question: _Question) -> None:
         del self._questions[question.name]
+        self._give_back(question)
+
+    def _give_back(self, question: _Question) -> None:
         if question.promise is not None:
             self._blocks.release([question.promise])
             question.promise = None

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
+
 from kvservice.connector.offloading.lookups import Lookups, Presence
 
 
@@ -56,7 +58,8 @@ def test_what_was_missing_is_asked_again_for_a_new_request() -> None:
     assert blocks.released == [b"chunk"]
 
 
-def test_a_promise_is_given_back_when_a_newer_one_counts() -> None:
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_promise_is_given_back_when_a_newer_one_counts(is_slow: bool) -> None:
     """A chunk is asked for again while its load is under way. The load fails, and a third request asks once more."""
     blocks = Blocks()
     blocks.there.add(b"chunk")
@@ -65,10 +68,12 @@ def test_a_promise_is_given_back_when_a_newer_one_counts() -> None:
     lookups.send()
     lookups.receive()
     assert list(lookups.take([b"chunk"])) == [b"chunk"]
-    blocks.is_slow = True
+    blocks.is_slow = is_slow
     lookups.ask(b"chunk", "second")
     lookups.send()
+    lookups.receive()
     lookups.failed([b"chunk"])
+    assert lookups.ask(b"chunk", "second") is Presence.MISSING
     lookups.ask(b"chunk", "third")
     lookups.send()
     blocks.answer()
