@@ -116,7 +116,7 @@ class MirrorWriter:
         self._holders = HolderTable(self._table, keys_that_fit(self._table.row_count_max), self._write_set)
         self._bits: list[dict[NodeId, int]] = [{} for _ in range(partition_count)]
         self._counts: dict[int, int] = {}  # keys by bit
-        self._records: dict[int, tuple[Holder, bool]] = {}  # by bit, as written
+        self._records: dict[int, tuple[Holder, bool]] = {}  # by bit: the node, and whether it counts
         self.counters: Counter[str] = Counter()
         _HEAD.pack_into(buffer, 0, MAGIC, LAYOUT, epoch, partition_count, self._table.row_count_max)
 
@@ -235,8 +235,7 @@ class MirrorWriter:
             self._retire(bit)
 
     def _retire(self, bit: int) -> None:
-        node, _ = self._records.pop(bit)
-        self._write_node(bit, node, counts=False)
+        self._write_node(bit, self._records[bit][0], counts=False)
         del self._records[bit]
         self._holders.retire(bit, has_keys=self._counts.pop(bit, 0) > 0)
 
@@ -250,14 +249,14 @@ class MirrorWriter:
     def _write_node(self, bit: int, node: Holder, *, counts: bool) -> None:
         if self._records.get(bit) == (node, counts):
             return
+        self._records[bit] = (node, counts)
         name, address = node.node_id.encode(), node.peer_address.encode()
         if _NODE.size + len(name) + len(address) > NODE_BYTES:
-            self.counters["mirror_names_too_long"] += 1
+            self.counters["mirror_names_too_long"] += counts
             name = address = b""
             counts = False
         body = _NODE.pack(0, counts, 0, len(name), len(address), node.epoch)[4:] + name + address
         self._write(_NODES_VERSION, NODES_AT + bit * NODE_BYTES, zlib.crc32(body).to_bytes(4, "little") + body)
-        self._records[bit] = (node, counts)
 
     def _write_set(self, number: int, mask: int) -> None:
         if number >= SETS_MAX:

@@ -53,6 +53,18 @@ def test_a_node_whose_names_are_too_long_is_not_named(memory: memoryview) -> Non
     assert runs is not None and [(run.start, run.count) for run in runs] == [(1, 1)]
 
 
+def test_a_node_with_a_long_name_is_written_once(memory: memoryview) -> None:
+    """Readers forget all that they have read when a node is written, and every event of a node would do that."""
+    writer, reader = live_writer(memory), MirrorReader(memory.toreadonly())
+    long = Holder(NodeId("n" * mirror.NODE_BYTES), "a:1", BootEpoch(1))
+    writer.apply(0, MirrorEvent(long, pack_keys(CHAIN[:1]), reset=True), 1.0)
+    written = reader._written
+    writer.apply(0, MirrorEvent(long, pack_keys(CHAIN[1:])), 2.0)
+    assert reader._written == written
+    writer.apply(0, MirrorEvent(long, reset=True), 3.0)
+    assert writer.counters["mirror_names_too_long"] == 1
+
+
 def test_a_mirror_says_how_much_of_it_is_in_use(memory: memoryview) -> None:
     """Whoever reserves its memory keeps ahead of what the next event may need."""
     writer = live_writer(memory)
