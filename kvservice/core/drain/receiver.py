@@ -124,7 +124,7 @@ class TakeOvers:
         positions: list[int] = []
         handles: list[BlockHandle] = []
         slots: list[Slot] = []
-        room_for = f"blocks of node {offer.leaver.node_id}, which leaves"
+        room_for = f"blocks that node {offer.leaver.node_id} offered"  # it leaves, or is short of memory
         for position, handle in zip(take.wanted, result.handles, strict=False):
             item = offer.items[position]
             if handle is None or handle.key != item.key or handle.length != size:

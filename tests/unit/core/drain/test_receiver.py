@@ -137,6 +137,17 @@ def test_room_is_made_only_of_what_was_used_earlier() -> None:
     assert not set(old) & receiver.keys_held()
 
 
+def test_an_eviction_for_an_offer_names_who_offered_it() -> None:
+    """Of a memory node, who offers blocks is most often only short of memory."""
+    receiver = Receiver(slab_count=1)
+    receiver.store(receiver.attach(), CHAIN)
+    receiver.now += 100.0
+    receiver.offer(OTHER, idle=50.0)
+    receiver.finish()
+    gone = receiver.state.block_history(CHAIN, receiver.now, receiver.now)
+    assert {entry.caused_by for entry in gone if entry.state == "gone"} == {"blocks that node leaver offered"}
+
+
 def test_a_shard_full_of_what_was_used_later_takes_nothing() -> None:
     receiver = Receiver(slab_count=1)
     engine = receiver.attach()
