@@ -65,19 +65,16 @@ class PageCopier(BlockCopier):
         """`layers` are the engine's tensors and `views` show their K and V. The rest as in BlockCopier. Raises
         UnsupportedLayout if a block does not hold whole pages."""
         super().__init__(layers, heads, staged=staged)
-        tokens = int(views.keys[0].shape[1])
+        _, tokens, self._head_count, self._head_size = map(int, views.keys[0].shape)
         if tokens % PAGE_TOKENS:
             raise UnsupportedLayout(
                 f"a block of {tokens} tokens does not hold whole pages of {PAGE_TOKENS}: choose a block size that is a "
                 f"multiple of {PAGE_TOKENS}"
             )
+        self.pages_of_block = tokens // PAGE_TOKENS
         self._pairs = (views.keys, views.values)
         # (block, layer, token, kv head, element) of K and of V, if the layers lie at regular distances
         self._whole = (one_view(views.keys), one_view(views.values))
-
-    @property
-    def pages_of_block(self) -> int:
-        return int(self._pairs[0][0].shape[1]) // PAGE_TOKENS
 
     @property
     def fills_slots(self) -> bool:
@@ -85,9 +82,7 @@ class PageCopier(BlockCopier):
         return False
 
     def bind(self, segment: memoryview, layout: SlotLayout) -> torch.Tensor:
-        size = int(self._pairs[0][0].shape[3])
-        heads = int(self._pairs[0][0].shape[2])
-        found = (len(self.layers), heads, PAGE_TOKENS * 2 * size * self.layers[0].element_size())
+        found = (len(self.layers), self._head_count, PAGE_TOKENS * 2 * self._head_size * self.layers[0].element_size())
         wanted = (layout.layer_count, len(self.heads), layout.cell_bytes)
         if found != wanted or layout.block_tokens != PAGE_TOKENS or layout.parts != 1:
             raise UnsupportedLayout(f"(layers, heads of this rank, bytes of a head) are {found}, the slot has {wanted}")
@@ -124,9 +119,9 @@ class PageCopier(BlockCopier):
     def _slot_view(self, payload_offset: int, part: int = 0) -> torch.Tensor:
         """This rank's heads of a slot, `(layer, K|V, token, kv head, element)`."""
         assert self.slots is not None
-        layout, size = self.layout, int(self._pairs[0][0].shape[3])
+        layout = self.layout
         payload = self.slots[payload_offset : payload_offset + layout.payload_bytes]
-        shape = (layout.layer_count, 2, PAGE_TOKENS, layout.kv_head_count, size)
+        shape = (layout.layer_count, 2, PAGE_TOKENS, layout.kv_head_count, self._head_size)
         return payload.view(self.layers[0].dtype).view(shape)[:, :, :, self.heads.start : self.heads.stop]
 
     def _copies(
