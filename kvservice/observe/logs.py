@@ -17,6 +17,7 @@ import time
 from types import TracebackType
 
 from kvservice.observe import tracing
+from kvservice.observe.log_writer import LogWriter
 from kvservice.units import printable
 
 # Longer lines, and longer JSON fields, are cut here: a client may have chosen the text, and must not fill the disk with
@@ -118,7 +119,7 @@ class UnheardHandler(logging.Handler):
 def configure(*, json_lines: bool = False, level: int = logging.INFO) -> None:
     """Set up logging in a process of our own. A second call replaces the first. Inside an engine use
     `speak_through`."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LogWriter(sys.stderr)
     handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     logger = logging.getLogger("kvservice")
     logger.handlers = [handler]

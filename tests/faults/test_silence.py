@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ from tests.integration.certificates import write
 pytestmark = pytest.mark.faults
 
 NOTICED_SECONDS = 40.0  # 20 s, and what a loaded machine takes
+END_SECONDS = 20.0  # far more than an end takes on a busy machine
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, SETTINGS_READ = b"\0\0\0\4\0\0\0\0\0", b"\0\0\0\4\1\0\0\0\0"
 
@@ -58,3 +60,27 @@ async def test_a_client_that_says_no_more_is_cut_off(tmp_path: Path, encrypted: 
             pass
     writer.close()
     await server.stop(None)
+
+
+def test_a_log_that_nobody_reads_keeps_no_shard_from_its_end() -> None:
+    """As a pipe to a program that hangs, or a terminal after Ctrl-S."""
+    with LocalCluster(nodes=1, lookup_partitions=1) as cluster:
+        cluster.kill("n0", signal.SIGTERM)
+        cluster.log("n0").unlink()
+        os.mkfifo(cluster.log("n0"))
+        reader = os.open(cluster.log("n0"), os.O_RDONLY | os.O_NONBLOCK)
+        cluster.start_shard("n0")
+        os.set_blocking(reader, True)
+        said = b""
+        while b"serves peers" not in said or not said.endswith(b"\n"):  # the last line of its start
+            said += os.read(reader, 1 << 16)
+        writer = os.open(cluster.log("n0"), os.O_WRONLY | os.O_NONBLOCK)
+        for size in (4096, 1):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(writer, b"x" * size)
+        cluster.kill("lookup0")  # the shard has something to log
+        os.kill(cluster.pid("n0"), signal.SIGTERM)
+        assert cluster.exit_code("n0", END_SECONDS) == 0
+        os.close(writer)
+        os.close(reader)

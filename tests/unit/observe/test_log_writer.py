@@ -1,0 +1,65 @@
+"""The log of a process, written to a real pipe."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvservice.observe import log_writer
+from kvservice.observe.log_writer import LINES_MAX, LogWriter
+from kvservice.observe.logs import JsonFormatter
+
+END = "the end"
+
+
+@contextmanager
+def written_to_pipe() -> Iterator[tuple[logging.Logger, int]]:
+    """A logger that writes lines of JSON to a pipe, and the end of it that is read."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        handler = LogWriter(stream)
+        handler.setFormatter(JsonFormatter())
+        logger = logging.Logger("kvservice.test")
+        logger.addHandler(handler)
+        yield logger, reader
+        handler.flush()
+    os.close(reader)
+
+
+def events(reader: int, last: str) -> list[dict[str, object]]:
+    """What is read up to the event `last`."""
+    text = b""
+    while last.encode() not in text or not text.endswith(b"\n"):
+        text += os.read(reader, 1 << 16)
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_lines_that_nobody_reads_are_lost_and_counted() -> None:
+    with written_to_pipe() as (logger, reader):
+        count = 3 * LINES_MAX
+        for number in range(count):
+            logger.info("x" * 1000, extra={"number": number})
+        found = events(reader, "log_lines_lost")
+        lost = found.pop()
+        assert [event["number"] for event in found] == list(range(len(found)))
+        assert (lost["level"], lost["lines"]) == ("warning", count - len(found))
+        logger.info(END)
+        assert [event["event"] for event in events(reader, END)] == [END]
+
+
+def test_the_last_lines_are_waited_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_writer, "FLUSH_SECONDS", 0.05)
+    with written_to_pipe() as (logger, reader):
+        logger.info("x" * 4000)
+        logger.handlers[0].flush()
+        assert len(os.read(reader, 1 << 16)) > 4000
+        for _ in range(100):
+            logger.info("x" * 4000)
+        logger.handlers[0].flush()  # returns, although it is not read
+        logger.info(END)
+        events(reader, END)
