@@ -25,7 +25,7 @@ from kvservice.lookup.service import LookupServicer
 from kvservice.lookup.watch import SUBSCRIBERS_MAX, WatchHub
 from kvservice.observe.condition import Condition
 from kvservice.observe.lookup_metrics import LookupNumbers
-from kvservice.wire.serving import MESSAGE_BYTES_MAX, server_options, service_handler
+from kvservice.wire.serving import MESSAGE_BYTES_MAX, server_options, service_handler, stop_server
 from kvservice.wire.v1 import lookup_pb2
 
 log = logging.getLogger("kvservice.lookup")
@@ -111,7 +111,7 @@ class LookupServer:
             return
         await self._health.enter_graceful_shutdown()
         self._hub.close()
-        await asyncio.gather(*[server.stop(grace_seconds) for server in servers])
+        await asyncio.gather(*[stop_server(server, grace_seconds) for server in servers])
         remove_socket(self._address)
 
     def numbers(self) -> LookupNumbers:

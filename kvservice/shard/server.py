@@ -62,7 +62,7 @@ from kvservice.transfer.nixl import NixlTransport, nixl_available
 from kvservice.transfer.puller import Puller
 from kvservice.transfer.ways import joined
 from kvservice.units import BlockKey, SpanRoute
-from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, Gate, server_options, service_handler
+from kvservice.wire.serving import CALLS_MAX, LISTS_BYTES_MAX, Gate, server_options, service_handler, stop_server
 from kvservice.wire.v1 import shard_pb2
 
 log = logging.getLogger("kvservice.shard")
@@ -281,7 +281,7 @@ class ShardServer:
                 all_ended &= await _end("engines", ending, STOP_GRACE_SECONDS + PART_END_SECONDS)
             servers, self._servers = self._servers, []
             for server in servers:
-                ending = server.stop(STOP_GRACE_SECONDS)
+                ending = stop_server(server, STOP_GRACE_SECONDS)
                 all_ended &= await _end("listener", ending, STOP_GRACE_SECONDS + PART_END_SECONDS)
             self._pool = None
             if pool is not None:

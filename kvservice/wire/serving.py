@@ -9,8 +9,11 @@ on the server's event loop.
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
 import logging
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, NoReturn
@@ -20,6 +23,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
+from kvservice.aio import within
 from kvservice.auth.identity import caller_of
 from kvservice.errors import Exhausted, InvalidRequest, KVServiceError
 from kvservice.observe import tracing
@@ -61,6 +65,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 assert LISTS_BYTES_MAX <= MESSAGE_BYTES_MAX <= REPLY_BYTES_MAX
 
+CLOSE_SECONDS = 0.5  # for the connections of a server that stops to close: each takes milliseconds
+
 # Calls that are answered when something has happened, or after seconds.
 LONG_CALLS = frozenset({"Follow", "TakeOver", "Warm", "Pin"})
 # Calls under way at one server. Short ones take milliseconds; of the long ones a peer has one per hand-off it follows.
@@ -68,12 +74,34 @@ LONG_CALLS = frozenset({"Follow", "TakeOver", "Warm", "Pin"})
 SHORT_CALLS_MAX, LONG_CALLS_MAX = 1024, 8192
 CALLS_MAX = SHORT_CALLS_MAX + LONG_CALLS_MAX + 1024  # the 1024 are for streams, health and reflection
 
+_unclosed: list[grpc.aio.Server] = []  # kept to the end of the process
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 def server_options(request_bytes_max: int) -> list[tuple[str, int]]:
     """Options of a server. A request longer than `request_bytes_max` is refused with RESOURCE_EXHAUSTED, unread."""
     return [("grpc.max_receive_message_length", request_bytes_max), *_SERVER_OPTIONS]
+
+
+async def stop_server(server: grpc.aio.Server, grace_seconds: float) -> None:
+    """Let the calls under way end within `grace_seconds`, then end all of them, within CLOSE_SECONDS.
+
+    gRPC's own `stop` waits until every connection is closed. A full Unix socket, whose other end does not read because
+    its process is stopped, closes only with that process. Such a server is left as it is.
+    """
+    try:
+        await within(grace_seconds + CLOSE_SECONDS, server.stop(grace_seconds))
+    except asyncio.TimeoutError:
+        log.warning("connections_not_closed: a process at their other end reads nothing")
+        if not _unclosed:
+            atexit.register(_end_process)
+        _unclosed.append(server)
+
+
+def _end_process() -> None:
+    """End it at once: the interpreter would wait for the connections of a server when it frees it."""
+    logging.shutdown()
+    os._exit(0)
 
 
 class Gate:

@@ -13,7 +13,11 @@ import grpc
 import pytest
 
 from kvservice.auth.tls import TlsFiles, open_channel
+from kvservice.core.messages import Holder
 from kvservice.testing.cluster import LocalCluster, free_port
+from kvservice.testing.eventually import eventually
+from kvservice.units import BootEpoch, NodeId
+from kvservice.wire.codec import encode_holder
 from kvservice.wire.serving import CHANNEL_OPTIONS, MESSAGE_BYTES_MAX, server_options
 from kvservice.wire.v1 import lookup_pb2, lookup_pb2_grpc
 from kvservice.wire.versions import PROTOCOL_VERSION
@@ -84,3 +88,25 @@ def test_a_log_that_nobody_reads_keeps_no_shard_from_its_end() -> None:
         assert cluster.exit_code("n0", END_SECONDS) == 0
         os.close(writer)
         os.close(reader)
+
+
+def test_a_stopped_watcher_keeps_no_partition_from_its_end() -> None:
+    with LocalCluster(nodes=1, lookup_partitions=1) as cluster, cluster.channel(cluster.lookup_addresses[0]) as channel:
+        eventually(lambda: cluster.stats("n0").counters.get("mirror_live_partitions"), "the node to watch")
+        os.kill(cluster.pid("n0"), signal.SIGSTOP)
+        stub, other = lookup_pb2_grpc.LookupServiceStub(channel), Holder(NodeId("other"), "127.0.0.1:1", BootEpoch(5))
+        for sequence in range(1, 200):  # more than the watcher's socket holds
+            keys = os.urandom(16 * 4096)
+            request = lookup_pb2.AnnounceRequest(
+                node=encode_holder(other),
+                sequence=sequence,
+                added=keys,
+                full_begin=True,
+                full_end=True,
+                partition_count=1,
+                protocol_version=PROTOCOL_VERSION,
+            )
+            assert stub.Announce(request, timeout=10).outcome == lookup_pb2.AnnounceReply.OUTCOME_APPLIED
+        os.kill(cluster.pid("lookup0"), signal.SIGTERM)
+        assert cluster.exit_code("lookup0", END_SECONDS) == 0
+        assert "connections_not_closed" in cluster.log("lookup0").read_text()
