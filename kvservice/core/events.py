@@ -336,6 +336,7 @@ class Offered:
 
     offer: int
     result: TakeOverResult | None
+    refusal: str = ""  # what a peer that refused has answered, for people
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ class ShardState:
             ev.BroughtBack: lambda e, now: self._pulls.brought_back(e.job, e.blocks, now),
             ev.WritesEnded: lambda e, now: self._pulls.writes_ended(e.job),
             ev.TakersFound: lambda e, now: self._offering(e.is_spill).takers_found(e.peers, e.holders, now),
-            ev.Offered: lambda e, now: self._offering(is_spill_offer(e.offer)).offered(e.offer, e.result, now),
+            ev.Offered: lambda e, now: self._offering(is_spill_offer(e.offer)).offered(e, now),
             ev.Adopt: self._adopt,
             ev.Drain: self._drain,
             ev.SetTenants: self._tenants_changed,

@@ -19,14 +19,14 @@ from kvservice.core import events as ev
 from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.core.drain.sender import FIND_SECONDS as TAKERS_SECONDS
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
-from kvservice.errors import Forbidden, KVServiceError, Refused
+from kvservice.errors import DeadlineExceeded, Forbidden, KVServiceError, Refused, Unavailable
 from kvservice.lookup.client import LookupAnswer
 from kvservice.observe import tracing
 from kvservice.observe.failpoints import failpoint
 from kvservice.observe.timings import Timings
 from kvservice.pool.runtime_ports import PullerPort, Report
 from kvservice.transfer.job import PullItem, PullJob
-from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
+from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute, printable
 
 log = logging.getLogger("kvservice.pool")
 
@@ -204,13 +204,16 @@ class RemoteShards:
 
     async def _offer(self, action: act.Offer) -> ev.Event:
         result: TakeOverResult | None = None
+        refusal = ""
         leaver = None if self._directory is None else self._directory.self_holder()
         try:
             if self._peers is not None and leaver is not None:
                 result = await self._peers.take_over(leaver, action, action.wait_seconds + OFFER_SLACK_SECONDS)
         except KVServiceError as error:
+            if not isinstance(error, (Unavailable, DeadlineExceeded)):
+                refusal = printable(error.message)
             log.info("take_over_failed", extra={"node": action.peer.node_id, "error": str(error)})
-        return ev.Offered(action.offer, result)
+        return ev.Offered(action.offer, result, refusal)
 
     async def leaver(self, claimed: Holder) -> Holder:
         """The node as the directory knows it, so that no address given by a caller is ever connected to.

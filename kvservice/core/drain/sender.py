@@ -30,7 +30,8 @@ from statistics import median_high
 from kvservice.core.actions import Farewell, FindTakers, Offer
 from kvservice.core.context import OFFER_BLOCKS_MAX, ShardContext
 from kvservice.core.drain.receiver import ITEMS_MAX, WAIT_SECONDS_MAX
-from kvservice.core.messages import Holder, Peer, TakeOverResult
+from kvservice.core.events import Offered
+from kvservice.core.messages import Holder, Peer
 from kvservice.core.store.slots import Block
 from kvservice.core.transitions import step
 from kvservice.units import BlockKey, NodeId, counted
@@ -126,7 +127,8 @@ class _Share:
     queue: deque[Block] = field(default_factory=deque)
     out: int = 0  # offers under way
     full: set[int] = field(default_factory=set)  # payload sizes that it has no more room for
-    failures: int = 0  # offers in a row that it did not answer
+    failures: int = 0  # offers in a row that it did not answer, or refused
+    trouble: str = ""  # what came in place of its last answer, for people
     rests_until: float = -math.inf  # it is offered nothing before
 
     @property
@@ -186,10 +188,6 @@ def plan(
         left[node] -= size
         given[node] += size
     return {node: offered for node, offered in found.items() if offered}
-
-
-def _silence(node: NodeId) -> str:
-    return f"node {node} did not answer"
 
 
 class Leaving:
@@ -298,9 +296,10 @@ class Leaving:
         self._place([block for block in blocks if block.key in unheld], now)
         self._offer_more(now)
 
-    def offered(self, number: int, result: TakeOverResult | None, now: float) -> None:
-        """A peer's answer; None when it failed or refused."""
-        node, blocks = self._offers.pop(number, (NodeId(""), ()))
+    def offered(self, answer: Offered, now: float) -> None:
+        """A peer's answer."""
+        result = answer.result
+        node, blocks = self._offers.pop(answer.offer, (NodeId(""), ()))
         share = self._shares.get(node)
         if share is None or self.phase is not DrainPhase.HANDING_OVER:
             return
@@ -316,10 +315,10 @@ class Leaving:
         rest = [block for place, block in enumerate(blocks) if not (place < len(kept) and kept[place])]
         share.left_bytes += sum(block.payload_bytes for block in rest)
         if result is None:
-            self._let_rest(share, rest, now)
+            self._let_rest(share, rest, answer.refusal, now)
         else:
             share.failures, share.rests_until = 0, -math.inf
-            self._notes = [note for note in self._notes if note != _silence(node)]
+            self._note_trouble(share, "")
             if result.full:
                 self._leave_out(share, rest, now)
             else:
@@ -418,17 +417,20 @@ class Leaving:
             self._waits_until = until
         self._waiting.setdefault(besides, []).extend(blocks)
 
-    def _let_rest(self, share: _Share, rest: list[Block], now: float) -> None:
-        """Offer nothing for a while to a peer that did not answer, and the others what it would have got."""
+    def _let_rest(self, share: _Share, rest: list[Block], refusal: str, now: float) -> None:
+        """Offer nothing for a while to a peer that was silent or refused, and the others what it would have got."""
+        node = share.peer.holder.node_id
         if now >= share.rests_until:  # two offers that fail together count once
             share.failures += 1
             share.rests_until = now + pause(share.failures)
-        note = _silence(share.peer.holder.node_id)
-        if note not in self._notes:
-            self._notes.append(note)
-        for block in (*rest, *share.queue) if share.is_given_up else ():
-            self._does_not_hold(share.peer.holder.node_id, block)  # it is dead, and the directory does not know yet
+        self._note_trouble(share, f"node {node} refused: {refusal}" if refusal else f"node {node} did not answer")
+        for block in (*rest, *share.queue) if share.is_given_up and not refusal else ():
+            self._does_not_hold(node, block)  # it is dead, and the directory does not know yet
         self._take_back(share, rest, list(share.queue), now, keep_own=not share.is_given_up)
+
+    def _note_trouble(self, share: _Share, trouble: str) -> None:
+        self._notes = [note for note in self._notes if note != share.trouble] + [trouble] * bool(trouble)
+        share.trouble = trouble
 
     def _leave_out(self, share: _Share, rest: list[Block], now: float) -> None:
         """Offer no more blocks of this size to a peer that has no room for them."""

@@ -16,7 +16,8 @@ from itertools import islice
 from kvservice.core.actions import FindTakers, Offer
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.core.context import OFFER_BYTES_MAX, ShardContext
-from kvservice.core.messages import Holder, Peer, TakeOverResult
+from kvservice.core.events import Offered
+from kvservice.core.messages import Holder, Peer
 from kvservice.core.store.slots import Block
 from kvservice.units import BlockKey, NodeId
 
@@ -95,7 +96,7 @@ class Spill:
     def work(self, now: float) -> None:
         """Ask who accepts blocks, and offer some. Called after every event; cheap when nothing waits."""
         for number in [number for number, offer in self._offers.items() if offer.until <= now]:
-            self.offered(number, None, now)
+            self.offered(Offered(number, None), now)
         if not self._waiting or self._shard.is_draining():
             return
         if now >= self._ask_at:
@@ -133,9 +134,9 @@ class Spill:
         self._counters["spill_blocks_offered"] += len(items)
         self._shard.emit(Offer(number, receiver.peer.holder, size, items, OFFER_SECONDS))
 
-    def offered(self, number: int, result: TakeOverResult | None, now: float) -> None:
-        """The answer to an offer; None when the receiver failed or refused. Numbers of others' offers are ignored."""
-        offer = self._offers.pop(number, None)
+    def offered(self, answer: Offered, now: float) -> None:
+        """The answer to an offer. Numbers of others' offers are ignored."""
+        offer, result = self._offers.pop(answer.offer, None), answer.result
         if offer is None:
             return
         kept = () if result is None else result.kept
