@@ -9,6 +9,7 @@ once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -31,6 +32,7 @@ HEADER_CHARS = 55
 # Spans that wait for the collector. When it does not answer, further ones are dropped; this is OpenTelemetry's default.
 QUEUE_MAX = 2048
 FLUSH_SECONDS = 2.0  # for the last spans of a process: a collector that is away must not keep it from ending
+GIVEN_UP_SECONDS = 0.2  # for an attempt to hear that it is given up
 FILE = "file:"
 Value = str | int | float | bool
 
@@ -90,14 +92,15 @@ def start(where: str, name: str, **about: str) -> None:
             ) from error
         called = os.environ.get("OTEL_SERVICE_NAME", name)
         resource = Resource.create({"service.name": called, "process.pid": os.getpid(), **_named(about)})
-        provider = TracerProvider(resource=resource)
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # it would wait for a collector that hangs
+        atexit.register(stop)
         exporter = _exporter(where)
         provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=QUEUE_MAX))
         _running, _tracer = (provider, exporter), provider.get_tracer("kvservice")
 
 
 def stop() -> None:
-    """Export what is left, and switch tracing off. Blocks for little more than FLUSH_SECONDS."""
+    """Export what is left, and switch tracing off. Idempotent. Blocks for little more than FLUSH_SECONDS."""
     global _tracer, _running
     with _starting:
         running, _running, _tracer = _running, None, None
@@ -106,8 +109,10 @@ def stop() -> None:
         flushing = threading.Thread(target=provider.force_flush, name="kvservice-traces", daemon=True)
         flushing.start()  # it does not keep to a timeout of its own while it tries again
         flushing.join(FLUSH_SECONDS)
-        exporter.shutdown()  # ends the attempts under way
-        provider.shutdown()
+        exporter.shutdown()  # ends the attempts under way, but for one that waits for an answer
+        flushing.join(GIVEN_UP_SECONDS)
+        if not flushing.is_alive():  # else this would wait for the same answer
+            provider.shutdown()
 
 
 def request_span(name: str, parent: str = "", **attributes: Value) -> AbstractContextManager[Span]:

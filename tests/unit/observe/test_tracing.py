@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import socket
 import sys
 import threading
 import time
@@ -115,15 +116,18 @@ def test_a_file_that_cannot_be_written_is_an_error_at_start(tmp_path: Path) -> N
     assert tracing.traceparent() == ""
 
 
-def test_a_collector_that_is_away_keeps_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.2)
-    tracing.start("otlp", "kvservice-test")
-    with tracing.request_span("acquire"):
-        pass
-    began = time.monotonic()
-    tracing.stop()
-    assert time.monotonic() - began < 3.0
+@pytest.mark.parametrize("hangs", [False, True], ids=["away", "hangs"])
+def test_a_collector_without_an_answer_keeps_nothing_for_long(monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as collector:
+        port = collector.getsockname()[1] if hangs else 9
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.2)
+        tracing.start("otlp", "kvservice-test")
+        with tracing.request_span("acquire"):
+            pass
+        began = time.monotonic()
+        tracing.stop()
+        assert time.monotonic() - began < 3.0
 
 
 def test_otlp_reaches_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
