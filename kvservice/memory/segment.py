@@ -170,7 +170,7 @@ class Segment:
         try:
             found = _read_control(descriptor)
             if found is None:
-                raise _not_ours(descriptor, path)
+                raise not_ours(descriptor, path)
             size = os.fstat(descriptor).st_size
             if found[0] != geometry or size < geometry.segment_bytes:
                 raise SegmentError(
@@ -545,7 +545,7 @@ def epoch_of(descriptor: int) -> BootEpoch | None:
     return None if found is None else found[1]
 
 
-def _not_ours(descriptor: int, path: Path) -> KVServiceError:
+def not_ours(descriptor: int, path: Path) -> KVServiceError:
     """The reason why a file whose control page cannot be read is not mapped."""
     data = os.pread(descriptor, HEADER_BYTES, 0)
     if len(data) == HEADER_BYTES and data.startswith(SEGMENT_MAGIC):

@@ -28,7 +28,7 @@ from kvservice.core.segment.geometry import HEADER_BYTES
 from kvservice.core.segment.native import Words
 from kvservice.errors import TransferError
 from kvservice.memory.runs import copy_blocks, copy_runs, in_one_pass
-from kvservice.memory.segment import Segment, epoch_of
+from kvservice.memory.segment import Segment, epoch_of, not_ours
 from kvservice.units import BlockKey, BootEpoch
 
 NAME = "shm"  # of this way, in handshakes and metrics
@@ -91,6 +91,8 @@ class MappedPeer:
             if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < self._length:
                 raise TransferError(f"{path} is not the peer's segment any more")
             found = epoch_of(self._descriptor)
+            if found is None:
+                raise TransferError(not_ours(self._descriptor, path).message)
             if found != epoch:
                 raise TransferError(f"{path} is a segment of boot {found}, not of boot {epoch} of the peer")
             if in_one_pass():
