@@ -98,10 +98,13 @@ def _judge(seen: Overview, nodes: int) -> tuple[list[str], str]:
     from kvservice.client.lookup_overview import misplaced
 
     problems = [*seen.problems, *misplaced(seen.lookups)]
+    staying = sum(not node.error and node.state != "draining" for node in seen.nodes)
     for row in seen.lookups:
+        known = f"lookup partition {row.address} knows {counted(row.nodes_alive, 'node')}"
         if not row.error and row.nodes_alive < nodes:
-            known = counted(row.nodes_alive, "node")
-            problems.append(f"lookup partition {row.address} knows {known}, but {nodes} are expected")
+            problems.append(f"{known}, but {nodes} are expected")
+        elif not row.error and row.nodes_alive < staying:
+            problems.append(f"{known}, but {staying} cache shards answer: the log of the one that is missing says why")
     problems += [f"node {node.label} is draining" for node in seen.nodes if node.state == "draining"]
     pool = sum(node.pool.total_bytes for node in seen.nodes)
     parts = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvservice.cli import drain
+from kvservice.cli import check, drain
 from kvservice.cli.output import Format
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
@@ -40,3 +40,9 @@ def test_a_refused_hand_over_is_told_as_refused(cluster: LocalCluster, capsys: p
     (said,) = json.loads(capsys.readouterr().out)
     assert said["note"].startswith("node n0 refused: node n1 in epoch"), said["note"]
     assert (said["blocks_elsewhere"], said["blocks_lost"]) == (8, 4), "a peer that refuses holds what it held"
+
+
+def test_a_shard_that_the_directory_refuses_is_missing(cluster: LocalCluster) -> None:
+    problems, seen = check.run(None, (), 1, 0.0, cluster.service)
+    assert seen.startswith("1 lookup partition, 2 cache shards"), seen
+    assert len(problems) == 1 and "knows 1 node, but 2 cache shards answer" in problems[0], problems
