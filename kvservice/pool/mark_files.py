@@ -64,11 +64,11 @@ class MarkFiles:
         self._newest = NewestWrite(self.keep, "kvservice-keep-marks")
 
     def load(self) -> tuple[Mark, ...]:
-        """The marks of all files. One that is damaged, or cannot be read, counts as a clear of everything now: in doubt
-        a miss."""
+        """The marks of all files. One that is damaged, of another version, or cannot be read, counts as a clear of
+        everything now: in doubt a miss."""
         found: list[Mark] = []
         for path in self._paths:
-            marks, reason = None, "damaged"
+            marks, reason = None, "damaged, or of another version"
             try:
                 with path.open("rb") as file:
                     marks = unpack_marks(file.read(FILE_BYTES_MAX))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
 
-from kvservice.core.block.marks import Mark, MarkKind
+from kvservice.core.block.marks import Mark, MarkKind, pack_marks
 from kvservice.errors import Unavailable
 from kvservice.pool import mark_files
 from kvservice.pool.mark_files import MarkFiles
@@ -27,6 +28,14 @@ def test_what_is_kept_is_found_in_every_file(tmp_path: Path) -> None:
 def test_a_damaged_file_is_a_clear_of_everything(tmp_path: Path) -> None:
     (tmp_path / "marks").write_bytes(b"KVSMARKS and then nothing of sense")
     assert MarkFiles([tmp_path / "marks"], lambda: 7.0).load() == (Mark(MarkKind.EVERYTHING, 7.0),)
+
+
+def test_marks_of_another_version_are_a_clear_of_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = bytearray(pack_marks(MARKS))
+    data[8] += 1
+    (tmp_path / "marks").write_bytes(data[:-4] + zlib.crc32(data[:-4]).to_bytes(4, "little"))
+    assert MarkFiles([tmp_path / "marks"], lambda: 7.0).load() == (Mark(MarkKind.EVERYTHING, 7.0),)
+    assert [vars(record)["reason"] for record in caplog.records] == ["damaged, or of another version"]
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
