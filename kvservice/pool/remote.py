@@ -102,6 +102,7 @@ class RemoteShards:
         self._timings = timings
         self._peer_infos: BoundedTable[NodeId, PeerInfo] = BoundedTable(NODES_MAX)
         self._writers: BoundedTable[NodeId, Holder] = BoundedTable(NODES_MAX)  # nodes whose hand-offs were followed
+        self._told: BoundedTable[tuple[str, NodeId], str] = BoundedTable(2 * NODES_MAX)  # what was logged last
 
     def peer_info(self, node_id: NodeId, epoch: BootEpoch) -> PeerInfo | None:
         """What a peer's handshake said, if this epoch of the peer was asked before."""
@@ -155,11 +156,12 @@ class RemoteShards:
                     await self._meet(self._peers, action.holder, action.timeout_seconds)
                     sent_at = self._clock()
                     result = await self._peers.locate(action)
+                    self._told.pop(("locate_failed", action.holder.node_id))
                     span.set(leased=sum(handle is not None for handle in result.handles))
                 except KVServiceError as error:
                     self._counters["locate_failed"] += 1
                     span.set(failed=error.message)
-                    log.info("locate_failed", extra={"node": action.holder.node_id, "error": str(error)})
+                    self._tell("locate_failed", action.holder.node_id, error)
             self._timings.add("locate_seconds", self._clock() - began)
         return ev.Located(action.fetch, result, sent_at)
 
@@ -185,8 +187,9 @@ class RemoteShards:
                 await self._meet(self._peers, holder, FOLLOW_SLACK_SECONDS)
                 sent_at = self._clock()
                 result = await self._peers.follow(holder, action, action.wait_seconds + FOLLOW_SLACK_SECONDS)
+                self._told.pop(("follow_failed", holder.node_id))
         except KVServiceError as error:
-            log.info("follow_failed", extra={"node": holder.node_id, "error": str(error)})
+            self._tell("follow_failed", holder.node_id, error)
         return ev.Followed(action.follow, action.op, holder, result, sent_at)
 
     async def _find_takers(self, action: act.FindTakers) -> ev.Event:
@@ -256,6 +259,13 @@ class RemoteShards:
 
     async def _meet(self, peers: PeerPort, holder: Holder, timeout: float) -> PeerInfo:
         return self._peer_infos.put(holder.node_id, await peers.handshake(holder, timeout))
+
+    def _tell(self, event: str, node: NodeId, error: KVServiceError) -> None:
+        """Log what failed at a node. The same again is not logged until it answers: one of another version fails with
+        every request."""
+        if self._told.get((event, node)) != str(error):
+            self._told.put((event, node), str(error))
+            log.info(event, extra={"node": node, "error": str(error)})
 
     async def _find_writer(self, node_id: NodeId) -> Holder | None:
         found = None if self._directory is None else await self._directory.lookup.find_node(node_id, FIND_NODE_SECONDS)

@@ -10,11 +10,12 @@ import pytest
 
 from kvservice.cli import check, drain
 from kvservice.cli.output import Format
+from kvservice.core.messages import MissReason
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 from kvservice.wire.versions import PROTOCOL_VERSION
-from tests.integration.engine import chain, with_engine
+from tests.integration.engine import Engine, chain, with_engine
 
 
 @pytest.fixture
@@ -46,3 +47,15 @@ def test_a_shard_that_the_directory_refuses_is_missing(cluster: LocalCluster) ->
     problems, seen = check.run(None, (), 1, 0.0, cluster.service)
     assert seen.startswith("1 lookup partition, 2 cache shards"), seen
     assert len(problems) == 1 and "knows 1 node, but 2 cache shards answer" in problems[0], problems
+
+
+def test_a_peer_that_refuses_each_request_is_logged_once(cluster: LocalCluster) -> None:
+    keys = chain(3, 8)
+    with_engine(cluster.socket("n0"), lambda engine: engine.store(keys))
+    cluster.wait_until_known(keys)
+
+    async def ask_often(engine: Engine) -> list[MissReason]:
+        return [(await engine.acquire(keys)).miss for _ in range(5)]
+
+    assert with_engine(cluster.socket("n1"), ask_often) == [MissReason.PEER_FAILED] * 5
+    assert cluster.log("n1").read_text().count("locate_failed") == 1
