@@ -8,7 +8,6 @@ supervisor should start it again.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 from queue import Empty, SimpleQueue
@@ -16,7 +15,7 @@ from queue import Empty, SimpleQueue
 from kvservice.copying.worker.devices import device_named
 from kvservice.copying.worker.server import CopyWorker, CopyWorkerConfig
 from kvservice.garbage import keep_tables
-from kvservice.observe.logs import say
+from kvservice.observe.logs import exit_at_once, say
 from kvservice.signals import end_signals
 
 STATUS_WEDGED = 5  # tells a supervisor that a copy hung; kvservice.cli.exits has the codes of all commands
@@ -41,12 +40,12 @@ def run(config: CopyWorkerConfig, wanted: str) -> int:
         with contextlib.suppress(Empty):
             stopped = signals.get(timeout=POLL_SECONDS)
         if server.wedged.is_set():
-            os._exit(STATUS_WEDGED)  # a thread that hangs cannot be joined
+            exit_at_once(STATUS_WEDGED)  # a thread that hangs cannot be joined
         if server.device_lost.is_set():
-            os._exit(STATUS_DEVICE_LOST)  # for engines that wait for a last word, the end of the process says the same
+            exit_at_once(STATUS_DEVICE_LOST)  # to engines that wait for a last word, its end says the same
     stopping = threading.Thread(target=server.stop, daemon=True)
     stopping.start()
     stopping.join(config.wedge_seconds)
     if stopping.is_alive():
-        os._exit(STATUS_WEDGED)
+        exit_at_once(STATUS_WEDGED)
     return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ from kvservice.connector.scheduler.handoff import NAME, OF_HANDOFFS, VERSION
 from kvservice.connector.scheduler.switches import STORE
 from kvservice.core.bounded_table import BoundedTable
 from kvservice.errors import ConfigError
+from kvservice.observe.logs import exit_at_once
 from kvservice.serve.prompt import SENT_TO
 
 try:
@@ -185,7 +185,7 @@ class EndsWithItsEngine:
 def _end_if_dead(error: Exception) -> None:
     if type(error).__name__ == ENGINE_DEAD:
         log.error("the engine is dead, so its replica ends: Serve starts another one")
-        os._exit(1)  # an exception would answer this request only
+        exit_at_once(1)  # an exception would answer this request only
 
 
 class LLMServer(EndsWithItsEngine, PlainServer):  # type: ignore[misc]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -21,7 +20,7 @@ from kvservice.descriptors import raise_file_limit, say_when_short
 from kvservice.garbage import keep_tables
 from kvservice.observe import tracing
 from kvservice.observe.endpoint import CertificateCollector, on_loop, serve_endpoint
-from kvservice.observe.logs import say
+from kvservice.observe.logs import exit_at_once, say
 from kvservice.observe.lookup_metrics import LookupCollector
 from kvservice.observe.metrics import ShardCollector
 from kvservice.shard.server import ShardServer
@@ -119,8 +118,7 @@ async def end_process(server: ShardServer, asked: EndSignals, *, keep_segment: b
     stopping.cancel()
     await asyncio.wait([stopping], timeout=POLL_SECONDS)  # it removes the files
     log.error("ended_by_force")
-    logging.shutdown()
-    os._exit(1)  # a hanging thread or task would keep the interpreter from ending
+    exit_at_once(1)  # a hanging thread or task would keep the interpreter from ending
 
 
 async def first_of(*works: Coroutine[Any, Any, object]) -> None:

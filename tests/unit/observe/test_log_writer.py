@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -50,6 +52,20 @@ def test_lines_that_nobody_reads_are_lost_and_counted() -> None:
         assert (lost["level"], lost["lines"]) == ("warning", count - len(found))
         logger.info(END)
         assert [event["event"] for event in events(reader, END)] == [END]
+
+
+def test_who_exits_at_once_has_written_what_was_logged() -> None:
+    text = """
+import logging
+from kvservice.observe import logs
+logs.configure()
+for number in range(500):
+    logging.getLogger("kvservice.test").info("line", extra={"number": number})
+logs.exit_at_once(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 3
+    assert ended.stderr.count("line number=") == 500, ended.stderr[-2000:]
 
 
 def test_the_last_lines_are_waited_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
