@@ -24,13 +24,16 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvservice.core.segment.blockfile import BLOCKFILE_VERSION
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.observe.failpoints import failpoint
 from kvservice.units import BlockKey, SpanRoute
 
 log = logging.getLogger("kvservice.tier")
 
-INDEX_VERSION = 2  # of this format. A log of another version is named and replaced; the headers of files are read.
+# Of this format, which is its second, and of the files that it names: it is believed without opening them. A log of
+# another version is named and replaced; the headers of files are read.
+INDEX_VERSION = 1 + BLOCKFILE_VERSION
 INDEX_NAME = "index"
 _MAGIC = b"KVSINDEX"
 _HEAD = struct.Struct("<8sII")
