@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvservice.errors import ConfigError
-from kvservice.units import GiB, MiB, format_bytes, parse_bytes
+from kvservice.units import PORT_MAX, GiB, MiB, format_bytes, parse_bytes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,7 +46,6 @@ LEASE_SECONDS_MIN = 2.0  # a pull stops one second before its lease ends, so a s
 DISK_BYTES_MIN = 4 * MiB  # room for a few small blocks; a smaller disk tier would only cost writes
 LOOKUP_PARTITIONS_MAX = 64  # each shard keeps a stream to every partition; more would cost without spreading load
 COPY_WORKERS_MAX = 64  # more than the GPUs of any node
-PORT_MAX = 65_535  # of TCP
 COMMAND_LINE = "the command line"
 MIRROR_BYTES = 512 * MiB  # room for ten million blocks; it takes only the memory that it uses
 REQUEST_TRIES = 2  # servers that get one request. The request may be what ends them, so it is not sent to a third.

@@ -23,6 +23,8 @@ MiB = 1 << 20
 GiB = 1 << 30
 
 _SUFFIXES = {"": 1, "k": KiB, "m": MiB, "g": GiB, "t": GiB << 10}
+PORT_MAX = 65_535  # of TCP
+_ENDPOINT = re.compile(r"([^/]*):([0-9]{1,5})")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])i?)?b?\s*", re.IGNORECASE)  # 4G, 4GB, 4Gi and 4GiB mean the same
 
 
@@ -33,8 +35,8 @@ def bracketed(host: str) -> str:
 
 def endpoint_of(address: str) -> tuple[str, int] | None:
     """Host, without brackets, and port. None if the address is not host:port, such as ray://…"""
-    host, colon, port = address.rpartition(":")
-    return (host.strip("[]"), int(port)) if colon and port.isdigit() and "/" not in host else None
+    found = _ENDPOINT.fullmatch(address)
+    return (found[1].strip("[]"), int(found[2])) if found and int(found[2]) <= PORT_MAX else None
 
 
 def div_ceil(dividend: int, divisor: int) -> int:

@@ -10,7 +10,6 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from kvservice.config import (
-    PORT_MAX,
     TIERS,
     CodecKeyFile,
     CodecName,
@@ -29,7 +28,7 @@ from kvservice.config import (
     check_tiers,
 )
 from kvservice.errors import ConfigError
-from kvservice.units import GiB, MiB, format_bytes
+from kvservice.units import PORT_MAX, GiB, MiB, format_bytes
 
 # Size of an embedded pool. Room for some long prompts, and small beside the memory of a machine that runs a model.
 EMBEDDED_BYTES_DEFAULT = 4 * GiB

@@ -59,10 +59,11 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     assert code == 2 and "disk_path/SERVICE/NODE" in output and "go without this tier" not in output
 
 
-def test_an_address_of_metrics_without_a_port_is_refused() -> None:
+@pytest.mark.parametrize("address", ["foo", "foo:", "foo:²", "foo:99999"])
+def test_an_address_of_metrics_without_a_port_is_refused(address: str) -> None:
     """It was a problem of the service, and --wait went on asking."""
-    code, output = call("check", "--metrics", "foo", "--wait", "60")
-    assert code == 2 and "'foo'; give HOST:PORT" in output
+    code, output = call("check", "--metrics", address, "--wait", "60")
+    assert code == 2 and f"'{address}'; give HOST:PORT" in output
 
 
 def test_up_without_ray_joins_no_cluster() -> None:
