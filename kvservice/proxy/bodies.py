@@ -39,6 +39,8 @@ _DROPPED_FOR_PREFILL = (
     "best_of",
 )
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+# A quote within a text is escaped in JSON, so this is never part of a prompt or of what a model said.
+_GIVEN_UP = re.compile(rb'"finish_reason":\s*"abort"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,38 @@ def is_json(answer: bytes | bytearray) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def is_given_up(answer: bytes | bytearray) -> bool:
+    """Whether the server gave up what it answers. vLLM does that, with status 200, when its engine is told to end."""
+    return _GIVEN_UP.search(answer) is not None
+
+
+def is_end(events: bytes) -> bool:
+    """Whether this is the last event of a stream and nothing else."""
+    return events.strip().removeprefix(b"data:").strip() == DONE
+
+
+def split_events(events: bytes) -> list[bytes]:
+    """The events one by one. Together they are what was given."""
+    found, start = [], 0
+    for match in _EVENT_END.finditer(events):
+        found.append(events[start : match.end()])
+        start = match.end()
+    return [*found, events[start:]] if start < len(events) else found
+
+
+def error_code(event: bytes) -> int | None:
+    """The code in an event that is an error. None for any other event."""
+    if b'"error"' not in event:
+        return None
+    try:
+        parsed = json.loads(event.strip().removeprefix(b"data:"))
+    except (ValueError, RecursionError):
+        return None
+    error = parsed.get("error") if isinstance(parsed, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) else None
 
 
 def error_body(problem: Problem) -> bytes:

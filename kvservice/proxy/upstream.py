@@ -24,6 +24,7 @@ from kvservice.units import MiB
 # The largest answer that is kept in memory until it is complete. A larger one counts as the server's error.
 WHOLE_BYTES_MAX = 64 * MiB
 CUT_SHORT = "the connection ended before the answer did"
+GIVEN_UP = "the server gave the request up"
 
 # No connection for want of a file descriptor, a port or memory: the proxy's machine is at fault, not the server.
 _OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS})
@@ -149,6 +150,8 @@ async def whole(response: aiohttp.ClientResponse) -> UpstreamAnswer:
         body += chunk
         if len(body) > WHOLE_BYTES_MAX:
             raise UpstreamFault(ServerFault.ERROR, f"the answer is larger than {WHOLE_BYTES_MAX} bytes")
+    if bodies.is_given_up(body):
+        raise UpstreamFault(ServerFault.ERROR, GIVEN_UP)
     if _ends_with_connection(response) and response.content_type == "application/json" and not bodies.is_json(body):
         raise UpstreamFault(ServerFault.BROKEN, CUT_SHORT)
     return UpstreamAnswer(response.status, returned_headers(response.headers), bytes(body))
@@ -167,19 +170,39 @@ def is_event_stream(response: aiohttp.ClientResponse) -> bool:
 async def pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Yield the body in pieces that may go to the client; together they are the body. For use inside `asked`.
 
-    An event stream comes in whole events, as they arrive. Any other body comes in one piece, so that a server that dies
-    in the middle of it can still be replaced.
+    An event stream comes in whole events, as they arrive, up to one that tells of a failure of the server. Any other
+    body comes in one piece, so that a server that dies in the middle of it can still be replaced.
     """
     if not is_event_stream(response):
         yield (await whole(response)).body
         return
     tail, data = EventTail(), b""
     async for chunk in response.content.iter_any():
-        if events := tail.feed(chunk):
-            data = events
+        events = tail.feed(chunk)
+        good, failure = _until_failure(events)
+        if not data and bodies.is_end(good):
+            raise UpstreamFault(ServerFault.ERROR, GIVEN_UP)
+        if good:
+            data = good
             yield data
+        if failure:
+            raise UpstreamFault(ServerFault.ERROR, failure)
     rest = tail.rest()
-    if _ends_with_connection(response) and not (rest or data).rstrip().endswith(bodies.DONE):
+    if not (rest or data).rstrip().endswith(bodies.DONE):
         raise UpstreamFault(ServerFault.BROKEN, CUT_SHORT)
     if rest:
         yield rest
+
+
+def _until_failure(events: bytes) -> tuple[bytes, str]:
+    """The events before the first that tells of a failure of the server, and the failure; all events and "" if none
+    does. An error that blames the request is none."""
+    good = 0
+    for event in bodies.split_events(events):
+        if bodies.is_given_up(event):
+            return events[:good], GIVEN_UP
+        code = bodies.error_code(event)
+        if code is not None and kind_of(code) is AnswerKind.FAULTY:
+            return events[:good], f"an error in its stream: {event.decode(errors='replace').strip()}"
+        good += len(event)
+    return events, ""
