@@ -27,6 +27,7 @@ from kvservice.proxy.bodies import ClientBody
 from kvservice.proxy.metrics import ProxyMetrics
 from kvservice.proxy.plan import (
     LOST,
+    NO_CONNECTION,
     TIMED_OUT,
     Begin,
     Break,
@@ -109,6 +110,7 @@ class ClientExchange:
         self._servers: dict[int, Server] = {}
         self._go_ahead: dict[int, asyncio.Event] = {}  # by decode attempt: set when it may write to the client
         self._refusals: dict[int, UpstreamAnswer] = {}
+        self._busy: UpstreamAnswer | None = None  # what the last decode server said that has no room
         self._streamed: web.StreamResponse | None = None
         self._answer: web.StreamResponse | None = None
         self._loop = asyncio.get_running_loop()
@@ -172,7 +174,8 @@ class ClientExchange:
                 self._around.metrics.given_up()
                 servers = sorted({server.url for server in self._servers.values()})
                 log.warning("request_given_up", extra={"path": self._request.path, "servers": servers})
-            self._answer = problem_response(action.problem)
+            busy = self._busy if action.problem is NO_CONNECTION else None
+            self._answer = problem_response(action.problem) if busy is None else answer_response(busy)
         elif isinstance(action, Break):
             self._around.metrics.broken_stream()
             await self._break(action.problem)
@@ -256,7 +259,10 @@ class ClientExchange:
             kind = upstream.kind_of(response.status)
             if kind is AnswerKind.FAULTY:
                 raise UpstreamFault(ServerFault.ERROR, f"status {response.status}")
-            if kind is not AnswerKind.GOOD:
+            if kind is AnswerKind.BUSY:
+                self._busy = await upstream.whole(response)
+                raise UpstreamFault(ServerFault.BUSY, f"status {response.status}")
+            if kind is AnswerKind.REFUSED:
                 self._refusals[attempt] = await upstream.whole(response)
                 self._events.put_nowait(DecodeRefused(attempt))
                 return

@@ -98,3 +98,16 @@ async def test_a_silent_name_server_costs_the_time_to_connect(monkeypatch: pytes
     finally:
         await session.close()
     assert failed.value.fault is ServerFault.UNREACHABLE and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("status", [429, 408])
+async def test_a_decode_server_without_room_is_left_for_another(lab: Lab, status: int) -> None:
+    full, other = await lab.server(status=status), await lab.server()
+    proxy = await lab.proxy([await lab.server()], [full, other])
+    assert (await proxy.post({"prompt": "x" * 600}))[0] == 200
+    assert (len(full.seen), len(other.seen)) == (1, 1)
+    assert all(server.healthy for server in proxy.proxy.pool)
+    other.status = status
+    async with proxy.session.post(proxy.url + COMPLETIONS, json={"prompt": "x" * 600}) as response:
+        assert (response.status, response.headers["X-Server"]) == (status, "fake")
+    await proxy.idle()
