@@ -138,7 +138,7 @@ class Proxy:
         try:
             raw = await within(self.settings.request_seconds, request.read())
         except asyncio.TimeoutError:
-            return problem_response(SLOW_BODY)
+            return problem_response(STOPPING if self._stopping else SLOW_BODY)
         # the body is not compressed as its header says, or its client has left
         except web.RequestPayloadError as error:
             raise InvalidRequest(f"the request body cannot be read: {str(error)[:200]}") from error

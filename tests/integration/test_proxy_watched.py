@@ -97,3 +97,16 @@ async def test_a_client_that_leaves_within_its_body_is_counted(lab: Lab) -> None
     await asyncio.sleep(0.1)  # the request has begun
     writer.close()
     await eventually_async(lambda: counted(proxy) == {"left": 1}, "the count of the client that left", 20)
+
+
+async def test_a_body_that_the_end_of_the_proxy_cuts_is_told_so(lab: Lab) -> None:
+    """It is the proxy that ends, and not the client that is slow."""
+    proxy = await lab.proxy([], [await lab.server()])
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.proxy.port)
+    writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
+    await asyncio.sleep(0.1)  # the request has begun
+    await proxy.proxy.stop()
+    answer = await asyncio.wait_for(reader.read(), 10)
+    assert answer.startswith(b"HTTP/1.1 503") and b"Retry-After" in answer and b"this proxy is stopping" in answer
+    assert counted(proxy) == {"503": 1}
+    writer.close()
