@@ -114,7 +114,10 @@ class ServerChecks:
             return  # the server failed meanwhile, or a request's answer has named the node
         self._pool.learnt(server, node)
         if node is None:
-            hint = "its answers name no node, so nothing is handed off; start it with KVServiceConnector"
+            hint = (
+                "its answers name no node, so nothing is handed off: it has no KVServiceConnector, is a kv_consumer, "
+                "or has no pool now"
+            )
             self._tell(server, "prefill_server_hands_nothing_off", hint)
         else:
             self._tell(server, "prefill_node_known", node)

@@ -111,3 +111,14 @@ async def test_a_decode_server_without_room_is_left_for_another(lab: Lab, status
     async with proxy.session.post(proxy.url + COMPLETIONS, json={"prompt": "x" * 600}) as response:
         assert (response.status, response.headers["X-Server"]) == (status, "fake")
     await proxy.idle()
+
+
+async def test_a_prefill_server_without_a_node_is_told_with_its_causes(
+    lab: Lab, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may well have the connector: its shard may have died, or it stores nothing as a consumer."""
+    await lab.proxy([await lab.server(node=None)], [await lab.server()])
+    event = "prefill_server_hands_nothing_off"
+    await eventually_async(lambda: any(each.message == event for each in caplog.records), "the line of the log")
+    detail = next(vars(each)["detail"] for each in caplog.records if each.message == event)
+    assert all(cause in detail for cause in ("no KVServiceConnector", "kv_consumer", "no pool"))
