@@ -23,6 +23,7 @@ CHARS_PER_TOKEN = 4  # Used for prompts that come as token ids. English text has
 # The most bytes of one server-sent event that are held back until it is complete. Beyond it they go out in pieces.
 EVENT_BYTES_MAX = 1 << 20
 PROBE_PROMPT = "Hello"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 DONE = b"[DONE]"  # the last event of every stream that is complete
 # Limits of one request body. Parsing JSON stops all other requests on the loop: a body that is nothing but empty lists
 # would stop them for seconds and take thirty times its size in memory. Beyond a limit the request is refused.
@@ -47,7 +48,7 @@ _GIVEN_UP = re.compile(rb'"finish_reason":\s*"abort"')
 class ClientBody:
     """A request body that was read and found acceptable."""
 
-    raw: bytes  # the bytes as they came: a JSON object in UTF-8
+    raw: bytes  # the bytes as they came, without a byte order mark: a JSON object in UTF-8
     parsed: Mapping[str, Any]
     prompt_chars: int  # approximate length of the prompt, in characters
     single: bool  # one prompt, plain sampling, and nothing about the prompt's tokens; only that can be handed off
@@ -55,7 +56,8 @@ class ClientBody:
 
 def read_body(raw: bytes) -> ClientBody:
     """Read a request body. Raises InvalidRequest with a message for the client. Everything not checked here is left to
-    the server to refuse."""
+    the server to refuse. A byte order mark before the text is left out: vLLM takes such a body as well."""
+    raw = raw.removeprefix(BYTE_ORDER_MARK)
     if raw.count(b"[") + raw.count(b"{") > LISTS_MAX or raw.count(b",") > VALUES_MAX:
         raise InvalidRequest(
             f"the request body has more than {LISTS_MAX} lists and objects, or more than {VALUES_MAX} values"

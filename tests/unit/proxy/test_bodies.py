@@ -92,6 +92,11 @@ def test_decode_without_hand_off_gets_the_clients_bytes() -> None:
     assert decode_body(read_body(raw), None) == raw
 
 
+def test_a_byte_order_mark_before_a_body_does_no_harm() -> None:
+    raw = encode({"prompt": "x"})
+    assert decode_body(read_body(b"\xef\xbb\xbf" + raw), None) == raw
+
+
 @given(st.dictionaries(st.text().filter(lambda name: name not in ("kv_transfer_params", "vllm_xargs")), json_values))
 def test_decode_gets_the_clients_body_and_the_parameters(body: dict[str, Any]) -> None:
     raw = encode(body) + b"\r\n "
