@@ -25,7 +25,8 @@ class LogWriter(logging.Handler):
         super().__init__()
         self._stream = stream
         self._lines: queue.Queue[str] = queue.Queue(LINES_MAX)
-        self._lost = 0
+        self._lost = 0  # ever; the writing thread has told of `_told`
+        self._told = 0
         threading.Thread(target=self._run, name="kvservice-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -46,16 +47,15 @@ class LogWriter(logging.Handler):
             line = self._lines.get()
             with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or the stream is closed
                 self._write(line)
-                if self._lost and self._lines.empty():
+                if self._lost > self._told and self._lines.empty():
                     self._write(self.format(self._lost_lines()))
             self._lines.task_done()
 
     def _lost_lines(self) -> logging.LogRecord:
-        self.acquire()
-        lost, self._lost = self._lost, 0
-        self.release()
+        count = self._lost - self._told  # without the handler's lock: `logging.shutdown` holds it while this writes
+        self._told += count
         text = "log_lines_lost: they were not read in time"
-        fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text, "lines": lost}
+        fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text, "lines": count}
         return logging.makeLogRecord(fields)
 
     def _write(self, line: str) -> None:

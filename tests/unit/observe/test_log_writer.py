@@ -54,6 +54,19 @@ def test_lines_that_nobody_reads_are_lost_and_counted() -> None:
         assert [event["event"] for event in events(reader, END)] == [END]
 
 
+def test_lost_lines_are_counted_also_at_the_end() -> None:
+    """`logging.shutdown` holds the handler's lock while it waits for the last lines."""
+    with written_to_pipe() as (logger, reader):
+        for _ in range(3 * LINES_MAX):
+            logger.info("x" * 1000)
+        handler = logger.handlers[0]
+        handler.acquire()
+        try:
+            assert events(reader, "log_lines_lost")
+        finally:
+            handler.release()
+
+
 def test_who_exits_at_once_has_written_what_was_logged() -> None:
     text = """
 import logging
