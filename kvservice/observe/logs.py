@@ -13,12 +13,13 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import NoReturn
 
 from kvservice.observe import tracing
-from kvservice.observe.log_writer import LogWriter
+from kvservice.observe.log_writer import FLUSH_SECONDS, LogWriter
 from kvservice.units import printable
 
 # Longer lines, and longer JSON fields, are cut here: a client may have chosen the text, and must not fill the disk with
@@ -118,9 +119,14 @@ class UnheardHandler(logging.Handler):
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """End the process with what it has logged, but without waiting for its threads. Blocks for a second at most."""
-    logging.shutdown()
-    os._exit(status)
+    """End the process with what it has logged, but without waiting for its threads. Blocks for a second at most: the
+    handlers of an engine may wait for ever for a log that nobody reads."""
+    try:
+        last_lines = threading.Thread(target=logging.shutdown, daemon=True)
+        last_lines.start()
+        last_lines.join(FLUSH_SECONDS)
+    finally:
+        os._exit(status)
 
 
 def configure(*, json_lines: bool = False, level: int = logging.INFO) -> None:

@@ -81,6 +81,25 @@ logs.exit_at_once(3)
     assert ended.stderr.count("line number=") == 500, ended.stderr[-2000:]
 
 
+def test_who_exits_at_once_waits_for_no_other_log() -> None:
+    """A thread of an engine waits in its own handler, for a pipe that nobody reads."""
+    text = """
+import logging, os, threading
+from kvservice.observe import logs
+reader, writer = os.pipe()
+engine, fills = logging.getLogger("engine"), threading.Event()
+engine.addHandler(logging.StreamHandler(os.fdopen(writer, "w")))
+def fill():
+    fills.set()
+    engine.error("x" * (1 << 20))
+threading.Thread(target=fill, daemon=True).start()
+fills.wait()
+os.read(reader, 1)
+logs.exit_at_once(3)
+"""
+    assert subprocess.run([sys.executable, "-c", text], timeout=60).returncode == 3
+
+
 def test_the_last_lines_are_waited_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_writer, "FLUSH_SECONDS", 0.05)
     with written_to_pipe() as (logger, reader):
