@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import queue
+import select
 import threading
 from typing import TextIO
 
@@ -66,5 +67,9 @@ class LogWriter(logging.Handler):
             self._stream.write(f"{line}\n")
             return
         rest = f"{line}\n".encode(errors="backslashreplace")
+        writable = select.poll()
+        writable.register(descriptor, select.POLLOUT)
         while rest:
-            rest = rest[os.write(descriptor, rest) :]
+            writable.poll()  # whoever shares the pipe or terminal may have made it one that does not wait
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[os.write(descriptor, rest) :]

@@ -54,6 +54,19 @@ def test_lines_that_nobody_reads_are_lost_and_counted() -> None:
         assert [event["event"] for event in events(reader, END)] == [END]
 
 
+def test_a_pipe_that_does_not_wait_loses_no_line() -> None:
+    """Whoever shares it, or a terminal, may have set it so."""
+    with written_to_pipe() as (logger, reader):
+        handler = logger.handlers[0]
+        assert isinstance(handler, LogWriter)
+        os.set_blocking(handler._stream.fileno(), False)
+        for number in range(LINES_MAX // 2):
+            logger.info("x" * 1000, extra={"number": number})
+        logger.info(END)
+        found = events(reader, END)
+        assert [event.get("number") for event in found[:-1]] == list(range(LINES_MAX // 2))
+
+
 def test_lost_lines_are_counted_also_at_the_end() -> None:
     """`logging.shutdown` holds the handler's lock while it waits for the last lines."""
     with written_to_pipe() as (logger, reader):
