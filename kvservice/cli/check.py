@@ -104,7 +104,8 @@ def _judge(seen: Overview, nodes: int) -> tuple[list[str], str]:
         if not row.error and row.nodes_alive < nodes:
             problems.append(f"{known}, but {nodes} are expected")
         elif not row.error and row.nodes_alive < staying:
-            problems.append(f"{known}, but {staying} cache shards answer: the log of the one that is missing says why")
+            answered = f"{counted(staying, 'cache shard')} answered"
+            problems.append(f"{known}, but {answered}: the log of one that is missing says why")
     problems += [f"node {node.label} is draining" for node in seen.nodes if node.state == "draining"]
     pool = sum(node.pool.total_bytes for node in seen.nodes)
     parts = (

@@ -46,7 +46,7 @@ def test_a_refused_hand_over_is_told_as_refused(cluster: LocalCluster, capsys: p
 def test_a_shard_that_the_directory_refuses_is_missing(cluster: LocalCluster) -> None:
     problems, seen = check.run(None, (), 1, 0.0, cluster.service)
     assert seen.startswith("1 lookup partition, 2 cache shards"), seen
-    assert len(problems) == 1 and "knows 1 node, but 2 cache shards answer" in problems[0], problems
+    assert len(problems) == 1 and "knows 1 node, but 2 cache shards answered" in problems[0], problems
 
 
 def test_a_peer_that_refuses_each_request_is_logged_once(cluster: LocalCluster) -> None:

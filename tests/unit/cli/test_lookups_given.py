@@ -58,6 +58,13 @@ def test_check_has_a_problem_if_a_lookup_is_left_out(one_of_two: Overview) -> No
     assert "need --lookup of all 2" in check.run(ADDRESSES[:1], (), 1, 0.0)[0][0]
 
 
+def test_check_has_a_problem_if_a_lookup_knows_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = LookupOverview(ADDRESSES[0], 0, 1, 0, 0, "")
+    seen = replace(make_overview([make_node(0), make_node(1, state="silent")]), lookups=(partition,), problems=())
+    monkeypatch.setattr(status, "read_overview", lambda *_: seen)
+    assert "knows 0 nodes, but 1 cache shard answered" in check.run(ADDRESSES[:1], (), 0, 0.0)[0][0]
+
+
 def test_doctor_has_a_problem_if_shards_lack_a_lookup(one_of_two: Overview, monkeypatch: pytest.MonkeyPatch) -> None:
     record = ShardRecord("prod", NodeId("a"), "/run/a.sock", "unix:/run/a.sock", 1, BootEpoch(1), ADDRESSES[:1])
     monkeypatch.setattr("kvservice.discovery.find_shards", lambda **_: [record])
