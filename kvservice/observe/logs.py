@@ -132,7 +132,7 @@ def exit_at_once(status: int) -> NoReturn:
 def configure(*, json_lines: bool = False, level: int = logging.INFO) -> None:
     """Set up logging in a process of our own. A second call replaces the first. Inside an engine use
     `speak_through`."""
-    handler = LogWriter(sys.stderr)
+    handler = logging.NullHandler() if sys.stderr is None else LogWriter(sys.stderr)  # None: it was closed
     handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     logger = logging.getLogger("kvservice")
     logger.handlers = [handler]

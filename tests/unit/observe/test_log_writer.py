@@ -113,6 +113,19 @@ logs.exit_at_once(3)
     assert subprocess.run([sys.executable, "-c", text], timeout=60).returncode == 3
 
 
+def test_who_has_no_stderr_does_not_wait_for_it() -> None:
+    text = """
+import logging, sys
+from kvservice.observe import log_writer, logs
+log_writer.FLUSH_SECONDS = 60.0
+assert sys.stderr is None
+logs.configure()
+logging.getLogger("kvservice.test").info("line")
+"""
+    closed = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, text]
+    assert subprocess.run(closed, timeout=30).returncode == 0
+
+
 def test_the_last_lines_are_waited_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_writer, "FLUSH_SECONDS", 0.05)
     with written_to_pipe() as (logger, reader):
