@@ -19,7 +19,7 @@ from kvservice.core import events as ev
 from kvservice.core.bounded_table import NODES_MAX, BoundedTable
 from kvservice.core.drain.sender import FIND_SECONDS as TAKERS_SECONDS
 from kvservice.core.messages import FollowResult, Holder, LocateResult, Peer, TakeOverResult
-from kvservice.errors import DeadlineExceeded, Forbidden, KVServiceError, Refused, Unavailable
+from kvservice.errors import Exhausted, Forbidden, InvalidRequest, KVServiceError, Refused
 from kvservice.lookup.client import LookupAnswer
 from kvservice.observe import tracing
 from kvservice.observe.failpoints import failpoint
@@ -35,6 +35,12 @@ FIND_NODE_SECONDS = 0.5  # a writer's node is looked up within this; else the ac
 FOLLOW_SLACK_SECONDS = 1.0  # for the network, beyond what the peer may wait
 FIND_SECONDS = 1.2  # for each of the two steps in which a leaving node finds takers; the core waits a little longer
 OFFER_SLACK_SECONDS = 1.0  # for the network, beyond what the taker may wait
+REFUSALS = (
+    Refused,
+    Forbidden,
+    InvalidRequest,
+    Exhausted,
+)  # what a peer that lives answers; calls to others end otherwise
 assert 2 * FIND_SECONDS < TAKERS_SECONDS, "the core must not give up before both answers can come"
 
 
@@ -213,7 +219,7 @@ class RemoteShards:
             if self._peers is not None and leaver is not None:
                 result = await self._peers.take_over(leaver, action, action.wait_seconds + OFFER_SLACK_SECONDS)
         except KVServiceError as error:
-            if not isinstance(error, (Unavailable, DeadlineExceeded)):
+            if isinstance(error, REFUSALS):
                 refusal = printable(error.message)
             log.info("take_over_failed", extra={"node": action.peer.node_id, "error": str(error)})
         return ev.Offered(action.offer, result, refusal)
