@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from kvservice.errors import InvalidRequest
 from kvservice.units import NAME_CHARS_MAX
 
@@ -40,16 +42,30 @@ def each(name: str, value: object, what: str) -> list[Any]:
 
 
 def identity_fields(identity: object) -> dict[str, object]:
-    """The fields of the fingerprint for what a program says of its blocks. Raises InvalidRequest, also for an object
-    without a text of its own: the text has its address, so that another process would share nothing with this one."""
+    """The fields of the fingerprint for what a program says of its blocks. Raises InvalidRequest, also for a value
+    whose text is not its own: programs would share blocks that differ, or none at all, and nobody would notice."""
     if not isinstance(identity, Mapping):
         raise InvalidRequest(f'identity maps names to values, such as {{"weights": "step-1"}}, not {identity!r:.100}')
     for name, value in identity.items():
-        if _ADDRESS.search(str(value)):
-            raise InvalidRequest(
-                f"identity.{name} is another text in each process: {value!s:.100}; give a version, say"
-            )
+        _check_text_of(f"identity.{name}", value)
     return {f"identity.{name}": value for name, value in identity.items()}
+
+
+def _check_text_of(name: str, value: object) -> None:
+    """Raises InvalidRequest unless equal values, and no others, have the text of this one in all processes."""
+    if isinstance(value, (set, frozenset)):
+        raise InvalidRequest(f"{name} is a set, whose text has another order in each process; give it sorted")
+    if hasattr(value, "__array__") and not isinstance(value, np.generic):
+        raise InvalidRequest(
+            f"{name} is an array, whose text leaves out numbers and digits; give a version, or a digest of its bytes"
+        )
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            _check_text_of(name, part)
+    elif _ADDRESS.search(str(value)):
+        raise InvalidRequest(f"{name} is another text in each process: {value!s:.100}; give a version, say")
 
 
 def text(name: str, value: object) -> str:

@@ -162,7 +162,8 @@ class Pool(PoolFace):
         """The blocks of one model in this pool.
 
         `model` and `identity` must name everything that changes the bytes of a block: the weights, the type of the
-        numbers, the order of the axes, the version of the code. Programs share blocks exactly when all of it is equal.
+        numbers, the order of the axes, the version of the code. Programs share blocks exactly when all of it is equal
+        as text. In place of an array or a tensor, which is refused, give its digest or a version.
         `verify` says which blocks of a hit are checked against the digest that they were sealed with: one in sixteen
         (`sampled`), all (`full`) or none (`off`). Blocks from another node are always checked, before they count.
 

@@ -368,6 +368,19 @@ def test_an_identity_that_no_other_process_repeats_is_refused(pool: kvservice.Po
         assert cache.is_attached
 
 
+@pytest.mark.parametrize(
+    "value",
+    [np.arange(2000), np.arange(2), torch.tensor([0.12345678]), [{"scales": np.arange(2000)}], {"a", "b"}, [{"a"}]],
+)
+def test_an_identity_whose_text_is_not_all_of_it_is_refused(pool: kvservice.Pool, value: Any) -> None:
+    """NumPy and torch leave out numbers and digits, so that other weights would have one name."""
+    with pytest.raises(InvalidRequest, match=r"identity\.weights is an? (array|set)"):
+        pool.attach(os.urandom(4).hex(), LAYOUT, identity={"weights": value})
+    told = {"scale": np.float32(0.1), "sizes": (1, 2), "rope": {"theta": 1e4}}
+    with pool.attach(os.urandom(4).hex(), LAYOUT, identity=told) as cache:
+        assert cache.is_attached
+
+
 def test_bits_of_a_foreign_type_are_not_copied_as_numbers(pool: kvservice.Pool) -> None:
     layout = Layout(block_tokens=4, shape=(2, 5), dtype="bfloat16")
     ones = torch.ones((1, 2, 5), dtype=torch.bfloat16)
