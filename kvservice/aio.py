@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
@@ -67,6 +67,14 @@ async def in_thread(work: Callable[[], T], threads: Executor | None = None) -> T
     except RuntimeError:
         return work()
     return await future
+
+
+async def to_its_end(work: Coroutine[Any, Any, T], under_way: set[asyncio.Task[Any]]) -> T:
+    """Await `work`, which goes on when the caller is cancelled. It is in `under_way` until it has ended."""
+    task = asyncio.create_task(work)
+    under_way.add(task)
+    task.add_done_callback(under_way.discard)
+    return await asyncio.shield(task)
 
 
 async def ask_each(ask: Callable[[A], Awaitable[T]], items: Iterable[A], at_once: int) -> list[T]:

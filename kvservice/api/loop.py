@@ -27,6 +27,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._stopped = False
         self._is_ending = False  # of the loop's thread
+        self._gives_up = False  # what is under way then ends by the thread, not by its caller
         # Nothing is submitted once it is stopped: nobody would run it. The handler of a signal may stop it amid a call
         # of its thread.
         self._lock = threading.RLock()
@@ -117,13 +118,14 @@ class LoopThread:
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             # Who waited for a thread has its result now, and may have to let go of it.
             _, left = await asyncio.wait(others, timeout=LEFT_SECONDS)
+            self._gives_up = True
             await end_tasks(left)
 
     async def _do(self, work: Coroutine[Any, Any, T], ended: threading.Event | None) -> T:
         try:
             return await work
         except asyncio.CancelledError:
-            if self._stopped:
+            if self._gives_up:
                 raise InvalidRequest(CLOSED) from None
             raise
         finally:

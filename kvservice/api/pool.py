@@ -63,8 +63,8 @@ def connect(
     thread = PoolThread(_options(locals()))
     try:
         thread.loop.wait(thread.open())
-    except BaseException:
-        thread.loop.stop()
+    except BaseException:  # it may have been opened when the KeyboardInterrupt came
+        Pool(thread).close()
         raise
     return Pool(thread)
 
@@ -95,8 +95,8 @@ async def connect_async(
     thread = PoolThread(_options(locals()))
     try:
         await thread.loop.wait_async(thread.open())
-    except BaseException:
-        thread.loop.stop()
+    except BaseException:  # it may have been opened when the cancellation came
+        await AsyncPool(thread).close()
         raise
     return AsyncPool(thread)
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from kvservice.aio import in_thread
+from kvservice.aio import in_thread, to_its_end
 from kvservice.api.arguments import text
 from kvservice.api.attached import AttachedModel, Verify
 from kvservice.api.explanation import RequestExplanation, explanation_of
@@ -47,6 +47,7 @@ class PoolThread:
         self._runtime: PoolRuntime | None = None
         self._opening = asyncio.Lock()  # two programs that attach at once share one pool
         self._closing = asyncio.Lock()  # who closes it as well waits for the first
+        self._leaving: set[asyncio.Task[None]] = set()
         self.attached: list[AttachedModel | AttachedProgram] = []
         _open.add(self)
 
@@ -96,6 +97,10 @@ class PoolThread:
         return True
 
     async def detach(self, attached: AttachedModel | AttachedProgram) -> None:
+        """Goes on when its caller is cancelled, who would not come again."""
+        await to_its_end(self._detach(attached), self._leaving)
+
+    async def _detach(self, attached: AttachedModel | AttachedProgram) -> None:
         await attached.close()
         with contextlib.suppress(ValueError):
             self.attached.remove(attached)
@@ -123,24 +128,24 @@ class PoolThread:
         return explanation_of(explain(ServiceWitnesses(members, token), request_id), members.silent)
 
     async def close(self) -> None:
-        """Detach everything and close the embedded pool. Idempotent. `loop.stop` comes next: see `end`."""
+        """Detach everything, close the embedded pool and let the thread end. Goes on when its caller is cancelled, who
+        would not come again. Idempotent."""
+        await to_its_end(self._close(), self._leaving)
+
+    async def _close(self) -> None:
         async with self._closing:
-            # At once: a shard that hangs keeps each of them for seconds.
-            await asyncio.gather(*(self.detach(each) for each in self.attached))
-            runtime, self._runtime = self._runtime, None
-            if runtime is not None:
-                await runtime.close()
+            try:
+                # At once: a shard that hangs keeps each of them for seconds.
+                await asyncio.gather(*(self.detach(each) for each in self.attached))
+                runtime, self._runtime = self._runtime, None
+                if runtime is not None:
+                    await runtime.close()
+            finally:
+                self.loop.stop()
 
     def end(self) -> None:
-        """Close, and end the thread. Blocks, but on that thread. Idempotent; does nothing after a fork."""
-        if self.loop.is_current:
-            self.loop.wait_for_end(self._close_and_stop())
-            return
+        """Close, and wait for the end of the thread, but on that thread. Idempotent; does nothing after a fork."""
         self.loop.wait_for_end(self.close())
-        self.loop.stop()
-
-    async def _close_and_stop(self) -> None:
-        await self.close()
         self.loop.stop()
 
     async def _open_pool(self) -> PoolPort:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from kvservice.aio import in_thread, within
+from kvservice.aio import in_thread, to_its_end, within
 from kvservice.api.arguments import name_of
 from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import Copy, MappedPool
@@ -145,10 +145,7 @@ class AttachedProgram:
 
     async def write(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a write, which goes on when its caller is cancelled: a thread may be writing."""
-        task = asyncio.create_task(work)
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
-        return await asyncio.shield(task)
+        return await to_its_end(work, self._writes)
 
     async def store(
         self,

@@ -84,7 +84,7 @@ class KVServiceL2Adapter(L2AdapterInterface):
             if self._thread.mode is Mode.EMBEDDED:
                 self._thread.loop.wait(self._thread.open())
         except BaseException:
-            self._thread.loop.stop()
+            self._thread.end()
             raise
         self._objects = PooledObjects(options, self._thread, f"lmcache {version('lmcache')} {packing}")
         self._stored: TaskResults[L2StoreResult] = TaskResults()

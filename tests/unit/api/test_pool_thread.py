@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
 import time
@@ -288,3 +289,73 @@ def test_an_attach_that_is_interrupted_as_it_ends_leaves_nothing(monkeypatch: py
             patched.setattr(LoopThread, "wait", interrupted)
             pool.attach("m", Layout(4, (3,)))
         eventually(lambda: not pool._thread.attached, "nothing attached")
+
+
+def pool_threads() -> int:
+    return sum(thread.name == "kvservice-pool" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("what", ["pool", "cache"])
+async def test_a_close_that_is_cancelled_goes_on(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """The caller was told that it was cancelled, and does not come again."""
+    close, began = PoolRuntime.close if what == "pool" else AttachedProgram.close, threading.Event()
+
+    async def slow(self: Any) -> None:
+        began.set()
+        await asyncio.sleep(0.05)
+        await close(self)
+
+    before = pool_threads()
+    pool = await kvservice.connect_async("embedded", memory="8MiB")
+    cache = await pool.attach("m", Layout(4, (3,)))
+    monkeypatch.setattr(PoolRuntime if what == "pool" else AttachedProgram, "close", slow)
+    closing = asyncio.create_task(pool.close() if what == "pool" else cache.close())
+    await asyncio.to_thread(began.wait, 10)
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+    await asyncio.to_thread(eventually, lambda: not pool._thread.attached, "nothing attached")
+    if what == "cache":
+        await pool.close()
+    await asyncio.to_thread(eventually, lambda: pool_threads() == before, "no thread of the pool")
+    assert pool._thread._runtime is None
+
+
+async def test_a_connect_that_is_cancelled_as_it_ends_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, closed, close = threading.Event(), list[PoolRuntime](), PoolRuntime.close
+    open_here = PoolThread.open
+
+    async def told(self: PoolThread) -> None:
+        await open_here(self)
+        asyncio.get_running_loop().call_later(0.01, opened.set)  # when the result is on its way to the program's loop
+
+    async def counted(self: PoolRuntime) -> None:
+        await close(self)
+        closed.append(self)
+
+    monkeypatch.setattr(PoolThread, "open", told)
+    monkeypatch.setattr(PoolRuntime, "close", counted)
+    connecting = asyncio.create_task(kvservice.connect_async("embedded", memory="8MiB"))
+    await asyncio.sleep(0)
+    assert opened.wait(10)  # holds up this loop, which has not heard of the pool then
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    assert connecting.cancelled() and len(closed) == 1
+
+
+async def test_work_that_its_caller_cancels_ends_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """Also while the thread ends."""
+    thread, began = LoopThread(), threading.Event()
+
+    async def hold() -> None:
+        began.set()
+        await asyncio.sleep(60)
+
+    work = thread.submit(hold())
+    await asyncio.to_thread(began.wait, 10)
+    thread._stopped = True
+    work.cancel()
+    thread.stop()
+    del work
+    gc.collect()
+    assert not caplog.records
