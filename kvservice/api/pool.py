@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
+from kvservice.aio import in_thread
 from kvservice.api.attached import AttachedModel, PutResult, Verify
 from kvservice.api.explanation import RequestExplanation
 from kvservice.api.hit import Hit
@@ -323,7 +324,7 @@ class AsyncPool(PoolFace):
         """See Pool.close."""
         with contextlib.suppress(InvalidRequest):  # closed meanwhile
             await self._thread.loop.wait_async(self._thread.close())
-        self._thread.loop.stop()
+        await in_thread(self._thread.loop.stop)  # it waits for calls that other threads make for the pool
 
     async def __aenter__(self) -> AsyncPool:
         return self

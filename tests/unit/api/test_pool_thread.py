@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvservice
-from kvservice.aio import is_set_within
+from kvservice.aio import in_thread, is_set_within
 from kvservice.api import program
 from kvservice.api.layout import Layout
 from kvservice.api.loop import LoopThread
@@ -319,6 +319,24 @@ async def test_a_close_that_is_cancelled_goes_on(monkeypatch: pytest.MonkeyPatch
         await pool.close()
     await asyncio.to_thread(eventually, lambda: pool_threads() == before, "no thread of the pool")
     assert pool._thread._runtime is None
+
+
+async def test_a_close_does_not_hold_up_the_programs_loop() -> None:
+    """A node that hangs keeps an explain of the pool for seconds, on a thread that nobody can end."""
+    pool, began, over = await kvservice.connect_async("embedded", memory="8MiB"), threading.Event(), threading.Event()
+
+    def work() -> bool:
+        began.set()
+        return over.wait(10)
+
+    working = pool._thread.loop.submit(in_thread(work))
+    await asyncio.to_thread(began.wait, 10)
+    closing = asyncio.create_task(pool.close())
+    await asyncio.to_thread(eventually, lambda: pool._thread._runtime is None, "the pool is closed")
+    await asyncio.sleep(0.05)
+    over.set()  # on a loop that stands still nobody does
+    await closing
+    assert working.result()
 
 
 async def test_a_connect_that_is_cancelled_as_it_ends_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
