@@ -13,8 +13,9 @@ from kvservice.config import Count, Seconds, Shown, Traces
 from kvservice.connector.weights import VERSION_CHARS_MAX, is_version
 from kvservice.core.block.numbers import ACCEPTED
 from kvservice.errors import ConfigError
-from kvservice.session.options import PoolOptions
+from kvservice.session.options import MEMORY, PoolMemory, PoolOptions
 
+NO_CACHE = "to run without a cache, start the engine without --kv-transfer-config"
 VERSION = f"1 to {VERSION_CHARS_MAX} printable characters"
 Timeout = Annotated[Seconds, Field(ge=0, le=600), Shown(unit="seconds")]
 
@@ -154,6 +155,9 @@ class ConnectorOptions(SharingOptions):
     """What the engine's operator can set, the keys of kv_connector_extra_config."""
 
     what: ClassVar[str] = "key of kv_connector_extra_config"
+
+    memory: Annotated[PoolMemory, Shown(allowed=f"{MEMORY}; {NO_CACHE}")] = None
+    """Embedded: memory of the pool. `kvservice up` sets that of a service."""
 
     offload: Offload = Offload.EAGER
     """When blocks are stored: eager in the step that fills them, lazy when their request ends or is preempted, evicting

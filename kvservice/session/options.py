@@ -35,11 +35,9 @@ EMBEDDED_BYTES_DEFAULT = 4 * GiB
 EMBEDDED_SHARE_DEFAULT = 0.25  # Share of what is free in /dev/shm that an embedded pool takes at most.
 DEV_SHM = Path("/dev/shm")
 MEMORY_MIN = 4 * MiB  # A smaller pool holds no prompt; it is refused.
-MEMORY = (
-    f"a size of at least {format_bytes(MEMORY_MIN)}, such as 8GiB; to run without a cache, start the engine without "
-    "--kv-transfer-config"
-)
+MEMORY = f"a size of at least {format_bytes(MEMORY_MIN)}, such as 8GiB"
 MEMORY_DEFAULT = "4 GiB, or a quarter of what is free in /dev/shm if that is less"
+PoolMemory = Annotated[Annotated[Size, Field(ge=MEMORY_MIN)] | None, Shown(allowed=MEMORY, default=MEMORY_DEFAULT)]
 
 
 class Mode(Enum):
@@ -67,9 +65,7 @@ class PoolOptions(Settings):
     token_file: str | None = None
     """Service: file with the token of the engine's tenant, instead of KVSERVICE_TOKEN_FILE."""
 
-    memory: Annotated[Annotated[Size, Field(ge=MEMORY_MIN)] | None, Shown(allowed=MEMORY, default=MEMORY_DEFAULT)] = (
-        None
-    )
+    memory: PoolMemory = None
     """Embedded: memory of the pool. `kvservice up` sets that of a service."""
 
     eviction: EvictionName = "default"

@@ -325,6 +325,12 @@ def test_connect_names_the_wrong_argument(arguments: dict[str, Any], said: str) 
     assert threading.active_count() == before
 
 
+def test_a_program_is_told_no_option_of_an_engine() -> None:
+    with pytest.raises(kvservice.ConfigError, match="at least 4") as found:
+        kvservice.connect("embedded", memory=0)
+    assert "--" not in found.value.message
+
+
 def test_without_a_shard_service_mode_is_unavailable(tmp_path: Any) -> None:
     before = threading.active_count()
     with pytest.raises(kvservice.Unavailable, match="kvservice up"):
