@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
@@ -35,12 +36,12 @@ def connect(
     *,
     service: str | None = None,
     node: str | None = None,
-    socket: str | None = None,
-    token_file: str | None = None,
+    socket: str | os.PathLike[str] | None = None,
+    token_file: str | os.PathLike[str] | None = None,
     memory: str | int | None = None,
     eviction: str = "default",
     metrics_port: int | None = None,
-    disk_path: str | None = None,
+    disk_path: str | os.PathLike[str] | None = None,
     disk_bytes: str | int | None = None,
     objects_url: str | None = None,
 ) -> Pool:
@@ -75,12 +76,12 @@ async def connect_async(
     *,
     service: str | None = None,
     node: str | None = None,
-    socket: str | None = None,
-    token_file: str | None = None,
+    socket: str | os.PathLike[str] | None = None,
+    token_file: str | os.PathLike[str] | None = None,
     memory: str | int | None = None,
     eviction: str = "default",
     metrics_port: int | None = None,
-    disk_path: str | None = None,
+    disk_path: str | os.PathLike[str] | None = None,
     disk_bytes: str | int | None = None,
     objects_url: str | None = None,
 ) -> AsyncPool:
@@ -105,7 +106,9 @@ async def connect_async(
 def _options(arguments: dict[str, Any]) -> ConnectOptions:
     """`arguments` of `connect`, by name."""
     logs.speak_up()
-    return ConnectOptions(**{name: value for name, value in arguments.items() if value is not None})
+    given = {name: value for name, value in arguments.items() if value is not None}
+    paths = {name: os.fspath(value) for name, value in given.items() if isinstance(value, os.PathLike)}
+    return ConnectOptions(**given | paths)
 
 
 class PoolFace:

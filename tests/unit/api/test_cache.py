@@ -331,11 +331,19 @@ def test_a_program_is_told_no_option_of_an_engine() -> None:
     assert "--" not in found.value.message
 
 
-def test_without_a_shard_service_mode_is_unavailable(tmp_path: Any) -> None:
+@pytest.mark.parametrize("kind", [str, Path])
+def test_without_a_shard_service_mode_is_unavailable(tmp_path: Path, kind: type[str | Path]) -> None:
     before = threading.active_count()
     with pytest.raises(kvservice.Unavailable, match="kvservice up"):
-        kvservice.connect("service", socket=str(tmp_path / "no.sock"))
+        kvservice.connect("service", socket=kind(tmp_path / "no.sock"), token_file=kind(tmp_path / "token"))
     assert threading.active_count() == before
+
+
+def test_a_disk_may_be_named_by_a_path(tmp_path: Path) -> None:
+    disk = tmp_path / "blocks"
+    with kvservice.connect("embedded", memory="8MiB", disk_path=disk, disk_bytes="8MiB") as pool:
+        assert pool.attach("m", LAYOUT).is_attached
+    assert disk.is_dir()
 
 
 @pytest.mark.parametrize(
