@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = npt.NDArray[Any]
 Arrays: TypeAlias = "Array | torch.Tensor | Sequence[Array] | Sequence[torch.Tensor]"
+DType: TypeAlias = "str | type[Any] | np.dtype[Any] | torch.dtype"
 Tokens: TypeAlias = "Sequence[int] | Array | torch.Tensor"
 
 # Types that NumPy does not know, with the type of the same size that stands for them in NumPy's arrays.
@@ -53,6 +54,12 @@ class Layout:
     shape: tuple[int, ...]
     dtype: str = "float32"
     accept_codec: str = ""
+
+    if TYPE_CHECKING:  # it takes more than it keeps
+
+        def __init__(
+            self, block_tokens: int, shape: Sequence[int], dtype: DType = "float32", accept_codec: str = ""
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_tokens", whole_number("block_tokens", self.block_tokens))
