@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -33,6 +33,9 @@ class HeldBlocks:
     watch: HeaderWatch
     headers: list[bytes]  # as they were when the blocks were promised
     release: Callable[[], None]  # returns at once; may be called twice
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidRequest("a hit reads the memory of its own process: give another one `hit.copy()`")
 
 
 class Hit:

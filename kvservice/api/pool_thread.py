@@ -8,7 +8,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from kvservice.aio import in_thread, to_its_end
 from kvservice.api.arguments import text
@@ -50,6 +50,9 @@ class PoolThread:
         self._leaving: set[asyncio.Task[None]] = set()
         self.attached: list[AttachedModel | AttachedProgram] = []
         _open.add(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidRequest("a pool and its caches belong to one process: connect() in the other one")
 
     async def open(self) -> None:
         """Open the embedded pool, or see that the shard listens. Raises Unavailable, SegmentError or ConfigError."""

@@ -440,6 +440,14 @@ def test_a_model_or_namespace_that_is_no_name_is_refused(pool: kvservice.Pool, n
         pool.attach("m", LAYOUT, identity={"weights": "\ud800"})
 
 
+def test_what_belongs_to_a_process_is_not_sent_to_another(pool: kvservice.Pool, cache: kvservice.Cache) -> None:
+    cache.put(range(8), some(2))
+    with cache.get(range(8)) as hit:
+        for own, said in ((pool, "connect"), (cache, "connect"), (hit, "copy")):
+            with pytest.raises(InvalidRequest, match=said):
+                copy.deepcopy(own)  # as multiprocessing does
+
+
 def test_threads_share_one_cache(cache: kvservice.Cache) -> None:
     wrong: list[int] = []
 
