@@ -32,7 +32,11 @@ class LoopThread:
         # of its thread.
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="kvservice-pool", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # a KeyboardInterrupt may come when it runs already
+            self._loop.call_soon_threadsafe(self._begin_end)
+            raise
 
     @property
     def is_current(self) -> bool:

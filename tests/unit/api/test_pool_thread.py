@@ -339,6 +339,19 @@ async def test_a_close_does_not_hold_up_the_programs_loop() -> None:
     assert working.result()
 
 
+def test_a_connect_that_is_interrupted_as_it_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, before = threading.Thread.start, pool_threads()
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", interrupted)
+        kvservice.connect("embedded", memory="8MiB")
+    eventually(lambda: pool_threads() == before, "no thread of the pool")
+
+
 async def test_a_connect_that_is_cancelled_as_it_ends_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, closed, close = threading.Event(), list[PoolRuntime](), PoolRuntime.close
     open_here = PoolThread.open
