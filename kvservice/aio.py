@@ -69,6 +69,19 @@ async def in_thread(work: Callable[[], T], threads: Executor | None = None) -> T
     return await future
 
 
+async def in_thread_to_its_end(work: Callable[[], T]) -> T:
+    """`in_thread`, but whoever is cancelled meanwhile hears of it only when the thread has done its work."""
+    doing, cancelled = asyncio.ensure_future(in_thread(work)), False
+    while not doing.done():
+        try:
+            await asyncio.wait([doing])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    return doing.result()
+
+
 async def to_its_end(work: Coroutine[Any, Any, T], under_way: set[asyncio.Task[Any]]) -> T:
     """Await `work`, which goes on when the caller is cancelled. It is in `under_way` until it has ended."""
     task = asyncio.create_task(work)

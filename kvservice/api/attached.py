@@ -144,8 +144,7 @@ class AttachedModel:
         return hit
 
     async def put(self, tokens: Tokens, arrays: Arrays, start: int, salt: str) -> PutResult:
-        """Goes on when its caller is cancelled: a thread may be writing."""
-        return await self._program.write(self._put(tokens, arrays, start, salt))
+        return await self._program.write_for(self._put(tokens, arrays, start, salt))
 
     async def warm(self, tokens: Tokens, salt: str, timeout: float, hold: float) -> int:
         """Make the prefix local without reading it, and hold it. Returns how many tokens of it are here."""

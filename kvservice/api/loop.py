@@ -19,6 +19,39 @@ END_SECONDS = 10.0  # for work that was given up to let go of files and memory
 LEFT_SECONDS = 0.5  # for calls that the end of the thread finds under way; then they are told that the pool is closed
 
 
+class GivenWork:
+    """Work for a caller on another thread, who may be interrupted at any moment: also before he knows its future."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self._task: asyncio.Task[Any] | None = None
+        self._is_given_up = False
+
+    # -- on the loop ----
+
+    def begin(self) -> None:
+        """Raises CancelledError when the caller has given up."""
+        self._task = asyncio.current_task()
+        if self._is_given_up:
+            raise asyncio.CancelledError
+
+    def end(self) -> None:
+        self._task = None  # its result would live as long as the error of a caller who gave up
+        self.ended.set()
+
+    def give_up(self) -> None:
+        """Cancel the work. It may not have begun, or not have been submitted: then it never does."""
+        self._is_given_up = True
+        if self._task is not None:
+            self._task.cancel()
+        else:
+            asyncio.get_running_loop().call_soon(self._end_unbegun)  # behind its first step, if there is one
+
+    def _end_unbegun(self) -> None:
+        if self._task is None:
+            self.ended.set()
+
+
 class LoopThread:
     """Starts at once. Any thread may call, but in the process that made it only."""
 
@@ -48,15 +81,13 @@ class LoopThread:
         """Whether it runs, in this process."""
         return not self._stopped and os.getpid() == self._pid
 
-    def submit(
-        self, work: Coroutine[Any, Any, T], ended: threading.Event | None = None
-    ) -> concurrent.futures.Future[T]:
-        """Run this on the loop. Cancelling the future cancels the work, and `ended` is set when that has ended. Raises
+    def submit(self, work: Coroutine[Any, Any, T], given: GivenWork | None = None) -> concurrent.futures.Future[T]:
+        """Run this on the loop. Cancelling the future cancels the work, and `given` says when that has ended. Raises
         InvalidRequest after `stop`, and in a child of a fork; work that `stop` finds under way ends with it too."""
         if os.getpid() != self._pid:
             work.close()
             raise InvalidRequest(f"this pool belongs to process {self._pid}: connect() again after a fork")
-        doing = self._do(work, ended)
+        doing = self._do(work, given)
         with self._lock:
             if not self._stopped:
                 with contextlib.suppress(RuntimeError):  # a handler has stopped it just now, so the loop is closed
@@ -73,13 +104,14 @@ class LoopThread:
         if self.is_current:
             work.close()
             raise InvalidRequest("this is the pool's own thread, on which nothing may wait for it: call on another one")
-        ended = threading.Event()
-        future = self.submit(work, ended)
+        given = GivenWork()
         try:
-            return future.result()
+            return self.submit(work, given).result()
         except BaseException:
-            if future.cancel():
-                ended.wait(END_SECONDS)
+            if self.is_usable and not given.ended.is_set():
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(given.give_up)
+                    given.ended.wait(END_SECONDS)
             raise
 
     def wait_for_end(self, work: Coroutine[Any, Any, None]) -> None:
@@ -90,11 +122,11 @@ class LoopThread:
 
     async def wait_async(self, work: Coroutine[Any, Any, T]) -> T:
         """The same for a coroutine of another loop, which runs on meanwhile."""
-        ended = threading.Event()
+        given = GivenWork()
         try:
-            return await asyncio.wrap_future(self.submit(work, ended))
+            return await asyncio.wrap_future(self.submit(work, given))
         except asyncio.CancelledError:
-            await asyncio.to_thread(ended.wait, END_SECONDS)
+            await asyncio.to_thread(given.ended.wait, END_SECONDS)
             raise
 
     def stop(self) -> None:
@@ -125,13 +157,16 @@ class LoopThread:
             self._gives_up = True
             await end_tasks(left)
 
-    async def _do(self, work: Coroutine[Any, Any, T], ended: threading.Event | None) -> T:
+    async def _do(self, work: Coroutine[Any, Any, T], given: GivenWork | None) -> T:
         try:
+            if given is not None:
+                given.begin()
             return await work
         except asyncio.CancelledError:
             if self._gives_up:
                 raise InvalidRequest(CLOSED) from None
             raise
         finally:
-            if ended is not None:
-                ended.set()
+            work.close()
+            if given is not None:
+                given.end()

@@ -253,7 +253,8 @@ class Cache(CacheFace):
         """Store the blocks of a prompt: one array or tensor of shape `(blocks, *layout.shape)`, or a list of blocks.
 
         The first of them is block `start` of the prompt. Give at most the whole blocks of `tokens`; fewer is fine.
-        Blocks until the bytes are copied and sealed. Raises InvalidRequest when shapes, types or counts do not fit.
+        Blocks until the bytes are copied and sealed. The arrays are the caller's again as soon as it ends, also by a
+        KeyboardInterrupt or a cancellation. Raises InvalidRequest when shapes, types or counts do not fit.
         """
         return self._thread.loop.wait(self._attached.put(tokens, arrays, start, salt))
 
@@ -365,8 +366,7 @@ class AsyncCache(CacheFace):
         return await self._thread.loop.wait_async(self._attached.get(tokens, start, salt, timeout, request_id))
 
     async def put(self, tokens: Tokens, arrays: Arrays, *, start: int = 0, salt: str = "") -> PutResult:
-        """See Cache.put. It goes on when it is cancelled, because its bytes are being copied: leave the arrays alone
-        until the cache is closed."""
+        """See Cache.put."""
         return await self._thread.loop.wait_async(self._attached.put(tokens, arrays, start, salt))
 
     async def warm(

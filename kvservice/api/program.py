@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from kvservice.aio import in_thread, to_its_end, within
+from kvservice.aio import in_thread, in_thread_to_its_end, to_its_end, within
 from kvservice.api.arguments import name_of
 from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import Copy, MappedPool
@@ -147,6 +147,13 @@ class AttachedProgram:
         """Await a write, which goes on when its caller is cancelled: a thread may be writing."""
         return await to_its_end(work, self._writes)
 
+    async def write_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a write, which ends with its caller: when that is cancelled, no thread reads its arrays any more."""
+        task = asyncio.create_task(work)
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        return await within(None, task)
+
     async def store(
         self,
         mapped: MappedPool,
@@ -189,10 +196,16 @@ class AttachedProgram:
         """Slots with the leading blocks, as many as there was room for. Raises KVServiceError, and TimeoutError if
         there is no answer in time. A copy is never cut short."""
         attachment = mapped.attachment
-        refs = await within(seconds, self.session.reserve(attachment, len(blocks)))
+        reserving = asyncio.ensure_future(self.session.reserve(attachment, len(blocks)))
+        try:
+            refs = await within(seconds, reserving)
+        except asyncio.CancelledError:
+            if not reserving.cancelled() and reserving.exception() is None:  # the slots came in the same moment
+                self.session.abort(attachment.attachment_id, reserving.result())
+            raise
         written = 0
         try:
-            written = await in_thread(lambda: mapped.write(refs, blocks[: len(refs)]))
+            written = await in_thread_to_its_end(lambda: mapped.write(refs, blocks[: len(refs)]))
         finally:
             if written < len(refs):
                 self.session.abort(attachment.attachment_id, refs[written:])

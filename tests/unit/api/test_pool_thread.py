@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +27,7 @@ from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment
 from kvservice.errors import InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.session.options import Mode, PoolOptions
+from kvservice.session.session import Session
 from kvservice.testing.eventually import eventually
 from kvservice.units import MiB
 
@@ -339,7 +342,7 @@ async def test_a_close_does_not_hold_up_the_programs_loop() -> None:
     assert working.result()
 
 
-def test_a_connect_that_is_interrupted_as_it_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connect_interrupted_as_it_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     start, before = threading.Thread.start, pool_threads()
 
     def interrupted(self: threading.Thread) -> None:
@@ -352,7 +355,7 @@ def test_a_connect_that_is_interrupted_as_it_begins_leaves_nothing(monkeypatch: 
     eventually(lambda: pool_threads() == before, "no thread of the pool")
 
 
-async def test_a_connect_that_is_cancelled_as_it_ends_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connect_cancelled_as_it_ends_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, closed, close = threading.Event(), list[PoolRuntime](), PoolRuntime.close
     open_here = PoolThread.open
 
@@ -390,3 +393,106 @@ async def test_work_that_its_caller_cancels_ends_in_silence(caplog: pytest.LogCa
     del work
     gc.collect()
     assert not caplog.records
+
+
+def test_work_whose_caller_is_interrupted_as_it_submits_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller has no future of it yet, and goes on as if nothing were done for him."""
+    thread, submit, ended = LoopThread(), asyncio.run_coroutine_threadsafe, list[str]()
+
+    async def hold() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("let go")
+
+    def interrupted(*arguments: Any) -> None:
+        submit(*arguments)
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+        thread.wait(hold())
+    assert ended == ["let go"]
+    thread.stop()
+
+
+@pytest.mark.parametrize("how", ["interrupted", "cancelled"])
+async def test_a_put_reads_no_array_after_its_end(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Its caller may fill the array with something else then."""
+    write, began, ended = MappedPool.write, threading.Event(), list[int]()
+
+    def slow(self: MappedPool, *arguments: Any) -> int:
+        if how == "interrupted":
+            os.kill(os.getpid(), signal.SIGINT)
+        began.set()
+        time.sleep(0.2)
+        ended.append(write(self, *arguments))
+        return ended[-1]
+
+    monkeypatch.setattr(MappedPool, "write", slow)
+    if how == "interrupted":
+        with kvservice.connect("embedded", memory="8MiB") as pool, pool.attach("m", Layout(4, (3,))) as cache:
+            earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    cache.put(range(8), np.ones((2, 3), "float32"))
+                assert ended == [2]
+            finally:
+                signal.signal(signal.SIGINT, earlier)
+        return
+    async with await kvservice.connect_async("embedded", memory="8MiB") as apool:
+        acache = await apool.attach("m", Layout(4, (3,)))
+        putting = asyncio.create_task(acache.put(range(8), np.ones((2, 3), "float32")))
+        await asyncio.to_thread(began.wait, 10)
+        putting.cancel()
+        await asyncio.wait([putting])
+        assert putting.cancelled() and ended == [2]
+
+
+async def test_a_put_cancelled_as_its_slots_come_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = Session.reserve
+    async with await kvservice.connect_async("embedded", memory="8MiB") as pool:
+        cache = await pool.attach("m", Layout(4, (3,)))
+        program = cache._attached._program
+
+        async def late(self: Session, *arguments: Any) -> Any:
+            refs = await reserve(self, *arguments)
+            assert refs
+            for putting in program._writes:
+                putting.cancel()
+            return refs
+
+        await cache.put(range(4), np.ones((1, 3), "float32"))
+        monkeypatch.setattr(Session, "reserve", late)
+        with pytest.raises((asyncio.CancelledError, asyncio.TimeoutError)):
+            await cache.put(range(8), np.ones((2, 3), "float32"))
+        assert not program.session.held
+
+
+async def test_what_a_cancelled_caller_was_given_is_let_go() -> None:
+    """Also while somebody keeps the error: a hit in it would keep its blocks."""
+    thread, done = LoopThread(), threading.Event()
+
+    class Given:
+        pass
+
+    made: list[weakref.ref[Given]] = []
+
+    async def give() -> Given:
+        given = Given()
+        made.append(weakref.ref(given))
+        asyncio.get_running_loop().call_later(0.01, done.set)
+        return given
+
+    waiting = asyncio.create_task(thread.wait_async(give()))
+    await asyncio.sleep(0)
+    assert done.wait(10)  # holds up this loop, which has not heard of the result then
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError) as kept:
+        await waiting
+    del waiting
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert made[0]() is None, kept
+    thread.stop()
