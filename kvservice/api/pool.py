@@ -122,6 +122,9 @@ class PoolFace:
         """`service` or `embedded`."""
         return self._thread.mode.value
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.mode}{'' if self._thread.loop.is_usable else ', closed'})"
+
 
 class CacheFace:
     """What both kinds of cache are."""
@@ -140,8 +143,12 @@ class CacheFace:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the pool is there now."""
-        return self._attached.is_attached
+        """Whether the pool is there now, for this process."""
+        return self._thread.loop.is_usable and self._attached.is_attached
+
+    def __repr__(self) -> str:
+        state = "attached" if self.is_attached else "not attached"
+        return f"{type(self).__name__}({self.model!r}, {state})"
 
 
 class Pool(PoolFace):

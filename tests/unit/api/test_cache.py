@@ -448,6 +448,14 @@ def test_what_belongs_to_a_process_is_not_sent_to_another(pool: kvservice.Pool, 
                 copy.deepcopy(own)  # as multiprocessing does
 
 
+def test_a_pool_and_a_cache_say_what_they_are() -> None:
+    pool = kvservice.connect("embedded", memory=8 * MiB)
+    cache = pool.attach("m", LAYOUT)
+    assert (repr(pool), repr(cache)) == ("Pool(embedded)", "Cache('m', attached)")
+    pool.close()
+    assert (repr(pool), repr(cache)) == ("Pool(embedded, closed)", "Cache('m', not attached)")
+
+
 def test_threads_share_one_cache(cache: kvservice.Cache) -> None:
     wrong: list[int] = []
 
@@ -515,7 +523,7 @@ def test_a_forked_child_is_told_to_connect_again(pool: kvservice.Pool, cache: kv
             cache.get(range(8))
             said = "nothing"
         except InvalidRequest as error:
-            said = error.message
+            said = f"{error.message}; attached: {cache.is_attached}"
         except BaseException as error:  # noqa: BLE001  the parent judges it
             said = repr(error)
         hit.close()
@@ -524,7 +532,7 @@ def test_a_forked_child_is_told_to_connect_again(pool: kvservice.Pool, cache: kv
         os.write(writing, said.encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert "connect() again after a fork" in os.read(reading, 1000).decode()
+    assert os.read(reading, 1000).decode().endswith("connect() again after a fork; attached: False")
     assert leases(pool) == 1 and np.array_equal(hit.copy(), some(2))
     hit.close()
     os.close(reading)
