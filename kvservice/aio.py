@@ -78,6 +78,7 @@ async def in_thread_to_its_end(work: Callable[[], T]) -> T:
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
+        await end_tasks([doing])  # it has ended; its error, if it has one, is dropped
         raise asyncio.CancelledError
     return doing.result()
 

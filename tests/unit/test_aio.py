@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 
 import pytest
 
-from kvservice.aio import end_tasks, is_set_within, within
+from kvservice.aio import end_tasks, in_thread_to_its_end, is_set_within, within
 
 TURNS = range(8)  # of the loop, between two things that meet
 
@@ -144,3 +146,29 @@ async def test_who_waits_for_a_task_that_never_ends_can_be_cancelled() -> None:
     assert done and ending.cancelled()
     release.set()
     await task
+
+
+async def test_who_is_cancelled_hears_of_it_behind_the_threads_work() -> None:
+    """Also when the work fails: asyncio has nothing to report of an error that nobody can hear of."""
+    begun, go_on, ended, reports = threading.Event(), threading.Event(), threading.Event(), list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context["message"]))
+
+    def work() -> None:
+        begun.set()
+        go_on.wait(10)
+        ended.set()
+        raise ValueError
+
+    caller = asyncio.create_task(in_thread_to_its_end(work))
+    await asyncio.to_thread(begun.wait, 10)
+    for _ in range(2):
+        caller.cancel()
+        await turn(3)
+        assert not caller.done()
+    go_on.set()
+    await asyncio.wait([caller], timeout=10)
+    assert caller.cancelled() and ended.is_set()
+    del caller
+    gc.collect()
+    await turn(3)
+    assert not reports
