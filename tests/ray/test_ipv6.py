@@ -63,6 +63,7 @@ def test_nodes_with_ipv6_addresses_get_shards(runtime: Path) -> None:
         assert shard.peer_address.startswith(f"[{HOST}]:") and shard.lookup_addresses[0].startswith(f"[{HOST}]:")
         with urllib.request.urlopen(f"http://[{HOST}]:{port}/readyz", timeout=10) as reply:
             assert reply.status == 200
-        assert check._ask_metrics([f"[{HOST}]:{port}"], 1)[0] == []
+        metrics = f"[{HOST}]:{port}"
+        assert check._ask_metrics({metrics: check._endpoint(metrics)}, 1)[0] == []
         kvservice("down")
         assert not find_shards(SERVICE, live_only=False)
