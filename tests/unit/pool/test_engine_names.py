@@ -135,7 +135,7 @@ async def test_names_are_kept_as_soon_as_the_disk_takes_them(
     (draft / "in the way").mkdir(parents=True)
     await pool.attach(STAYS, lambda reason: None)
     await asyncio.sleep(0.2)
-    assert not names.exists() and [record.message for record in caplog.records] == ["engine_names_not_kept"]
+    assert not names.exists() and [record.message for record in caplog.records].count("engine_names_not_kept") == 1
     (draft / "in the way").rmdir()
     draft.rmdir()
     await eventually_async(names.exists, "the names are kept")
