@@ -64,6 +64,13 @@ def test_a_float16_engine_misses_what_a_bfloat16_engine_stored(cluster: LocalClu
     eventually(cluster.nothing_is_held, "no lease is left, those of lookups without an unlock either")
 
 
+def test_memory_taken_back_amid_a_store_is_no_object() -> None:
+    """An operator clears level 1 by force while the shard hangs, and the objects' memory is that of others at once."""
+    found = json.loads(program("tests.integration.lmcache_level_1").splitlines()[-1])
+    assert (found["found"], found["loaded"], found["there"]) == (0, 0, [200, 201, 202, 203])
+    assert found["status"]["dropped_taken_back"] == 4
+
+
 def test_what_one_server_stores_another_node_hits(cluster: LocalCluster, tmp_path: Path) -> None:
     with (
         LMCacheServer(cluster, "n0", tmp_path / "a.log") as first,

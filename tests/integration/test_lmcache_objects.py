@@ -20,6 +20,7 @@ from kvservice.connector.lmcache.options import AdapterOptions
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
 from tests.unit.connector.lmcache.test_names import Key
+from tests.unit.connector.lmcache.test_objects import lent
 
 pytestmark = pytest.mark.slow
 LAYOUT = ObjectLayout.of([(2, 3, 64, 8)], [torch.bfloat16], "KV_2LTD")
@@ -34,14 +35,14 @@ class Server:
         self.objects = PooledObjects(options, self.thread, "x86")
 
     def store(self, keys: list[Key], arrays: list[Array]) -> list[bool]:
-        return self.thread.loop.wait(self.objects.store(keys, [LAYOUT] * len(keys), arrays))
+        return self.thread.loop.wait(self.objects.store(keys, [LAYOUT] * len(keys), lent(arrays)))
 
     def lock(self, keys: list[Key]) -> int:
         return self.thread.loop.wait(self.objects.lock(keys, {0: LAYOUT})).count(True)
 
     def load(self, keys: list[Key]) -> list[Array]:
         arrays = [np.zeros(LAYOUT.size_bytes, np.uint8) for _ in keys]
-        loaded = self.thread.loop.wait(self.objects.load(keys, [LAYOUT] * len(keys), arrays))
+        loaded = self.thread.loop.wait(self.objects.load(keys, [LAYOUT] * len(keys), lent(arrays)))
         return [array for array, one in zip(arrays, loaded, strict=True) if one]
 
     def unlock(self, keys: list[Key]) -> None:

@@ -24,9 +24,9 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
-from kvservice.api.layout import Array
 from kvservice.api.pool_thread import PoolThread
 from kvservice.connector.cpu_packing import cpu_packing
+from kvservice.connector.lmcache.lent import LentMemory
 from kvservice.connector.lmcache.names import KV_FORMAT, ObjectLayout
 from kvservice.connector.lmcache.objects import PooledObjects
 from kvservice.connector.lmcache.options import AdapterOptions
@@ -107,9 +107,9 @@ class KVServiceL2Adapter(L2AdapterInterface):
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         async def work() -> L2StoreResult:
-            layouts, arrays = _memory_of(objects)
-            stored = await self._objects.store(keys, layouts, arrays)
-            size = sum(array.nbytes for array, there in zip(arrays, stored, strict=True) if there)
+            layouts, lent = _memory_of(objects)
+            stored = await self._objects.store(keys, layouts, lent)
+            size = sum(one.array.nbytes for one, there in zip(lent, stored, strict=True) if there)
             return L2StoreResult(all(stored), size)
 
         return self._submit(self._stored, work, lambda: L2StoreResult(False, 0))
@@ -214,14 +214,15 @@ def _layout_asked(desc: MemoryLayoutDesc) -> ObjectLayout | None:
     return ObjectLayout.of(desc.shapes, desc.dtypes, KV_FORMAT) if desc.shapes else None
 
 
-def _memory_of(objects: Sequence[MemoryObj]) -> tuple[list[ObjectLayout], list[Array]]:
+def _memory_of(objects: Sequence[MemoryObj]) -> tuple[list[ObjectLayout], list[LentMemory]]:
     """What the objects are, and their bytes without a copy."""
     layouts: list[ObjectLayout] = []
     for one in objects:
         meta = one.metadata
         shapes, dtypes = (meta.shapes, meta.dtypes) if meta.shapes and meta.dtypes else ([meta.shape], [meta.dtype])
         layouts.append(ObjectLayout.of(shapes, dtypes, meta.fmt.name))
-    return layouts, [np.frombuffer(one.byte_array, np.uint8) for one in objects]
+    # LMCache says that an object is not valid any more before it gives its memory to another one.
+    return layouts, [LentMemory(np.frombuffer(one.byte_array, np.uint8), one.is_valid) for one in objects]
 
 
 def _bitmap(bits: Sequence[bool]) -> Bitmap:

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvservice.aio import in_thread
-from kvservice.api.layout import Array, Layout
+from kvservice.api.layout import Layout
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
 from kvservice.api.program import BATCH_BYTES, AttachedProgram
 from kvservice.api.silence import ShardSilence
+from kvservice.connector.lmcache.lent import LentMemory
 from kvservice.connector.lmcache.locks import ObjectLocks, PromisedObject, SharedLease
 from kvservice.connector.lmcache.names import ObjectKeyPort, ObjectLayout, identity_of, object_hash, rows_of
 from kvservice.connector.lmcache.options import AdapterOptions
@@ -111,19 +112,19 @@ class PooledObjects:
     # -- what LMCache asks for ----
 
     async def store(
-        self, keys: Sequence[ObjectKeyPort], layouts: Sequence[ObjectLayout], arrays: Sequence[Array]
+        self, keys: Sequence[ObjectKeyPort], layouts: Sequence[ObjectLayout], lent: Sequence[LentMemory]
     ) -> list[bool]:
-        """Copy these objects, arrays of bytes, into the pool. Returns of each whether it is there now."""
+        """Copy these objects into the pool. Returns of each whether it is there now."""
         stored = [False] * len(keys)
         groups: dict[tuple[str, ObjectLayout], list[int]] = {}
-        for index, (key, layout, array) in enumerate(zip(keys, layouts, arrays, strict=True)):
-            if array.nbytes != layout.size_bytes:
+        for index, (key, layout, memory) in enumerate(zip(keys, layouts, lent, strict=True)):
+            if memory.array.nbytes != layout.size_bytes:
                 self.counters["dropped_size"] += 1
                 continue
             self._last_layout.put((key.model_name, key.object_group_id), layout)
             groups.setdefault((key.model_name, layout), []).append(index)
         for (model, layout), indices in groups.items():
-            count = await self._store(model, layout, [keys[i] for i in indices], [arrays[i] for i in indices])
+            count = await self._store(model, layout, [keys[i] for i in indices], [lent[i] for i in indices])
             for index in indices[:count]:
                 stored[index] = True
         return stored
@@ -151,24 +152,26 @@ class PooledObjects:
         self.counters["unlocked_twice"] += [self._locks.remove(key) for key in keys].count(False)
 
     async def load(
-        self, keys: Sequence[ObjectKeyPort], layouts: Sequence[ObjectLayout], arrays: Sequence[Array]
+        self, keys: Sequence[ObjectKeyPort], layouts: Sequence[ObjectLayout], lent: Sequence[LentMemory]
     ) -> list[bool]:
-        """Copy these objects out of the pool into arrays of bytes. Returns of each whether it was loaded.
+        """Copy these objects out of the pool. Returns of each whether it was loaded.
 
         An object that is not locked in this layout is looked up now.
         """
-        fits = [array.nbytes == layout.size_bytes for array, layout in zip(arrays, layouts, strict=True)]
+        fits = [one.array.nbytes == layout.size_bytes for one, layout in zip(lent, layouts, strict=True)]
         self._count_misses("size", fits.count(False))
         locked = [self._locks.find(key, layout) for key, layout in zip(keys, layouts, strict=True)]
         missing = [index for index, (fit, one) in enumerate(zip(fits, locked, strict=True)) if fit and one is None]
         asked = await asyncio.gather(*(self._promise_alone(keys[index], layouts[index]) for index in missing))
         try:
             promised = dict(zip(missing, asked, strict=True)) | {i: one for i, one in enumerate(locked) if one}
-            work = [(index, one, arrays[index]) for index, one in promised.items() if one is not None and fits[index]]
+            work = [(index, one, lent[index]) for index, one in promised.items() if one is not None and fits[index]]
             loaded = [False] * len(keys)
             for index, is_loaded in await self._copy_all(work):
                 loaded[index] = is_loaded
-            self._count_misses("broken_promise", len(work) - loaded.count(True))
+            failed = [memory.is_lent() for index, _, memory in work if not loaded[index]]
+            self._count_misses("broken_promise", failed.count(True))
+            self._count_misses("taken_back", failed.count(False))
         finally:
             for one in asked:
                 if one is not None:
@@ -185,7 +188,7 @@ class PooledObjects:
     # -- storing ----
 
     async def _store(
-        self, model: str, layout: ObjectLayout, names: Sequence[ObjectKeyPort], arrays: Sequence[Array]
+        self, model: str, layout: ObjectLayout, names: Sequence[ObjectKeyPort], lent: Sequence[LentMemory]
     ) -> int:
         """Store objects of one layout. Returns how many of the first of them are in the pool now."""
         pool = await self._pool_of(model, layout)
@@ -196,10 +199,12 @@ class PooledObjects:
         def items(first: int, refs: Sequence[BlockRef]) -> list[SealItem]:
             return [self._item(ref, key) for ref, key in zip(refs, keys[first:], strict=False)]
 
-        statuses, why = await pool.program.write(pool.program.store(pool.mapped, arrays, items))
+        copies = [memory.copy_to for memory in lent]
+        statuses, why = await pool.program.write(pool.program.store(pool.mapped, copies, items))
         self.counters.update(f"objects_{status.value}" for status in statuses)
         if why:
-            self.counters[f"dropped_{why}"] += len(names) - len(statuses)
+            reason = why if all(memory.is_lent() for memory in lent) else "taken_back"
+            self.counters[f"dropped_{reason}"] += len(names) - len(statuses)
         return len(statuses)
 
     def _item(self, ref: BlockRef, key: BlockKey) -> SealItem:
@@ -270,25 +275,27 @@ class PooledObjects:
 
     # -- loading ----
 
-    async def _copy_all(self, work: Sequence[tuple[int, PromisedObject, Array]]) -> list[tuple[int, bool]]:
+    async def _copy_all(self, work: Sequence[tuple[int, PromisedObject, LentMemory]]) -> list[tuple[int, bool]]:
         """(index, whether it was copied) of each; several threads copy."""
-        portions: list[list[tuple[int, PromisedObject, Array]]] = []
+        portions: list[list[tuple[int, PromisedObject, LentMemory]]] = []
         size = BATCH_BYTES
         for item in work:
             if size >= BATCH_BYTES:
                 portions.append([])
                 size = 0
             portions[-1].append(item)
-            size += item[2].nbytes
+            size += item[2].array.nbytes
         done = await asyncio.gather(*(in_thread(partial(self._copy, part)) for part in portions))
         return [result for part in done for result in part]
 
-    def _copy(self, work: Sequence[tuple[int, PromisedObject, Array]]) -> list[tuple[int, bool]]:
-        return [(index, self._copy_one(one, array)) for index, one, array in work]
+    def _copy(self, work: Sequence[tuple[int, PromisedObject, LentMemory]]) -> list[tuple[int, bool]]:
+        return [(index, self._copy_one(one, memory)) for index, one, memory in work]
 
-    def _copy_one(self, one: PromisedObject, array: Array) -> bool:
+    def _copy_one(self, one: PromisedObject, memory: LentMemory) -> bool:
+        if not memory.is_lent():
+            return False
         is_checked = self._sample.has_next(is_free=in_one_pass())
-        return one.mapped.read(one.ref, one.key, array, check_digest=is_checked)
+        return one.mapped.read(one.ref, one.key, memory.array, check_digest=is_checked) and memory.is_lent()
 
     # -- inside ----
 

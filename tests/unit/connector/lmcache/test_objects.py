@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from kvservice.api.layout import Array
 from kvservice.api.pool_thread import PoolThread
+from kvservice.connector.lmcache.lent import LentMemory
 from kvservice.connector.lmcache.names import ObjectLayout
 from kvservice.connector.lmcache.objects import PooledObjects
 from kvservice.connector.lmcache.options import AdapterOptions
@@ -34,6 +35,10 @@ def thread() -> Iterator[PoolThread]:
     made.end()
 
 
+def lent(arrays: Sequence[Array], is_lent: Callable[[], bool] = lambda: True) -> list[LentMemory]:
+    return [LentMemory(array, is_lent) for array in arrays]
+
+
 class Server:
     """What the adapter of one server does."""
 
@@ -45,14 +50,14 @@ class Server:
         return self.thread.loop.wait(work)
 
     def store(self, keys: Sequence[Key], arrays: Sequence[Array], layout: ObjectLayout = BFLOAT16) -> list[bool]:
-        return self.wait(self.objects.store(keys, [layout] * len(keys), arrays))
+        return self.wait(self.objects.store(keys, [layout] * len(keys), lent(arrays)))
 
     def lock(self, keys: Sequence[Key], layout: ObjectLayout | None = BFLOAT16) -> list[bool]:
         return self.wait(self.objects.lock(keys, {0: layout}))
 
     def load(self, keys: Sequence[Key], layout: ObjectLayout = BFLOAT16) -> list[Array | None]:
         arrays = [np.zeros(layout.size_bytes, np.uint8) for _ in keys]
-        loaded = self.wait(self.objects.load(keys, [layout] * len(keys), arrays))
+        loaded = self.wait(self.objects.load(keys, [layout] * len(keys), lent(arrays)))
         return [array if one else None for array, one in zip(arrays, loaded, strict=True)]
 
     def unlock(self, keys: Sequence[Key]) -> None:
@@ -155,8 +160,28 @@ def test_other_sizes_are_neither_stored_nor_loaded(server: Server) -> None:
     short = [np.zeros(BFLOAT16.size_bytes - 1, np.uint8)]
     assert server.store(keys, short) == [False]
     server.store(keys, some(1))
-    assert server.wait(server.objects.load(keys, [BFLOAT16], short)) == [False] and not short[0].any()
+    assert server.wait(server.objects.load(keys, [BFLOAT16], lent(short))) == [False] and not short[0].any()
     assert (server.objects.counters["dropped_size"], server.objects.counters["miss_size"]) == (1, 1)
+
+
+def test_memory_that_was_taken_back_is_not_stored(server: Server) -> None:
+    keys, answers = chunks(3), iter([True, False])
+    memory = lent(some(3), lambda: next(answers, False))
+    assert server.wait(server.objects.store(keys, [BFLOAT16] * 3, memory)) == [False] * 3
+    assert server.objects.counters["dropped_taken_back"] == 3
+    arrays = some(3)
+    assert server.store(keys, arrays) == [True] * 3
+    for want, found in zip(arrays, server.load(keys), strict=True):
+        assert found is not None and np.array_equal(want, found)
+
+
+def test_memory_that_was_taken_back_is_not_written(server: Server) -> None:
+    keys, others = chunks(2), [np.zeros(BFLOAT16.size_bytes, np.uint8) for _ in range(2)]
+    server.store(keys, some(2))
+    work = server.objects.load(keys, [BFLOAT16] * 2, lent(others, lambda: False))
+    assert server.wait(work) == [False, False] and not any(map(np.any, others))
+    assert server.objects.counters["miss_taken_back"] == 2
+    eventually(lambda: server.leases() == 0, "no lease is left")
 
 
 def test_an_object_is_loaded_without_a_lock_too(server: Server) -> None:
