@@ -53,6 +53,11 @@ class ObjectLocks:
     def __len__(self) -> int:
         return len(self._locks)
 
+    @property
+    def next_end(self) -> float | None:
+        """When the oldest lock is forgotten; None without locks."""
+        return next((ends_at for ends_at, _, _ in self._locks.values()), None)
+
     def add(self, key: ObjectKeyPort, promised: PromisedObject, now: float) -> None:
         self._number += 1
         self._locks[self._number] = now + LOCK_SECONDS_MAX, key, promised

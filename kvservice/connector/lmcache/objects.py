@@ -93,6 +93,7 @@ class PooledObjects:
         self._attaching = BoundedTable(LAYOUTS_MAX, self._leave)
         self._leaving: set[asyncio.Task[None]] = set()
         self._locks = ObjectLocks()
+        self._forgetting: asyncio.TimerHandle | None = None  # while there are locks
         self._places: BoundedTable[BlockKey, _Place] = BoundedTable(PLACES_MAX)
         # By model and group, as stored last.
         self._last_layout: BoundedTable[tuple[str, int], ObjectLayout] = BoundedTable(LAYOUTS_MAX)
@@ -135,8 +136,6 @@ class PooledObjects:
         Returns of each whether it is found and locked. An asker that says no layout is taken to mean what was stored
         last: what it then loads must have the size and layout of its own memory all the same.
         """
-        now = asyncio.get_running_loop().time()
-        self.counters["locks_expired"] += self._locks.expire(now)
         found = [False] * len(keys)
         rows = rows_of(keys)
         hits = await asyncio.gather(*(self._lock_row([keys[index] for index in row], layouts) for row in rows))
@@ -182,6 +181,8 @@ class PooledObjects:
     async def close(self) -> None:
         """Take back every lock. The sessions end with the pool's thread."""
         self._locks.clear()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
         if self._leaving:
             await asyncio.wait(self._leaving)
 
@@ -239,6 +240,7 @@ class PooledObjects:
             promised = pool.promised(result, keys[hits:])
             for name, one in zip(row[hits:], promised, strict=False):
                 self._locks.add(name, one, clock())
+            self._forget_in_time()
             hits, miss = hits + len(promised), result.miss.value
             if hits >= len(keys) or (alone and not promised):
                 break
@@ -257,6 +259,16 @@ class PooledObjects:
         result = await pool.ask(chain, skip, seconds)
         self._silence.ended(began, seconds, answered=result is not None)
         return result
+
+    def _forget_in_time(self) -> None:
+        """End the oldest locks when it is time, also if no lookup ever comes again."""
+        if self._forgetting is None and (ends_at := self._locks.next_end) is not None:
+            self._forgetting = asyncio.get_running_loop().call_at(ends_at, self._forget)
+
+    def _forget(self) -> None:
+        self._forgetting = None
+        self.counters["locks_expired"] += self._locks.expire(asyncio.get_running_loop().time())
+        self._forget_in_time()
 
     def _learn_places(self, keys: Sequence[BlockKey]) -> None:
         for position, key in enumerate(keys):

@@ -184,6 +184,17 @@ def test_memory_that_was_taken_back_is_not_written(server: Server) -> None:
     eventually(lambda: server.leases() == 0, "no lease is left")
 
 
+def test_forgotten_locks_end_without_another_lookup(thread: PoolThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache gave up a request, and nobody asks its server anything any more."""
+    monkeypatch.setattr("kvservice.connector.lmcache.locks.LOCK_SECONDS_MAX", 0.05)
+    server, keys = Server(thread), chunks(2)
+    server.store(keys, some(2))
+    for _ in range(2):
+        assert server.lock(keys) == [True, True]
+        eventually(lambda: server.leases() == 0, "the lease ends with the locks")
+    assert server.objects.lock_count == 0 and server.objects.counters["locks_expired"] == 4
+
+
 def test_an_object_is_loaded_without_a_lock_too(server: Server) -> None:
     keys, arrays = chunks(2), some(2)
     server.store(keys[:1], arrays[:1])
