@@ -26,7 +26,8 @@ class TierOptions(EngineCacheOptions):
         if self.weights_version is None:
             raise ConfigError(
                 "KVServiceTier needs weights_version: name the weights, and with them what else changes what they "
-                "compute, such as adapters, quantization or overrides on the command line, which vLLM tells no tier",
+                "compute or where it lies, such as adapters, quantization, overrides on the command line or "
+                "cp_kv_cache_interleave_size, which vLLM tells no tier",
                 key="weights_version",
             )
         if self.accept_codec or self.cache_folder:
