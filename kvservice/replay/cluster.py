@@ -78,7 +78,7 @@ class _Engine:
     node: ReplayNode
     busy_until: float = 0.0
     in_flight: int = 0
-    served: int = 0  # blocks
+    served: int = 0  # blocks of the requests that were counted
 
 
 def _shares(whole: int, parts: int) -> list[int]:
@@ -128,40 +128,43 @@ class Cluster:
         requests done."""
         found: Counter[str] = Counter()
         waited = 0.0
-        written = (0, 0)
+        before: Counter[str] = Counter()
         for number, request in enumerate(trace.requests):
             if number == count_from:
-                written = self._written()
+                before = self._totals()
             self._end_until(request.at)
             place = self._choose(request, number)
             hits, seconds = self._serve(request, number, place)
             if number >= count_from:
                 found.update(asked=len(request.keys), **hits._asdict())
                 waited += seconds
+                self.engines[place].served += len(request.keys)
             if show is not None and number % 200 == 0:
                 show(number)
         served = [engine.served for engine in self.engines]
-        evicted = sum(
-            engine.node.counted().get(name, 0)
-            for engine in self.engines
-            for name in ("evicted_secondary", "evicted_primary")
-        )
+        grown = self._totals()
+        grown.subtract(before)
         return ReplayOutcome(
             found["asked"],
             found["local"],
             found["remote"],
-            evicted,
+            grown["evicted"],
             max(served) * len(served) / sum(served),
             waited / (len(trace.requests) - count_from),
             found["disk"],
             found["objects"],
-            *(now - before for now, before in zip(self._written(), written, strict=True)),
+            grown["disk_written"],
+            grown["objects_written"],
         )
 
-    def _written(self) -> tuple[int, int]:
-        """Blocks written down so far: to disks, to the object store."""
-        disks = sum(disk.counters["written"] for disk in self._disks if disk is not None)
-        return disks, self._objects.counters["written"] if self._objects is not None else 0
+    def _totals(self) -> Counter[str]:
+        """Blocks that were evicted from memory and written into tiers so far."""
+        nodes = [engine.node.counted() for engine in self.engines]
+        return Counter(
+            evicted=sum(node.get(f"evicted_{kind}", 0) for node in nodes for kind in ("primary", "secondary")),
+            disk_written=sum(disk.counters["written"] for disk in self._disks if disk is not None),
+            objects_written=self._objects.counters["written"] if self._objects is not None else 0,
+        )
 
     def _end_until(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:
@@ -215,7 +218,6 @@ class Cluster:
         first = max(now, engine.busy_until) + moved + tokens / machine.prefill_tokens_per_second
         engine.busy_until = first
         engine.in_flight += 1
-        engine.served += len(request.keys)
         last = first + request.answer_tokens / machine.answer_tokens_per_second
         heapq.heappush(self._ends, (last, number, place))
         return hits, first - now

@@ -188,6 +188,15 @@ def test_a_change_of_what_is_popular_is_followed() -> None:
     assert hits == 64
 
 
+def test_the_warm_up_is_in_no_figure_of_a_replay() -> None:
+    """The last of sixteen prompts comes twice more: first where it must be fetched, then where it lies."""
+    chains = [tuple(key_of(100 * n + j) for j in range(4)) for n in range(16)]
+    trace = trace_of("t", [Request(float(n), chain, 2048, 1) for n, chain in enumerate([*chains, *chains[-1:] * 2])])
+    found = [Cluster(2, 16, POLICIES["lru"]).play(trace, count_from) for count_from in (0, 16, 17)]
+    assert [one.evicted for one in found] == [48 + 4, 4, 0], "what is fetched evicts a prompt of its node"
+    assert [one.busiest_share for one in found] == [1.0, 1.0, 2.0], "one of two nodes served the only counted prompt"
+
+
 @pytest.mark.processes
 def test_processes_answer_what_one_thread_answers(trace: Trace) -> None:
     """A wrong policy is named."""
