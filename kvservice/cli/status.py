@@ -33,6 +33,7 @@ CAUSE_NAMES = {
     "quota": "for blocks of their tenant, at its quota",
     "cleared": "by `kvservice clear`",
     "aged": "older than max_age_seconds",
+    "corrupt": "damaged in memory",
 }
 
 

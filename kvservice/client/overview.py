@@ -44,6 +44,7 @@ _EVICTIONS = (  # a shard serves on after these
     EvictionCause.QUOTA,
     EvictionCause.CLEARED,
     EvictionCause.AGED,
+    EvictionCause.CORRUPT,
 )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvservice.client.channels import Channels
+from kvservice.client.overview import gather_overview
 from kvservice.client.shard import ShardClient
 from kvservice.connector.options import Verify
 from kvservice.core.segment.geometry import HEADER_BYTES
@@ -159,3 +161,22 @@ async def read_from_the_other_node(
     assert cluster.accounting("n0").balanced
     assert content(chains[0][0])  # what the bytes are compared with
     await leave(reader)
+
+
+async def test_causes_of_evictions_add_up_with_damaged_blocks(cluster: LocalCluster) -> None:
+    writer = await Engine.attach(ShardClient(cluster.socket("n0")))
+    reader = await Engine.attach(ShardClient(cluster.socket("n1")))
+    keys = chain(seed=9900, count=BLOCKS)
+    before = cluster.stats("n0").counters.get("evicted_corrupt", 0)
+    blocks = await stored(writer, [keys])
+    Damage(writer.segment, random.Random(2)).do(blocks[3], blocks[3], "payload bit")
+    cluster.wait_until_known(keys)
+    assert len((await reader.read_all(keys, timeout=5.0)).blocks) == 3
+    await eventually_async(lambda: cluster.stats("n0").counters["evicted_corrupt"] > before, "the holder gives it up")
+    async with Channels() as channels:
+        seen = await gather_overview(channels, cluster.service, cluster.lookup_addresses)
+    for whole in (seen.nodes[0], seen):
+        assert whole.evictions["corrupt"] > before
+        assert sum(whole.evictions.values()) == whole.windows[0].evicted_blocks
+    await leave(reader)
+    await leave(writer)

@@ -193,6 +193,12 @@ def test_what_dashboards_and_alerts_ask_for_is_there_at_once() -> None:
     assert {f"kvservice_{name}_total" for name in COUNTERS} <= at_rest
 
 
+def test_the_dashboard_shows_every_cause_of_evictions() -> None:
+    asked = (ROOT / "helm" / "kvservice" / "dashboards" / "kvservice.json").read_text()
+    causes = {name for name in COUNTERS if name.startswith("evicted_")} - {"evicted_primary", "evicted_secondary"}
+    assert causes == {name for name in COUNTERS if f"kvservice_{name}_total" in asked and name.startswith("evicted_")}
+
+
 @pytest.mark.parametrize("name", ["KVServiceShardsMissing", "KVServiceLookupMissing"])
 def test_an_alert_about_missing_parts_fires_when_all_are(name: str) -> None:
     """A count of nothing is no number in PromQL, and a comparison with it is false."""
