@@ -199,6 +199,13 @@ def test_the_dashboard_shows_every_cause_of_evictions() -> None:
     assert causes == {name for name in COUNTERS if f"kvservice_{name}_total" in asked and name.startswith("evicted_")}
 
 
+def test_the_dashboard_tells_fetches_from_reads_of_tiers() -> None:
+    """One histogram has both: a sum over its sources is of neither."""
+    text = (ROOT / "helm" / "kvservice" / "dashboards" / "kvservice.json").read_text()
+    asked = re.findall(r"kvservice_fetch_seconds_bucket{[^}]*}", text)
+    assert len(asked) == 2 and all("source" in one for one in asked)
+
+
 @pytest.mark.parametrize("name", ["KVServiceShardsMissing", "KVServiceLookupMissing"])
 def test_an_alert_about_missing_parts_fires_when_all_are(name: str) -> None:
     """A count of nothing is no number in PromQL, and a comparison with it is false."""
