@@ -76,6 +76,7 @@ class BlockStore:
         self._held_back: set[BlockKey] = set()  # pinned blocks whose pins the policy was told of
         self._origin = BlockOrigin()  # of the block that was sealed last
         self.on_insert: Callable[[Block], None] | None = None
+        self.on_evict: Callable[[Block, float], None] | None = None  # to make room, at this time
         self.evictions = EvictionHistory()
         self.removals = Removals()
         self.counters: Counter[str] = Counter()
@@ -415,6 +416,8 @@ class BlockStore:
 
     def _evict(self, key: BlockKey, cause: EvictionCause, want: Want) -> None:
         slot = self._slots[key]
+        if self.on_evict is not None:
+            self.on_evict(self._in(slot), want.now)
         self._take_out(slot, want, cause)
         self.table.free(slot, SlotEvent.EVICT)
 

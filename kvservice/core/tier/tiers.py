@@ -101,6 +101,8 @@ class Tiers:
             self._tiers[each.name] = _Tier(each, tier_holder(each.name), WriteQueue(shard.geometry.slabs_bytes), books)
         self._of_holder = {tier.holder.node_id: tier for tier in self._tiers.values()}
         self._moments = {tier.rules.write for tier in self._tiers.values()}
+        if WriteMoment.EVICTED in self._moments:
+            self._store.on_evict = self._count_lost
         self.hears_uses = WriteMoment.REUSED in self._moments  # else nobody needs to call `used`
         self._own = [tier.books for tier in self._tiers.values() if tier.books is not None]
         self.has_own = bool(self._own)
@@ -267,6 +269,14 @@ class Tiers:
             if room < 0:
                 return
             self._offer_to(tier, block)
+
+    def _count_lost(self, block: Block, now: float) -> None:
+        """A block makes room in memory before the cleaner came to it. One that waits is counted when its turn comes."""
+        if block.is_secondary or not self._shard.admission.admits(block.account):
+            return
+        for tier in self._tiers.values():
+            if tier.rules.write is WriteMoment.EVICTED and tier.takes(now) and not tier.has(block.key):
+                self._count(tier, "dropped_evicted")
 
     def _prepare(self, tier: _Tier, key: BlockKey) -> Item | None:
         """Make room in the tier and pin the block in memory. None: it is not written."""

@@ -135,6 +135,38 @@ def test_a_block_evicted_while_it_waits_is_dropped() -> None:
     assert harness.count("tier_disk_dropped_evicted") == 7
 
 
+def test_all_that_is_lost_between_looks_of_the_cleaner_counts() -> None:
+    """Eight blocks fit into memory. The cleaner came to the first prompt, and to none of the next three."""
+    harness = harness_with(disk(EVICTED))
+    engine = harness.attach()
+    chains = [make_chain(8, f"prompt {number}") for number in range(5)]
+    for chain in chains:
+        harness.store(engine, chain)
+        if chain is chains[0]:
+            harness.advance(CLEAN_SECONDS)
+        harness.write_all()
+    there = {key for key, _ in harness.state.inventory()}
+    lost = sum(key not in there for chain in chains for key in chain)
+    assert harness.count("tier_disk_dropped_evicted") == lost == 24
+
+
+def test_what_needs_no_tier_is_not_lost_to_it() -> None:
+    """Copies of other nodes' blocks, what the tier has, and everything while nothing comes back."""
+    harness, chain = harness_with(disk(EVICTED)), make_chain(8)
+    engine = harness.attach()
+    op = harness.acquire(engine, chain)
+    harness.fetch_all(op, chain)
+    harness.release(engine, harness.result(op).lease_id)
+    harness.store(engine, make_chain(8, "own"))
+    for _ in range(2):
+        harness.advance(CLEAN_SECONDS)
+        harness.write_all()
+    harness.state._admission.admits = lambda account: False  # type: ignore[method-assign]
+    for name in ("third", "fourth"):
+        harness.store(engine, make_chain(8, name))
+    assert harness.count("evicted_pressure") == 24 and not harness.count("tier_disk_dropped_evicted")
+
+
 def test_a_full_queue_drops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvservice.core.tier.write_queue.QUEUE_MAX", 3)
     harness, chain = harness_with(disk()), make_chain(6)
