@@ -70,7 +70,9 @@ class ReadWindow:
                 return
             still_read = weakref.ref(self.buffer)
             self.buffer = None
-        if still_read() is not None:
+        # Held until the end: who drops the last array meanwhile would give away the addresses that are mapped here.
+        buffer = still_read()
+        if buffer is not None:
             self._end()
 
     def _end(self) -> None:

@@ -84,6 +84,20 @@ def count_mappings(path: str) -> None:
     assert (array == 0xFF).all()
 
 
+def drop_the_array_as_the_window_ends(path: str) -> None:
+    """As another thread may. What was mapped next at these addresses had all bits set."""
+    _, _, opened = opened_on(path)
+    arrays, ended = [np.frombuffer(opened.buffer, np.uint8)], window._ended
+
+    def dropped(wanted: int) -> tuple[int, int]:
+        arrays.clear()
+        return ended(wanted)
+
+    window._ended = dropped
+    opened.close()
+    assert "kvservice-ended" not in Path("/proc/self/maps").read_text()
+
+
 @pytest.mark.parametrize("end", [end_a_window_without_mappings, end_a_window_without_files])
 def test_a_window_ends_where_the_kernel_gives_no_more(end: Callable[[str], None]) -> None:
     run_apart(end)
@@ -91,6 +105,10 @@ def test_a_window_ends_where_the_kernel_gives_no_more(end: Callable[[str], None]
 
 def test_an_ended_window_takes_few_mappings() -> None:
     run_apart(count_mappings)
+
+
+def test_an_array_dropped_as_its_window_ends_leaves_no_mapping() -> None:
+    run_apart(drop_the_array_as_the_window_ends)
 
 
 def run_apart(work: Callable[[str], None]) -> None:
