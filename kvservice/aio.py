@@ -71,16 +71,22 @@ async def in_thread(work: Callable[[], T], threads: Executor | None = None) -> T
 
 async def in_thread_to_its_end(work: Callable[[], T]) -> T:
     """`in_thread`, but whoever is cancelled meanwhile hears of it only when the thread has done its work."""
-    doing, cancelled = asyncio.ensure_future(in_thread(work)), False
+    doing = asyncio.ensure_future(in_thread(work))
+    if await ended(doing):
+        await end_tasks([doing])  # it has ended; its error, if it has one, is dropped
+        raise asyncio.CancelledError
+    return doing.result()
+
+
+async def ended(doing: asyncio.Future[Any]) -> bool:
+    """Wait for its end, however often the caller is cancelled meanwhile. Returns whether he was."""
+    cancelled = False
     while not doing.done():
         try:
             await asyncio.wait([doing])
         except asyncio.CancelledError:
             cancelled = True
-    if cancelled:
-        await end_tasks([doing])  # it has ended; its error, if it has one, is dropped
-        raise asyncio.CancelledError
-    return doing.result()
+    return cancelled
 
 
 async def to_its_end(work: Coroutine[Any, Any, T], under_way: set[asyncio.Task[Any]]) -> T:

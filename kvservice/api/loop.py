@@ -10,7 +10,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from kvservice.aio import end_tasks
+from kvservice.aio import end_tasks, ended
 from kvservice.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class GivenWork:
     """Work for a caller on another thread, who may be interrupted at any moment: also before he knows its future."""
 
     def __init__(self) -> None:
-        self.ended = threading.Event()
+        self.ended = concurrent.futures.Future[None]()
         self._task: asyncio.Task[Any] | None = None
         self._is_given_up = False
 
@@ -37,7 +37,8 @@ class GivenWork:
 
     def end(self) -> None:
         self._task = None  # its result would live as long as the error of a caller who gave up
-        self.ended.set()
+        if not self.ended.done():
+            self.ended.set_result(None)
 
     def give_up(self) -> None:
         """Cancel the work. It may not have begun, or not have been submitted: then it never does."""
@@ -49,7 +50,7 @@ class GivenWork:
 
     def _end_unbegun(self) -> None:
         if self._task is None:
-            self.ended.set()
+            self.end()
 
 
 class LoopThread:
@@ -108,10 +109,10 @@ class LoopThread:
         try:
             return self.submit(work, given).result()
         except BaseException:
-            if self.is_usable and not given.ended.is_set():
+            if self.is_usable and not given.ended.done():
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(given.give_up)
-                    given.ended.wait(END_SECONDS)
+                    concurrent.futures.wait([given.ended], END_SECONDS)
             raise
 
     def wait_for_end(self, work: Coroutine[Any, Any, None]) -> None:
@@ -126,7 +127,7 @@ class LoopThread:
         try:
             return await asyncio.wrap_future(self.submit(work, given))
         except asyncio.CancelledError:
-            await asyncio.to_thread(given.ended.wait, END_SECONDS)
+            await ended(asyncio.ensure_future(asyncio.wait([asyncio.wrap_future(given.ended)], timeout=END_SECONDS)))
             raise
 
     def stop(self) -> None:

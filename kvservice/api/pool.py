@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from kvservice.aio import in_thread
+from kvservice.aio import DaemonThreads, in_thread
 from kvservice.api.attached import AttachedModel, PutResult, Verify
 from kvservice.api.explanation import RequestExplanation
 from kvservice.api.hit import Hit
@@ -335,7 +335,8 @@ class AsyncPool(PoolFace):
         """See Pool.close."""
         with contextlib.suppress(InvalidRequest):  # closed meanwhile
             await self._thread.loop.wait_async(self._thread.close())
-        await in_thread(self._thread.loop.stop)  # it waits for calls that other threads make for the pool
+        # It waits for calls that other threads make for the pool. The threads of the program may all be busy.
+        await in_thread(self._thread.loop.stop, DaemonThreads("kvservice-close"))
 
     async def __aenter__(self) -> AsyncPool:
         return self

@@ -87,16 +87,41 @@ async def test_work_that_is_given_up_ends_before_its_caller_goes_on() -> None:
             began.set()
             await asyncio.sleep(60)
         finally:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
             ended.append("let go")
 
     waiting = asyncio.create_task(thread.wait_async(hold()))
     await asyncio.to_thread(began.wait, 10)
     waiting.cancel()
+    await asyncio.sleep(0.05)
+    waiting.cancel()  # also who is told so twice
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert ended == ["let go"]
     thread.stop()
+
+
+async def test_a_busy_program_cancels_and_closes_at_once() -> None:
+    """Each needed a thread of the program's own, which may wait for the very task that is cancelled."""
+    loop, free, began = asyncio.get_running_loop(), threading.Event(), threading.Event()
+    busy = [loop.run_in_executor(None, free.wait, 60) for _ in range(64)]
+    try:
+        pool = await kvservice.connect_async("embedded", memory="8MiB")
+
+        async def hold() -> None:
+            began.set()
+            await asyncio.sleep(60)
+
+        waiting = asyncio.create_task(pool._thread.loop.wait_async(hold()))
+        while not began.is_set():
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        closing = asyncio.create_task(pool.close())
+        await asyncio.wait([waiting, closing], timeout=20)
+        assert waiting.cancelled() and closing.done()
+    finally:
+        free.set()
+        await asyncio.wait(busy)
 
 
 @pytest.mark.parametrize("layout", [None, (16, 4096)])
