@@ -34,7 +34,8 @@ class PoolPort(Protocol):
 
         When the connection ends without `detach`, `on_lost(reason)` is called on the loop, at most once for each
         attachment. The attachment, its leases and its reservations are then void, and the engine may attach again with
-        the same engine id. Raises FingerprintMismatch, UnsupportedLayout, Exhausted or Unavailable.
+        the same engine id. Who cancels it is not attached. Raises FingerprintMismatch, UnsupportedLayout, Exhausted or
+        Unavailable.
         """
         ...
 

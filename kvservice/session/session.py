@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvservice.aio import is_set_within
+from kvservice.aio import is_set_within, within
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -103,6 +103,7 @@ class Session:
         self._ledger = Ledger()  # what each heartbeat states
         self._attachment: Attachment | None = None
         self._attempts = 0  # attempts to attach
+        self._attaching: asyncio.Future[Attachment] | None = None  # the last one; `stop` ends it
         self._pool: PoolPort | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
@@ -259,7 +260,8 @@ class Session:
                 self._report_failure(error)
                 delay = REFUSED_RETRY_SECONDS if isinstance(error, Refused) else min(delay * 2, RETRY_SECONDS_MAX)
             except Exception as error:  # thread boundary: the next attempt may succeed
-                self._report_failure(KVServiceError(f"unexpected {type(error).__name__}: {error}"))
+                if not self._stopping:  # `stop` ends an attempt
+                    self._report_failure(KVServiceError(f"unexpected {type(error).__name__}: {error}"))
                 log.debug("session_failed", exc_info=True)
                 delay = RETRY_SECONDS_MAX
             self._attempted()
@@ -285,11 +287,12 @@ class Session:
             if self._losses is not lost:  # the end of an earlier attachment, heard of late
                 return
             self._forget()
-            if self._wake is not None:
-                self._wake.set()
+            self._poke()
 
         self._attempts += 1
-        attachment = await self._pool.attach(replace(self._spec, attempt=self._attempts), on_lost)
+        spec = replace(self._spec, attempt=self._attempts)
+        self._attaching = asyncio.ensure_future(self._pool.attach(spec, on_lost))
+        attachment = await within(None, self._attaching)
         with self._lock:
             self._attachment = attachment
         self.failure = None
@@ -556,6 +559,8 @@ class Session:
 
     def _look(self) -> None:
         assert self._wake is not None
+        if self._stopping and self._attaching is not None:  # a shard that hangs would keep it for seconds
+            self._attaching.cancel()
         self._is_poked = False  # before it looks, so that what comes from here on wakes it again
         for kind, attachment, values in self._outbox.take():
             if kind is Parcel.SEAL:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -278,10 +281,9 @@ async def test_an_attach_that_is_cancelled_leaves_nothing_attached(monkeypatch: 
     attach, began = PoolRuntime.attach, threading.Event()
 
     async def slow(self: PoolRuntime, *arguments: Any) -> Attachment:
-        made = await attach(self, *arguments)
         began.set()
         await asyncio.sleep(0.05)
-        return made
+        return await attach(self, *arguments)
 
     async with await kvservice.connect_async("embedded", memory="8MiB") as pool:
         monkeypatch.setattr(PoolRuntime, "attach", slow)
@@ -292,6 +294,23 @@ async def test_an_attach_that_is_cancelled_leaves_nothing_attached(monkeypatch: 
         monkeypatch.undo()
         async with await pool.attach("m", Layout(4, (5,))) as other:  # the model is nobody's
             assert other.is_attached
+
+
+async def test_an_attach_to_a_shard_that_hangs_is_cancelled_at_once(tmp_path: Path) -> None:
+    """It went on for the ten seconds in which the shard may answer."""
+    with socket.socket(socket.AF_UNIX) as shard, contextlib.ExitStack() as callers:
+        shard.bind(str(tmp_path / "shard.sock"))
+        shard.listen()
+        shard.setblocking(False)
+        loop, heard = asyncio.get_running_loop(), b""
+        async with await kvservice.connect_async("service", socket=tmp_path / "shard.sock") as pool:
+            attaching = asyncio.create_task(pool.attach("m", Layout(4, (3,))))
+            while not heard:  # others only look whether somebody listens
+                caller = callers.enter_context((await loop.sock_accept(shard))[0])
+                heard = await loop.sock_recv(caller, 1)
+            attaching.cancel()
+            await asyncio.wait([attaching], timeout=5)
+            assert attaching.cancelled()
 
 
 async def test_an_attach_that_is_cancelled_as_it_ends_leaves_nothing() -> None:
