@@ -114,6 +114,8 @@ class TierFolder:
         """Others may own the folder from now on."""
         os.close(self.descriptor)
         if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked child has it too, and may run on for long
             os.close(self._lock)
 
     def names(self, folder: str) -> list[str]:

@@ -6,6 +6,8 @@ import errno
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -36,7 +38,7 @@ from kvservice.testing.tier_contract import (
     some,
 )
 from kvservice.tier.base import TierWrite, WriteResult
-from kvservice.tier.block_files import name_of, remove_blocks
+from kvservice.tier.block_files import TierFolder, name_of, remove_blocks
 from kvservice.tier.disk import SUCCEED_SECONDS, DiskTier
 from kvservice.tier.disk_io import DiskIO, FileWay
 from kvservice.tier.file_io import VectoredIO
@@ -301,6 +303,17 @@ def test_a_full_disk_is_told_until_the_pool_tries_it_again(tmp_path: Path, monke
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert not tier.write_trouble()
     started.close()
+
+
+def test_a_folder_is_free_while_a_forked_child_runs_on(tmp_path: Path) -> None:
+    """The child has the parent's descriptors, and the parent could not open its own folder again."""
+    folder = TierFolder(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[folder._lock])
+    try:
+        folder.close()
+        TierFolder(tmp_path).close()
+    finally:
+        child.communicate(b"\n")
 
 
 def test_one_process_owns_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
