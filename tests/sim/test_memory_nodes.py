@@ -19,8 +19,8 @@ MUTANTS = (
     Mutant(
         "a block that is offered is not offered again",
         SPILL,
-        "known = decided or block.key in self._waiting or self._is_offered(block.key)\n",
-        "known = decided or block.key in self._waiting\n",
+        " or key in self._waiting or self._is_offered(key)\n",
+        " or key in self._waiting\n",
         seed=16,
     ),
     Mutant(

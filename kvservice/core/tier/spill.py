@@ -80,14 +80,21 @@ class Spill:
 
     def put(self, block: Block, now: float) -> None:
         """Queue a cold block, unless a receiver has decided on it, or nobody accepts blocks."""
-        decided = now < (self._decided.get(block.key) or 0.0)
-        known = decided or block.key in self._waiting or self._is_offered(block.key)
-        if known or (not self._receivers and now < self._ask_at):
+        if self._is_known(block.key, now) or (not self._receivers and now < self._ask_at):
             return
         if len(self._waiting) >= QUEUE_MAX:
             self._counters["spill_blocks_dropped"] += 1
             return
         self._waiting[block.key] = None
+
+    def count_lost(self, key: BlockKey, now: float) -> None:
+        """A block makes room here before it was queued, although somebody accepts blocks. One that waits is counted
+        when its turn comes."""
+        if self._receivers and not self._is_known(key, now):
+            self._counters["spill_blocks_evicted"] += 1
+
+    def _is_known(self, key: BlockKey, now: float) -> bool:
+        return now < (self._decided.get(key) or 0.0) or key in self._waiting or self._is_offered(key)
 
     def left_memory(self, key: BlockKey) -> None:
         """A block was evicted here. If it is ever computed again, the receiver has lost it, too."""

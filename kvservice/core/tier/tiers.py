@@ -101,7 +101,7 @@ class Tiers:
             self._tiers[each.name] = _Tier(each, tier_holder(each.name), WriteQueue(shard.geometry.slabs_bytes), books)
         self._of_holder = {tier.holder.node_id: tier for tier in self._tiers.values()}
         self._moments = {tier.rules.write for tier in self._tiers.values()}
-        if WriteMoment.EVICTED in self._moments:
+        if WriteMoment.EVICTED in self._moments or self.spill.is_on:
             self._store.on_evict = self._count_lost
         self.hears_uses = WriteMoment.REUSED in self._moments  # else nobody needs to call `used`
         self._own = [tier.books for tier in self._tiers.values() if tier.books is not None]
@@ -277,6 +277,7 @@ class Tiers:
         for tier in self._tiers.values():
             if tier.rules.write is WriteMoment.EVICTED and tier.takes(now) and not tier.has(block.key):
                 self._count(tier, "dropped_evicted")
+        self.spill.count_lost(block.key, now)
 
     def _prepare(self, tier: _Tier, key: BlockKey) -> Item | None:
         """Make room in the tier and pin the block in memory. None: it is not written."""

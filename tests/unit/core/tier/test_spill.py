@@ -126,6 +126,19 @@ def test_an_offered_block_is_evicted_when_room_is_needed(sender: Sender) -> None
     assert sender.count("spill_blocks_evicted") > 0, "what waited is gone"
 
 
+def test_all_that_is_lost_between_looks_of_the_cleaner_counts(sender: Sender) -> None:
+    """32 blocks fit into memory. Nobody looked at the second and third prompt before the next one came."""
+    engine = sender.fill()
+    sender.find(peer())
+    assert len(sender.take_all()) == 30
+    chains = [make_chain(30, f"prompt {number}") for number in range(3)]
+    for chain in chains:
+        sender.store(engine, chain)
+    held = sender.keys_held()
+    lost = sum(key not in held for chain in chains for key in chain)
+    assert sender.count("spill_blocks_evicted") == lost > 30
+
+
 def test_a_block_computed_again_is_offered_again(sender: Sender) -> None:
     engine = sender.fill()
     sender.find(peer())
