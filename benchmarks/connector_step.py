@@ -58,6 +58,8 @@ class Pins:
 class Request:
     """What the connector reads of vLLM's request, and its block ids."""
 
+    lora_request = None
+
     def __init__(self, number: int, begin: int, total_blocks: int) -> None:
         self.request_id = f"cmpl-{number:08d}"
         self.all_hashes = [f"{number:07d}-{i:08d}".encode().ljust(32) for i in range(total_blocks)]

@@ -1,0 +1,23 @@
+"""The connector still reads of a request what the benchmark's requests have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.connector_step import BLOCK, Engine
+
+REQUESTS = 4
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine(REQUESTS, "one in 16")
+    yield made
+    made.close()
+
+
+def test_each_request_stores_a_block_in_every_block_of_steps(engine: Engine) -> None:
+    planned = [engine.step(number)[2] for number in range(BLOCK)]
+    assert sum(planned) >= REQUESTS
