@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -101,7 +101,8 @@ class Tiers:
             self._tiers[each.name] = _Tier(each, tier_holder(each.name), WriteQueue(shard.geometry.slabs_bytes), books)
         self._of_holder = {tier.holder.node_id: tier for tier in self._tiers.values()}
         self._moments = {tier.rules.write for tier in self._tiers.values()}
-        if WriteMoment.EVICTED in self._moments or self.spill.is_on:
+        self._cleans = WriteMoment.EVICTED in self._moments or self.spill.is_on
+        if self._cleans:
             self._store.on_evict = self._count_lost
         self.hears_uses = WriteMoment.REUSED in self._moments  # else nobody needs to call `used`
         self._own = [tier.books for tier in self._tiers.values() if tier.books is not None]
@@ -216,7 +217,7 @@ class Tiers:
         self._now = now
         if self._left:
             self._tell_books(now)
-        if WriteMoment.EVICTED in self._moments or self.spill.is_on:
+        if self._cleans:
             self._clean(now)
         self.spill.work(now)
         if self._holds_writes(now, is_digesting=is_digesting):
@@ -253,12 +254,17 @@ class Tiers:
             return
         self._cleaned_at = now
         coldest = [block for block in self._store.coldest(CLEAN_BLOCKS) if not block.is_secondary]
-        for tier in self._tiers.values():
-            if tier.rules.write is WriteMoment.EVICTED and tier.takes(now):
-                self._clean_into(tier, coldest)
+        for tier in self._takers_of_evicted(now):
+            self._clean_into(tier, coldest)
         for block in coldest if self.spill.is_on else ():
             if self._shard.admission.admits(block.account):
                 self.spill.put(block, now)
+
+    def _takers_of_evicted(self, now: float) -> Iterator[_Tier]:
+        """The tiers that are given what memory evicts, but those that take nothing now."""
+        for tier in self._tiers.values():
+            if tier.rules.write is WriteMoment.EVICTED and tier.takes(now):
+                yield tier
 
     def _clean_into(self, tier: _Tier, coldest: Sequence[Block]) -> None:
         """Offer no more than half of what the tier holds: if one block of the cold end evicted another from a small
@@ -274,8 +280,8 @@ class Tiers:
         """A block makes room in memory before the cleaner came to it. One that waits is counted when its turn comes."""
         if block.is_secondary or not self._shard.admission.admits(block.account):
             return
-        for tier in self._tiers.values():
-            if tier.rules.write is WriteMoment.EVICTED and tier.takes(now) and not tier.has(block.key):
+        for tier in self._takers_of_evicted(now):
+            if not tier.has(block.key):
                 self._count(tier, "dropped_evicted")
         self.spill.count_lost(block.key, now)
 
