@@ -91,10 +91,15 @@ async def ended(doing: asyncio.Future[Any]) -> bool:
 
 async def to_its_end(work: Coroutine[Any, Any, T], under_way: set[asyncio.Task[Any]]) -> T:
     """Await `work`, which goes on when the caller is cancelled. It is in `under_way` until it has ended."""
+    return await asyncio.shield(begun(work, under_way))
+
+
+def begun(work: Coroutine[Any, Any, T], under_way: set[asyncio.Task[Any]]) -> asyncio.Task[T]:
+    """A task that does `work`. It is in `under_way` until it has ended."""
     task = asyncio.create_task(work)
     under_way.add(task)
     task.add_done_callback(under_way.discard)
-    return await asyncio.shield(task)
+    return task
 
 
 async def ask_each(ask: Callable[[A], Awaitable[T]], items: Iterable[A], at_once: int) -> list[T]:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from kvservice.aio import in_thread, in_thread_to_its_end, to_its_end, within
+from kvservice.aio import begun, in_thread, in_thread_to_its_end, to_its_end, within
 from kvservice.api.arguments import name_of
 from kvservice.api.layout import Array, Layout
 from kvservice.api.mapped import Copy, MappedPool
@@ -149,10 +149,7 @@ class AttachedProgram:
 
     async def write_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a write, which ends with its caller: when that is cancelled, no thread reads its arrays any more."""
-        task = asyncio.create_task(work)
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
-        return await within(None, task)
+        return await within(None, begun(work, self._writes))
 
     async def store(
         self,
