@@ -304,7 +304,11 @@ def test_a_budget_beyond_the_shared_memory_is_said_soon(config: ServiceConfig) -
 def test_new_nodes_get_a_shard_and_lost_partitions_move(config: ServiceConfig, cluster: Cluster) -> None:
     store_at_head(cluster, chain(9, 20))
     joined = cluster.add_node(**NODE)
-    eventually(lambda: len(find_shards("rt")) == 3 and described()["complete"], "a shard on the new node")
+    eventually(
+        lambda: len(find_shards("rt")) == 3 and described()["complete"],
+        "a shard on the new node",
+        detail=lambda: ended(cluster),
+    )
     leaving = next(node for node in cluster.worker_nodes if node is not joined)
     lost = leaving.node_id
     moved = next(row for row in described()["lookup_partitions"] if row["ray_node"] == lost)
