@@ -105,7 +105,8 @@ def _map(address: int | None, length: int, protection: int, flags: int, descript
 
 
 _ended_file: list[int] = []
-_ended_lock = threading.Lock()
+# Its own thread may come again meanwhile: a signal's handler, or the garbage collector, may end another window.
+_ended_lock = threading.RLock()
 
 
 def _ended(wanted: int) -> tuple[int, int]:

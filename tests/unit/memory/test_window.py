@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -98,6 +99,23 @@ def drop_the_array_as_the_window_ends(path: str) -> None:
     assert "kvservice-ended" not in Path("/proc/self/maps").read_text()
 
 
+def end_a_window_amid_the_end_of_another(path: str) -> None:
+    """As a signal's handler may, or the garbage collector. The thread waited for itself for ever."""
+    segment, slots, opened = opened_on(path)
+    other, write = window.ReadWindow(segment, slots, MiB), os.pwrite
+    arrays = [np.frombuffer(each.buffer, np.uint8) for each in (opened, other)]
+    signal.signal(signal.SIGUSR1, lambda *_: other.close())
+
+    def interrupted(*arguments: Any) -> int:
+        signal.raise_signal(signal.SIGUSR1)
+        return write(*arguments)
+
+    os.pwrite = interrupted
+    opened.close()
+    for array in arrays:
+        check_shows_no_slot(array, segment, slots)
+
+
 @pytest.mark.parametrize("end", [end_a_window_without_mappings, end_a_window_without_files])
 def test_a_window_ends_where_the_kernel_gives_no_more(end: Callable[[str], None]) -> None:
     run_apart(end)
@@ -109,6 +127,10 @@ def test_an_ended_window_takes_few_mappings() -> None:
 
 def test_an_array_dropped_as_its_window_ends_leaves_no_mapping() -> None:
     run_apart(drop_the_array_as_the_window_ends)
+
+
+def test_a_window_may_end_amid_the_end_of_another() -> None:
+    run_apart(end_a_window_amid_the_end_of_another)
 
 
 def run_apart(work: Callable[[str], None]) -> None:
