@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import aiohttp
 
-from kvservice.aio import end_tasks, is_set_within
+from kvservice.aio import begun, end_tasks, is_set_within
 from kvservice.proxy import bodies, upstream
 from kvservice.proxy.relay import new_handoff_id
 from kvservice.proxy.servers import Role, Server, ServerFault, ServerPool
@@ -61,15 +61,10 @@ class ServerChecks:
             while True:
                 self._wake.clear()
                 for server in self._pool.due(loop.time()):
-                    self._spawn(server)
+                    begun(self._check(server), self._tasks)
                 await is_set_within(self._pool.seconds_to_next_check(loop.time()), self._wake)
         finally:
             await end_tasks(self._tasks)
-
-    def _spawn(self, server: Server) -> None:
-        task = asyncio.create_task(self._check(server))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _check(self, server: Server) -> None:
         was_healthy, slow, reason = server.healthy, False, ""

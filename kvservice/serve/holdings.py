@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from kvservice.actors import names
-from kvservice.aio import end_tasks
+from kvservice.aio import end_tasks, to_its_end
 from kvservice.auth.tls import TlsFiles, open_tls
 from kvservice.auth.token import Token
 from kvservice.client.engine_stats import EngineStatsReader, NodeEngineStats
@@ -156,10 +156,7 @@ class Holdings:
             self.counters["answers_reused"] += 1
             return known[1]
         # A caller that gives up must not cancel the call: only a call that reaches its own deadline opens the breaker.
-        call = asyncio.get_running_loop().create_task(self._ask(self._lookup, name, keys, timeout))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        return await asyncio.shield(call)
+        return await to_its_end(self._ask(self._lookup, name, keys, timeout), self._calls)
 
     def warm(self, node: NodeId, fingerprint: bytes, keys: Sequence[BlockKey]) -> None:
         """Let this node fetch these blocks before an engine asks for them. Returns at once."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from kvservice.actors import names
-from kvservice.aio import within
+from kvservice.aio import begun, within
 from kvservice.breaker import Breaker
 from kvservice.config import REQUEST_TRIES
 from kvservice.connector.scheduler.handoff import NAME, OF_HANDOFFS, VERSION
@@ -214,16 +214,11 @@ class DecodeServer(EndsWithItsEngine, PDDecodeServer):  # type: ignore[misc]
                 prefill = backend.prepare_prefill_request(request=request, peer=peer)
                 answer = call.dispatch(selection, prefill, raw_request_info)
                 sent_to.set_result(selection.replica_id)
-                self._keep(_drain(answer, stack.pop_all()))
+                # By itself: the client does not wait for a prefill that its answer did not need.
+                begun(_drain(answer, stack.pop_all()), _DRAINING)
             decode = backend.prepare_decode_request(request=request, peer=peer, prefill_response=None)
             async for chunk in await getattr(super(PDOrchestratorMixin, self), method)(decode, raw_request_info):
                 yield chunk
-
-    def _keep(self, draining: Coroutine[Any, Any, None]) -> None:
-        """Let it go on by itself: the client does not wait for a prefill that its answer did not need."""
-        task = asyncio.get_running_loop().create_task(draining)
-        _DRAINING.add(task)
-        task.add_done_callback(_DRAINING.discard)
 
     def _prefill_for(self, raw_request_info: Any) -> Any:
         """The prefill handle, with the adapter and the session of this request."""

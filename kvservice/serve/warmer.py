@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
-from kvservice.aio import end_tasks
+from kvservice.aio import begun, end_tasks
 from kvservice.auth.tls import TlsFiles
 from kvservice.auth.token import Token
 from kvservice.client.operator import OperatorClient
@@ -38,9 +38,7 @@ class Warmer:
             self.counters["warms_left_out"] += 1
             return
         request = WarmRequest(fingerprint, tuple(keys), WARM_SECONDS, self._hold_seconds)
-        task = asyncio.get_running_loop().create_task(self._warm(address, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        begun(self._warm(address, request), self._tasks)
 
     async def _warm(self, address: str, request: WarmRequest) -> None:
         try:

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvservice.aio import is_set_within, within
+from kvservice.aio import begun, is_set_within, within
 from kvservice.core.messages import (
     AcquireRequest,
     AcquireResult,
@@ -337,7 +337,7 @@ class Session:
             if self._loop.time() >= renew_at or (has_news and self._loop.time() >= report_at):
                 report_at = self._loop.time() + REPORT_SECONDS
                 renew_at = self._loop.time() + period
-                self._spawn(self._renew(attachment))
+                begun(self._renew(attachment), self._background)
             await is_set_within(min(TICK_SECONDS, max(renew_at - self._loop.time(), 0.01)), self._wake)
         if self._reports and not lost:  # of requests that ended just before the engine
             await self._renew(attachment)
@@ -427,11 +427,8 @@ class Session:
             self.counters["seal_dropped"] += len(items)
             self._removals.add(item.key for item in items)
             return
-        sealing = asyncio.ensure_future(self.store(attachment, items))
-        self._seals.add(sealing)
-        sealing.add_done_callback(self._seals.discard)
         try:
-            statuses = await sealing
+            statuses = await begun(self.store(attachment, items), self._seals)
         except KVServiceError as error:
             self.counters["seal_failed"] += len(items)
             self._removals.add(item.key for item in items)
@@ -544,12 +541,7 @@ class Session:
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Start this behind what was put into the outbox before it."""
         self._look()
-        self._spawn(work)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        begun(work, self._background)
 
     def _poke(self) -> None:
         """Let the loop look after its outbox and its stock: once, however often it is told before it looks."""
@@ -564,9 +556,10 @@ class Session:
         self._is_poked = False  # before it looks, so that what comes from here on wakes it again
         for kind, attachment, values in self._outbox.take():
             if kind is Parcel.SEAL:
-                self._spawn(self._seal(attachment, values))
+                call = self._seal(attachment, values)
             else:
-                self._spawn(self._with_pool(attachment, kind.value, giving_back(kind, attachment, values)))
+                call = self._with_pool(attachment, kind.value, giving_back(kind, attachment, values))
+            begun(call, self._background)
         self._wake.set()
 
     async def _pause(self, seconds: float) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from kvservice.aio import end_tasks, is_set_within
+from kvservice.aio import begun, end_tasks, is_set_within
 from kvservice.auth.authenticator import Authenticator, account_of
 from kvservice.auth.tenants import METADATA_KEY
 from kvservice.client.engine_link import SILENCE_SECONDS
@@ -458,10 +458,7 @@ class _Connection(asyncio.BufferedProtocol):
             except Exception:  # noqa: BLE001  mailbox boundary, as in _serve
                 self.failed(frame.call, kind)
 
-        task = asyncio.get_running_loop().create_task(run())
-        self.calls[frame.call] = task
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.calls[frame.call] = begun(run(), self.tasks)
 
     # -- answers ----
 

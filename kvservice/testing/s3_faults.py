@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 
-from kvservice.aio import end_tasks
+from kvservice.aio import begun, end_tasks
 
 _SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your rate.</Message></Error>"
 
@@ -78,9 +78,7 @@ class FaultyStore:
         self._loop.close()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = self._loop.create_task(self._serve(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        begun(self._serve(reader, writer), self._tasks)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvservice.aio import in_thread
+from kvservice.aio import begun, in_thread
 from kvservice.api.layout import Layout
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
@@ -343,9 +343,7 @@ class PooledObjects:
                 await self._thread.detach(program)
 
         self.counters["layout_left"] += 1
-        task = asyncio.create_task(leave())
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        begun(leave(), self._leaving)
 
     def _count_misses(self, reason: str, count: int) -> None:
         if count:
