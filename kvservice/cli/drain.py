@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 
 import grpc
+import typer
 
-from kvservice.cli.output import Format, console, write
+from kvservice.cli.exits import say_wrong
+from kvservice.cli.output import Format, write
 from kvservice.cli.progress import Progress
 from kvservice.errors import ConfigError, Forbidden, NoService, Unauthenticated
-from kvservice.units import counted, format_bytes
+from kvservice.units import counted, format_bytes, printable
 
 POLL_SECONDS = 0.2  # Between two questions for the progress that is shown.
 # For one RPC. A drain answers at once; without an answer the shard is asked again until its time is over.
@@ -71,7 +73,7 @@ def run(
                 time.sleep(POLL_SECONDS)
     _write(chosen, form)
     for one in chosen:
-        console(stderr=True).print(_result_line(one, handover), soft_wrap=True)
+        _say(_result_line(one, handover), is_wrong=bool(one.error))
     return not any(one.error for one in chosen)
 
 
@@ -171,11 +173,19 @@ def _undo(chosen: list[Drained], form: Format) -> bool:
         except grpc.RpcError as error:
             _failed(one, error)
         stays = one.phase == "serving"
-        console(stderr=True).print(
-            f"node {one.node} " + ("serves again" if stays else f"cannot stay: {one.error or one.phase}")
-        )
+        what = "serves again" if stays else f"cannot stay: {one.error or one.phase}"
+        _say(f"node {one.node} {what}", is_wrong=not stays)
     _write(chosen, form)
     return all(one.phase == "serving" for one in chosen)
+
+
+def _say(line: str, *, is_wrong: bool) -> None:
+    """Print it to stderr. It has words of other processes, which are no markup."""
+    line = printable(line)
+    if is_wrong:
+        say_wrong(line)
+    else:
+        typer.echo(line, err=True)
 
 
 def _progress_line(one: Drained) -> str:
@@ -188,7 +198,7 @@ def _progress_line(one: Drained) -> str:
 
 def _result_line(one: Drained, handover: bool) -> str:
     if one.error:
-        return f"[red]node {one.node} did not leave:[/] {one.error}"
+        return f"node {one.node} did not leave: {one.error}"
     progress = one.progress
     if not progress["blocks_total"]:
         return f"node {one.node} left; it held no blocks"

@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import typer
 
 from kvservice.cli.extras import how_to_install
-from kvservice.cli.output import console as new_console
 from kvservice.cli.progress import Progress
 from kvservice.errors import ConfigError, NoService, ServiceConflict, Unavailable
 from kvservice.units import counted, format_bytes
@@ -60,13 +59,12 @@ def up(config: Any, address: str | None) -> None:
         ) from error
 
     logs.configure(level=logging.WARNING)
-    console = new_console(stderr=True)
-    started_ray = _connect_or_start(config.service, address, console)
-    _tell_of_access(config.service, console, started=started_ray)
+    started_ray = _connect_or_start(config.service, address)
+    _tell_of_access(config.service, started=started_ray)
     handle: deploy.ServiceHandle | None = None
     try:
         if not started_ray and deploy.find(config.service) is not None:
-            console.print(f"service '{config.service}' runs already")
+            _say(f"service '{config.service}' runs already")
         with Progress("starting") as progress:
             progress.update("the supervisor")
             handle = deploy.up(config)
@@ -84,35 +82,38 @@ def up(config: Any, address: str | None) -> None:
             state = handle.wait_complete(on_progress=tell)
     except BaseException:
         if started_ray or (handle is not None and handle.started):
-            console.print("the service is not complete; stopping what was started")
+            _say("the service is not complete; stopping what was started")
             deploy.down(config.service, keep_blocks=True)
         if started_ray:
             _stop_head(ray_auth.head_record(config.service))
         raise
-    console.print(
+    _say(
         f"service '{config.service}' runs: {counted(len(state['shards']), 'cache shard')} of "
         f"{format_bytes(config.pool_bytes)} in /dev/shm, {counted(len(state['lookup_partitions']), 'lookup partition')}"
-        ". Engines on these nodes find it by themselves; see `kvservice status`.",
-        soft_wrap=True,
+        ". Engines on these nodes find it by themselves; see `kvservice status`."
     )
-    _tell_where(config, console)
+    _tell_where(config)
     if not config.tls_dir and not config.allow_plaintext:
-        console.print(
+        _say(
             "There are no certificates, so it listens on Unix sockets. Machines that join later get no shard until it "
-            "is started with KVSERVICE_TLS_DIR (`kvservice certs DIR`).",
-            soft_wrap=True,
+            "is started with KVSERVICE_TLS_DIR (`kvservice certs DIR`)."
         )
 
 
-def _tell_where(config: Any, console: Console) -> None:
+def _say(text: str) -> None:
+    """Print it to stderr, as it is: it has paths and words of others, which are no markup."""
+    typer.echo(text, err=True)
+
+
+def _tell_where(config: Any) -> None:
     """Say where the logs of this machine's shards are, and whether there are metrics."""
     from kvservice.discovery import find_shards
 
     for record in find_shards(config.service, config.runtime_root):
         if record.log:
-            console.print(f"logs of node {record.node_id}: {record.log} (`kvservice logs`)", soft_wrap=True)
+            _say(f"logs of node {record.node_id}: {record.log} (`kvservice logs`)")
     port = config.metrics_port
-    console.print(f"metrics: port {port} of each node" if port else "metrics: off; --metrics-port turns them on")
+    _say(f"metrics: port {port} of each node" if port else "metrics: off; --metrics-port turns them on")
 
 
 def down(service: str, address: str | None, *, keep_blocks: bool = False, disk_path: str = "") -> None:
@@ -126,17 +127,16 @@ def down(service: str, address: str | None, *, keep_blocks: bool = False, disk_p
     from kvservice.observe import logs
 
     logs.configure(level=logging.WARNING)
-    console = new_console(stderr=True)
     # A Ray of somebody else that does not answer would keep this waiting for minutes.
     on_ray = address is not None or not _is_without_ray(service)
     found, stopped, no_ray = _stop_on_ray(service, address, keep_blocks=keep_blocks) if on_ray else (False, False, "")
     alone = [] if stopped else [record for record in find_shards(service, live_only=False) if is_running(record)]
     if no_ray and not alone:
-        console.print(no_ray, soft_wrap=True)
+        _say(no_ray)
     removed, owned = remove_dead(service, [record.node_id for record in alone], keep_memory=keep_blocks)
     removed += [] if alone else remove_leftovers(service, [])
     for path in removed:
-        console.print(f"removed {path}, which an earlier service left behind", soft_wrap=True)
+        _say(f"removed {path}, which an earlier service left behind")
     if alone:
         processes = ", ".join(f"node {record.node_id} as pid {record.pid}" for record in alone)
         pids = " ".join(str(record.pid) for record in alone)
@@ -147,22 +147,22 @@ def down(service: str, address: str | None, *, keep_blocks: bool = False, disk_p
     if owned and not stopped:
         raise Unavailable(f"service {service!r} is starting or ending: a process has {owned[0]}; try again in a moment")
     if disk_path and not keep_blocks:
-        removed += _remove_blocks(Path(disk_path) / service, console)
+        removed += _remove_blocks(Path(disk_path) / service)
     found = found or bool(removed)
     others = services_here()
     there = f"; there is {', '.join(others)}; name it with --service" if others else ""
     if not found:
         raise NoService(f"there is no service '{service}'{there}")
-    console.print(f"service '{service}' is down")
+    _say(f"service '{service}' is down")
 
 
-def _remove_blocks(folder: Path, console: Console) -> list[Path]:
+def _remove_blocks(folder: Path) -> list[Path]:
     """Remove what disk tiers of the service left in this folder. Returns the folders of their nodes."""
     from kvservice.tier.block_files import LOCK_NAME, remove_blocks
 
     removed = [node for node in sorted(folder.glob("*")) if (node / LOCK_NAME).exists()]
     for node in removed:
-        console.print(f"removed {counted(remove_blocks(node), 'block')} on disk from {node}")
+        _say(f"removed {counted(remove_blocks(node), 'block')} on disk from {node}")
     with contextlib.suppress(OSError):  # it is not there, or holds something else
         folder.rmdir()
     return removed
@@ -232,10 +232,9 @@ async def _foreground(config: Any) -> None:
     tracing.start(config.traces, "kvservice", service=config.service)
 
     def tell(_: object) -> None:
-        new_console(stderr=True).print(
+        _say(
             f"service '{config.service}' runs on this machine, with {format_bytes(config.pool_bytes)} in /dev/shm; "
-            "engines here find it by themselves; see `kvservice status`. Its logs follow; Ctrl-C stops it",
-            soft_wrap=True,
+            "engines here find it by themselves; see `kvservice status`. Its logs follow; Ctrl-C stops it"
         )
 
     try:
@@ -254,7 +253,7 @@ async def _foreground(config: Any) -> None:
         await asyncio.to_thread(tracing.stop)
 
 
-def _connect_or_start(service: str, address: str | None, console: Console) -> bool:
+def _connect_or_start(service: str, address: str | None) -> bool:
     """Join a cluster, or start one. Returns whether one was started."""
     from kvservice.actors import deploy, ray_auth
 
@@ -264,9 +263,9 @@ def _connect_or_start(service: str, address: str | None, console: Console) -> bo
     try:
         deploy.connect(_recorded_address(ray_auth.head_record(service)))
     except Unavailable:
-        console.print("there is no Ray cluster on this machine; starting a local one, which `kvservice down` stops")
+        _say("there is no Ray cluster on this machine; starting a local one, which `kvservice down` stops")
         try:
-            deploy.connect(_start_head(service, console))
+            deploy.connect(_start_head(service))
         except BaseException as error:  # Ctrl-C, too: Ray is in a session of its own and does not hear of it
             _stop_head(ray_auth.head_record(service), keep_log=isinstance(error, Unavailable))
             raise
@@ -274,7 +273,7 @@ def _connect_or_start(service: str, address: str | None, console: Console) -> bo
     return False
 
 
-def _start_head(service: str, console: Console) -> str:
+def _start_head(service: str) -> str:
     """Run `ray start --head` in a session of its own. Returns its address. Blocks."""
     from ray.util import get_node_ip_address
 
@@ -285,7 +284,7 @@ def _start_head(service: str, console: Console) -> str:
     make_directory(record.parent)
     host = get_node_ip_address()
     auth = ray_auth.of_new_cluster(record.with_suffix(".token"))
-    tls_dir = _certificates_for_ray(record.with_suffix(".tls"), host, console)
+    tls_dir = _certificates_for_ray(record.with_suffix(".tls"), host)
     tls = {} if tls_dir is None else ray_auth.tls_variables(tls_dir)
     environment = {**_RAY_DEFAULTS, **os.environ, **auth, **tls}
     words = record.with_suffix(".log")
@@ -325,7 +324,7 @@ def _start_head(service: str, console: Console) -> str:
     raise Unavailable(f"a local Ray did not start; its output is in {words}")
 
 
-def _certificates_for_ray(directory: Path, host: str, console: Console) -> Path | None:
+def _certificates_for_ray(directory: Path, host: str) -> Path | None:
     """The folder of certificates for the new Ray. None if the user has set Ray's TLS, or if certificates cannot be
     made."""
     from kvservice.actors import ray_auth
@@ -336,7 +335,7 @@ def _certificates_for_ray(directory: Path, host: str, console: Console) -> Path 
     try:
         certs.for_ray(directory, host)
     except ConfigError as error:
-        console.print(f"warning: this Ray will have a token, but no TLS: {error.message}", soft_wrap=True)
+        _say(f"warning: this Ray will have a token, but no TLS: {error.message}")
         return None
     return directory
 
@@ -370,7 +369,7 @@ def _is_ray(pid: int) -> bool:
     return b"start" in words and b"--head" in words
 
 
-def _tell_of_access(service: str, console: Console, *, started: bool) -> None:
+def _tell_of_access(service: str, *, started: bool) -> None:
     from kvservice.actors import ray_auth
 
     head = ray_auth.read_head(ray_auth.head_record(service))
@@ -380,17 +379,11 @@ def _tell_of_access(service: str, console: Console, *, started: bool) -> None:
     if started and variables:
         asked = " and ".join(word for word, given in (("a token", token_path), ("TLS", tls_dir)) if given)
         lines = "".join(f"\n  export {name}={value}" for name, value in variables.items())
-        console.print(
-            f"This Ray asks for {asked}, which kvservice's own commands find. Your programs that join it need{lines}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        _say(f"This Ray asks for {asked}, which kvservice's own commands find. Your programs that join it need{lines}")
     elif not started and not ray_auth.asks_for_token():
-        console.print(
+        _say(
             "warning: this Ray cluster asks for no token, so anyone who reaches its ports can run code on it; start "
-            f"Ray with {ray_auth.MODE}=token and {ray_auth.TOKEN_PATH} on every node (docs/security.md)",
-            highlight=False,
-            soft_wrap=True,
+            f"Ray with {ray_auth.MODE}=token and {ray_auth.TOKEN_PATH} on every node (docs/security.md)"
         )
 
 

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from kvservice.cli.lifecycle import _remove_blocks
 from kvservice.config import ServiceConfig
@@ -200,8 +199,15 @@ def test_down_removes_what_nodes_of_this_machine_left(tmp_path: Path, capsys: py
         tier.write(some(1))
         tier.close()
     (tmp_path / "prod" / "n0.names").touch()
-    removed = _remove_blocks(tmp_path / "prod", Console(file=sys.stdout, width=200))
+    removed = _remove_blocks(tmp_path / "prod")
     assert removed == [tmp_path / "prod" / "n0", tmp_path / "prod" / "n1"]
-    assert f"removed 1 block on disk from {tmp_path / 'prod' / 'n0'}" in capsys.readouterr().out
+    assert f"removed 1 block on disk from {tmp_path / 'prod' / 'n0'}" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
-    assert _remove_blocks(tmp_path / "prod", Console()) == []
+    assert _remove_blocks(tmp_path / "prod") == []
+
+
+def test_down_says_the_name_of_a_folder_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What stands in brackets was taken for markup, and left out."""
+    StartedTier(DiskTier(tmp_path / "[ssd]" / "n0")).close()
+    assert _remove_blocks(tmp_path / "[ssd]") == [tmp_path / "[ssd]" / "n0"]
+    assert f"from {tmp_path}/[ssd]/n0\n" in capsys.readouterr().err
