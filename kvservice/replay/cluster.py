@@ -63,10 +63,10 @@ class ReplayOutcome:
     evicted: int
     busiest_share: float  # prompt blocks of the busiest node divided by the mean
     first_token_seconds: float  # mean
-    disk_hits: int = 0
-    objects_hits: int = 0
-    disk_written: int = 0
-    objects_written: int = 0
+    disk_hits: int
+    objects_hits: int
+    disk_written: int
+    objects_written: int
 
     @property
     def hit_rate(self) -> float:

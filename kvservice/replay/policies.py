@@ -9,8 +9,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 
 from kvservice.core.block.tenants import NOBODY
-from kvservice.core.store.eviction import EvictionPolicy, LeafFirstLru
-from kvservice.core.store.worth import GuardedWorth
+from kvservice.core.store.eviction import POLICIES as OURS
+from kvservice.core.store.eviction import EvictionPolicy
 from kvservice.units import BlockKey
 
 
@@ -169,9 +169,4 @@ class S3Fifo(_Flat):
                 self._evicted.popitem(last=False)
 
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "default": GuardedWorth,
-    "lru": LeafFirstLru,
-    "plain-lru": PlainLru,
-    "s3-fifo": S3Fifo,
-}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {**OURS, "plain-lru": PlainLru, "s3-fifo": S3Fifo}

@@ -186,11 +186,11 @@ def _play_here(run: ReplayRun) -> dict[str, float]:
     return play(trace, run, plan)
 
 
-def choices(trace: Trace, machine: Machine, speeds: Sequence[float] = LINK_SPEEDS) -> list[dict[str, float]]:
+def choices(trace: Trace, machine: Machine) -> list[dict[str, float]]:
     """Compare fetch or recompute with the oracle, one row per link speed."""
     prefixes = known_prefixes(trace)
     rows: list[dict[str, float]] = []
-    for speed in speeds:
+    for speed in LINK_SPEEDS:
         found = compare_choices(
             prefixes,
             speed,
