@@ -43,8 +43,8 @@ def unfinished(marks: Sequence[Mark], used_at: float, wall: float) -> list[Mark]
 
 
 def missed(marks: Sequence[Mark], known: Set[Mark], wall: float) -> tuple[list[Mark], list[Mark]]:
-    """(those of these marks that a node takes over, those that are ahead of its clock). It knows some, and now it is
-    `wall`. Of a mark that a later one repeats it takes the later one, and none if it knows that."""
+    """(the marks that a node takes over, those that are ahead of its clock). `known` are those that it has, and `wall`
+    is its time now. Where a later mark repeats an earlier one, it takes only the later, and neither if it has that."""
     ahead = [mark for mark in marks if mark not in known and mark.at >= wall + FUTURE_SECONDS_MAX]
     told = without_repeated([*known, *(mark for mark in dict.fromkeys(marks) if mark not in ahead)])
     return [mark for mark in told if mark not in known and mark.at > wall - MARK_SECONDS], ahead

@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 
 class NewestWrite(Generic[T]):
-    """One write after the other, and never of what was there before: a thread that hung may go on much later."""
+    """Writes one after the other, each the newest value: a thread that hung may go on much later, and must not write
+    what was there before."""
 
     def __init__(self, write: Callable[[T], None], thread_name: str) -> None:
         """`write` blocks, for as long as a disk takes."""

@@ -19,8 +19,8 @@ from kvservice.core.tier.rules import TierRules, WriteMoment
 
 DISK, OBJECTS = "disk", "objects"  # what people and metrics call our tiers
 NONE = "none"  # the setting of a tier without a codec
-# For a disk to say how much is free, and for each further step of counting what it holds: a network mount that is gone
-# says it never, and millions of files take longer.
+# For a disk to say how much is free, which a network mount that is gone never does. Counting what the disk holds takes
+# longer with millions of files, so each further step of it has as much time.
 FREE_SECONDS = 10.0
 MARKS_SUFFIX = ".marks"  # of the file beside a disk's folder: pool.mark_files
 FREE_SHARE = 0.9  # of what is free: the index and the other users of the file system need room too
@@ -123,7 +123,7 @@ def marks_beside(tiers: Sequence[TierSpec]) -> tuple[Path, ...]:
 
 
 def names_beside(tiers: Sequence[TierSpec]) -> tuple[Path, ...]:
-    """Where it lies what engines call the blocks: beside the folders of disks."""
+    """Where the names lie that engines have for the blocks: beside the folders of disks."""
     return tuple(Path(tier.place + NAMES_SUFFIX) for tier in _usable_disks(tiers))
 
 

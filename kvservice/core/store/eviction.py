@@ -104,7 +104,7 @@ class SelfExplaining(Protocol):
         ...
 
     def rule(self) -> RuleState:
-        """Which of its rules chooses victims, and what is known of both."""
+        """Which of its rules chooses victims, and what each of them would find."""
         ...
 
 

@@ -12,7 +12,7 @@ from enum import Enum
 
 MARGIN = 0.0003  # of the blocks asked for: how far a rule must be ahead to take over
 HALF_LIFE = 2.0  # of what was found: in capacities of blocks that LRU's shadow evicted
-RULE_FIGURE = "eviction_rule"  # the place in Rule of the one that rules
+RULE_FIGURE = "eviction_rule"  # says which rule rules, by its place in Rule
 PPM = 1_000_000  # figures are whole numbers
 
 

@@ -1,13 +1,13 @@
 """Kinds of blocks: those of one kind are expected to be used again alike. The counts say how (core.store.worths).
 
-How often a block was used does not tell in a conversation: its blocks live and die together, but its newest were never
-used again and its first at every turn. So a block that is used by one conversation only is judged by the conversation:
-by its turns and its last pause. A block that was used more often than its conversation went on is shared, for example
-a system prompt, and is judged by itself: by its uses and the time between the last two. So is the beginning of a chain
-that was asked for again, apart.
+The uses of a block say little about a conversation. Its blocks live and die together, but the first were used at every
+turn, and the newest never again. So a block that one conversation uses is judged by the conversation: by its turns and
+its last pause. A block that was used more often than its conversation has turns is shared, for example a system prompt.
+It is judged by itself: by its uses and the time between the last two. So is the beginning of a chain that was asked for
+again, as a sort of its own.
 
-Prompts of which the client expects something are kinds of their own, whatever it expects. So a hint counts for what it
-has proved to be worth: if prompts that are called last turns go on like others, the hint soon changes nothing. Pure.
+Prompts with a hint of a client are kinds of their own. So a hint counts for what it has proved to be worth: if prompts
+that are called last turns go on like others, the hint soon changes nothing. Pure.
 """
 
 from __future__ import annotations

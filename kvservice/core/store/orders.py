@@ -73,8 +73,9 @@ class ByAge:
 
 
 class ByFifo:
-    """What the shadow of S3-FIFO has evicted, or begun to, goes first, and of both parts the least recently used leaf.
-    The shadow is as large as the pool and is asked for the same blocks. Put a leaf in again when it loses of it."""
+    """Leaves that the shadow of S3-FIFO does not hold, or not whole, go before the others. Within both parts the least
+    recently used leaf goes first. The shadow is as large as the pool and is asked for the same blocks. Put a leaf in
+    again when the shadow evicts some of it."""
 
     def __init__(self, is_leaf: IsLeaf) -> None:
         self._gone = ByAge(lambda stretch: not _is_kept(stretch) and is_leaf(stretch))

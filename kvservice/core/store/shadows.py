@@ -2,7 +2,7 @@
 
 There is one for LRU, one for S3-FIFO and one for worth. They see every prompt, hold whatever was asked for, and evict a
 prefix after what extends it, as the pool does. As a stretch's blocks come and go together, they count in stretches and
-cost little. Their counts are kept in the stretches. What the pool has forgotten they have, too. Pure.
+cost little. Their counts are kept in the stretches. What the pool forgets, they forget with it. Pure.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ class GuardedWorth:
                 order.sort_kind(kind)
 
     def _joined(self, found: Sequence[Stretch]) -> list[Stretch]:
-        """What a prompt used, with stretches made one that need not be several any more: what an earlier boot left lies
-        block by block until it is asked for."""
+        """What a prompt used, with neighbours joined that may be one stretch. What an earlier boot left lies block by
+        block until it is asked for."""
         runs: list[list[Stretch]] = []
         for stretch in found:
             if runs and runs[-1][-1].may_join(stretch):
@@ -193,7 +193,7 @@ class GuardedWorth:
             stretch.shelf.order.put(stretch)
 
     def _offer_by_fifo(self, stretch: Stretch) -> None:
-        """The shadow of S3-FIFO may hold all of a stretch, or not, and it was otherwise before."""
+        """Whether the shadow of S3-FIFO holds all of this stretch may have changed."""
         if self._guard.rule is Rule.S3_FIFO:
             self._offer_resident(stretch)
 

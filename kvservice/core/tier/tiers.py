@@ -485,8 +485,8 @@ class Tiers:
             self._left.append(key)
 
     def _tell_books(self, now: float) -> None:
-        """What has left memory was used until now. It left from the ends of chains, so read backwards it is chains: a
-        policy has as little work with one as with a block."""
+        """Note that what has left memory was used until now. It left from the ends of chains, so read backwards it is
+        chains again. A policy has as little work with a chain as with a block."""
         left, self._left = self._left, []
         for books in self._own:
             chain: list[BlockKey] = []
