@@ -27,15 +27,14 @@ class Channels:
         self,
         tls: TlsFiles | None = None,
         options: Options = CHANNEL_OPTIONS,
-        open_max: int = NODES_MAX,
         *,
         token: Token | None = None,
     ) -> None:
-        """With more than `open_max` channels, the one used longest ago is closed. `token` is of the calling tenant."""
+        """With more than NODES_MAX channels, the one used longest ago is closed. `token` is of the calling tenant."""
         self._tls = tls
         self._token = token or Token()
         self._options = options
-        self._open: BoundedTable[str, grpc.aio.Channel] = BoundedTable(open_max, self._retire)
+        self._open: BoundedTable[str, grpc.aio.Channel] = BoundedTable(NODES_MAX, self._retire)
         self._version = 0
         self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 

@@ -85,7 +85,7 @@ class PeerClient:
         self._clock = clock
         # A subchannel pool of its own: gRPC shares connections to one address, and their pause after a failure.
         options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
-        self._channels = Channels(tls, options, open_max=NODES_MAX)
+        self._channels = Channels(tls, options)
         # The newest epoch of each node that was called.
         self._epochs: BoundedTable[NodeId, BootEpoch] = BoundedTable(NODES_MAX)
         self._infos: BoundedTable[NodeId, PeerInfo] = BoundedTable(NODES_MAX)

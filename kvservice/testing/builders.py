@@ -99,18 +99,15 @@ def run_of(start: int, count: int, *holders: Holder) -> HolderRun:
     return HolderRun(start, count, holders or (make_holder(),))
 
 
-def make_handle(
-    key: BlockKey, slot: int = 0, *, length: int = SMALL, generation: int = 2, stored_at: float = 0.0
-) -> BlockHandle:
+def make_handle(key: BlockKey, slot: int, *, length: int, stored_at: float = 0.0) -> BlockHandle:
     digest = digest_payload(content_of(key), key)
-    return BlockHandle(key, SlotIndex(slot), Generation(generation), length, digest, position=0, stored_at=stored_at)
+    return BlockHandle(key, SlotIndex(slot), Generation(2), length, digest, position=0, stored_at=stored_at)
 
 
 def make_located(
     keys: Sequence[BlockKey | None],
     *,
     length: int = SMALL,
-    epoch: int = 1,
     lease: int = 7,
     lease_seconds: float = 10.0,
     stored_at: float = 0.0,
@@ -120,7 +117,7 @@ def make_located(
         None if key is None else make_handle(key, slot, length=length, stored_at=stored_at)
         for slot, key in enumerate(keys)
     )
-    return LocateResult(BootEpoch(epoch), LeaseId(lease), lease_seconds, handles)
+    return LocateResult(BootEpoch(1), LeaseId(lease), lease_seconds, handles)
 
 
 class CoreHarness:
@@ -193,10 +190,9 @@ class CoreHarness:
         self.offers: list[act.Offer] = []
         self.farewells = 0
 
-    def restart(self, *, boots: int = 1) -> list[act.Action]:
+    def restart(self) -> list[act.Action]:
         """Restart the shard over the same memory. Returns the actions that adopting caused."""
-        for _ in range(boots):
-            self._boot()
+        self._boot()
         found = sorted((slot, header) for slot, header in self.headers.items() if slab_of(slot) in self.slabs)
         done: list[act.Action] = []
         for slot, header in found:
