@@ -106,6 +106,8 @@ def _chat(body: Any) -> Question:
         if _get(body, name) is not None:
             arguments[name] = _get(body, name)
     own = _get(body, "chat_template_kwargs") or {}
+    if not isinstance(own, Mapping):
+        raise Unknown("chat_template")
     if "reasoning_effort" in arguments and "enable_thinking" not in own:
         arguments["enable_thinking"] = arguments["reasoning_effort"] != "none"
     tools = _get(body, "tools")

@@ -30,7 +30,7 @@ def read_prompts(path: Path) -> list[Question]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     try:
         values = [(1, json.loads(text))]
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: it is nested a thousand levels deep
         values = [(number, _value(path, number, line)) for number, line in lines]
     if not 0 < len(values) <= PROMPTS_MAX:
         raise ConfigError(f"{path} has {len(values)} prompts; give 1 to {PROMPTS_MAX}; a line is {_SHAPE}")
@@ -40,18 +40,21 @@ def read_prompts(path: Path) -> list[Question]:
 def _value(path: Path, number: int, line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}, line {number}: {error}; a line is {_SHAPE}") from error
 
 
 def _question(path: Path, number: int, value: Any) -> Question:
     body = {"prompt": value} if isinstance(value, list) else value
     try:
-        return question_of([body], {})
+        question = question_of([body], {})
     except Unknown as unknown:
         raise ConfigError(f"{path}, line {number}: its blocks cannot be named ({unknown.reason}); give {_SHAPE}") from (
             unknown
         )
+    if not all(0 <= token < 1 << 32 for token in question.token_ids or ()):
+        raise ConfigError(f"{path}, line {number}: a token id is 0 to 2^32 - 1; give {_SHAPE}")
+    return question
 
 
 def refuse_missing_folder(model: str) -> None:
