@@ -37,7 +37,11 @@ class ClearTerms:
     @property
     def term(self) -> bytes:
         """Of the pages now; empty before the first clear or change."""
-        numbers = self._count, self.changes()
+        return self.term_of(self.changes())
+
+    def term_of(self, changes: int) -> bytes:
+        """Of what is computed behind so many changes of the weights."""
+        numbers = self._count, changes
         if not any(numbers):
             return b""
         text = b"kvservice/sglang-clear/2" + b"".join(each.to_bytes(8, "big") for each in numbers) + self._engine

@@ -122,15 +122,17 @@ class PagePool:
             self.find_alone(unknown)
         return self._load_promised(pages, addresses)
 
-    def store(self, before: Sequence[str], pages: Sequence[str], addresses: Sequence[Sequence[int]]) -> list[bool]:
-        """Store these pages, which follow the pages `before`. True for the leading ones that the pool holds then, or
-        does not want: it said at the last question for this prompt that nothing like it comes back. Returns when
-        nothing reads the addresses any more."""
-        return self._loop.wait(self._store(list(before), list(pages), addresses, self._term, alone=False))
+    def store(
+        self, before: Sequence[str], pages: Sequence[str], addresses: Sequence[Sequence[int]], term: bytes
+    ) -> list[bool]:
+        """Store these pages of `term`, which follow the pages `before`. True for the leading ones that the pool holds
+        then, or does not want: it said at the last question for this prompt that nothing like it comes back. Returns
+        when nothing reads the addresses any more."""
+        return self._loop.wait(self._store(list(before), list(pages), addresses, term, alone=False))
 
-    def store_alone(self, pages: Sequence[str], addresses: Sequence[Sequence[int]]) -> list[bool]:
+    def store_alone(self, pages: Sequence[str], addresses: Sequence[Sequence[int]], term: bytes) -> list[bool]:
         """The same for pages that stand for themselves."""
-        return self._loop.wait(self._store([], list(pages), addresses, self._term, alone=True))
+        return self._loop.wait(self._store([], list(pages), addresses, term, alone=True))
 
     def begin_term(self, term: bytes) -> None:
         """Pages have other names from now on. Every promise is over, also one whose question is still under way.
@@ -285,7 +287,7 @@ class PagePool:
     async def _store(
         self, before: list[str], pages: list[str], addresses: Sequence[Sequence[int]], term: bytes, *, alone: bool
     ) -> list[bool]:
-        """`term`: that of the call. Another one may begin while this waits for the pool; its pages are from before."""
+        """Another term may begin while this waits for the pool; its pages are from before."""
         chain = [*before, *pages][:KEYS_PER_REQUEST_MAX]
         storable = max(len(chain) - len(before), 0)
         if not storable:

@@ -220,7 +220,7 @@ class PageStorage:
     @guarded(lambda before, pages: 0)
     def find(self, before: Sequence[str] | None, pages: Sequence[str]) -> int:
         """How many of these pages are there, from the first on."""
-        pool = self._pools.get(KV) if self._is_of_now() else None
+        pool = None if self._term_of_thread() is None else self._pools.get(KV)
         if self._gate is not None and not self._gate.is_open:
             self.counters[f"share_left_out_gate_{self._gate.state.value}"] += 1
             self._gate.remind(pages)
@@ -233,7 +233,7 @@ class PageStorage:
     ) -> FoundPrefix:
         """How long a prefix all pools can serve. A pool that states no policy known here has no say, and is empty. All
         together have the time of one question."""
-        if not self._is_of_now():
+        if self._term_of_thread() is None:
             return FoundPrefix(0, {}, [])
         until = time.monotonic() + self._options.fetch_timeout_seconds
         count = self.find(before, pages) if KV in self._pools else len(pages)
@@ -278,7 +278,7 @@ class PageStorage:
     @guarded(lambda before, wanted: [False] * len(wanted.pages))
     def load(self, before: Sequence[str] | None, wanted: PageTransfer) -> list[bool]:
         """Copy pages into the host pool: True for the leading ones that came."""
-        if (pool := self._pools.get(wanted.pool)) is None or not self._is_of_now():
+        if (pool := self._pools.get(wanted.pool)) is None or self._term_of_thread() is None:
             return [False] * len(wanted.pages)
         addresses = self._addresses(wanted)
         if wanted.policy == TRAILING_PAGES:
@@ -289,7 +289,8 @@ class PageStorage:
     def store(self, before: Sequence[str] | None, wanted: PageTransfer) -> list[bool]:
         """Store pages of the host pool: True for the leading ones that the pool holds then, or does not want. `before`
         is None if SGLang does not say it."""
-        if (pool := self._pools.get(wanted.pool)) is None or not self._is_of_now():
+        pool, term = self._pools.get(wanted.pool), self._term_of_thread()
+        if pool is None or term is None:
             return [False] * len(wanted.pages)
         addresses = self._addresses(wanted)
         if self._gate is not None and not self._gate.is_open:
@@ -299,10 +300,10 @@ class PageStorage:
                 self._gate.remind(wanted.pages)
                 return [False] * len(wanted.pages)
         if wanted.policy == TRAILING_PAGES:
-            return pool.store_alone(wanted.pages, addresses)
+            return pool.store_alone(wanted.pages, addresses, term)
         if before is None:
             raise ConfigError(PASS_PREFIX_KEYS)
-        return pool.store(before, wanted.pages, addresses)
+        return pool.store(before, wanted.pages, addresses, term)
 
     def clear(self) -> None:
         """From now on this rank neither finds nor stores what it knew by the same names, and what it was promised is
@@ -324,14 +325,16 @@ class PageStorage:
 
     # -- inside ----
 
-    def _is_of_now(self) -> bool:
-        """Whether this thread's pages are of the weights of now. A change of the weights in place begins a term. SGLang
-        empties its memories behind one and starts its threads anew, so an earlier thread may hold pages of before."""
+    def _term_of_thread(self) -> bytes | None:
+        """What this thread's pages are called, whatever begins meanwhile; None if they are of earlier weights. A change
+        of the weights in place begins a term. SGLang empties its memories behind one and starts its threads anew, so an
+        earlier thread may hold pages of before."""
         if (changes := self._clears.changes()) != self._changes:
             log.info("the weights were changed in place: after a flush this engine finds what it stores from then on")
             self._begin_term(self._clears.term)
             self._changes = changes  # not before, so that no other thread goes on with names of before
-        return bool(self._of_thread.__dict__.setdefault("changes", changes) == changes)
+        began = self._of_thread.__dict__.setdefault("changes", changes)
+        return self._clears.term_of(changes) if began == changes else None
 
     def _begin_term(self, term: bytes) -> None:
         for pool in self._pools.values():

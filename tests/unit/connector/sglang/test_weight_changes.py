@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -130,4 +131,34 @@ def test_pages_that_wait_at_a_change_keep_their_names(thread: PoolThread, monkey
         eventually(lambda: pool._term == engine.clears.term, "the names of the new weights")
         may_go.set()
         assert storing.result() == [True] * 6 and finding.result() == 0
+    assert engine.find(made) == 0
+
+
+class MeanwhileMemory(HostMemory):
+    """Something happens once while SGLang says where its pages lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def get_page_buffer_meta(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        return super().get_page_buffer_meta(indices)
+
+
+def test_a_change_amid_a_store_gives_its_pages_no_new_names(thread: PoolThread) -> None:
+    """Its thread was asked for pages of the earlier weights. Where they lie takes a moment, in which another thread
+    sees the change."""
+    engine, memory = Engine(), MeanwhileMemory()
+    made = storage(memory, thread=thread, clears=engine.clears)
+
+    def change() -> None:
+        engine.changes += 1
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(made.find, [], PAGES).result() == 0
+
+    memory.meanwhile = change
+    assert engine.store(made) == [True] * 6 and engine.changes == 1
+    engine.flush()
     assert engine.find(made) == 0
