@@ -120,7 +120,9 @@ class PageStorage:
         self._gate: KnownPrompt | None = None  # with the option share
         self._silence = ShardSilence()
         self._changes = self._clears.changes()  # of the weights, for which the pools have names
-        self._of_thread = threading.local()
+        self._scheduler = threading.current_thread()
+        self._began: dict[threading.Thread, int] = {}  # by thread: the changes of the weights that were before it
+        self._lock = threading.Lock()  # of _began
 
     # -- host pools ----
 
@@ -309,7 +311,8 @@ class PageStorage:
         """From now on this rank neither finds nor stores what it knew by the same names, and what it was promised is
         over. The blocks stay, for others, until they are evicted."""
         self._begin_term(self._clears.next())
-        self._of_thread = threading.local()  # the operator says that no thread holds pages of before
+        with self._lock:
+            self._began = {}  # the operator says that no thread holds pages of before
 
     def close(self) -> None:
         """Leave the pool. Blocks until the copies under way have ended. Idempotent."""
@@ -333,8 +336,20 @@ class PageStorage:
             log.info("the weights were changed in place: after a flush this engine finds what it stores from then on")
             self._begin_term(self._clears.term)
             self._changes = changes  # not before, so that no other thread goes on with names of before
-        began = self._of_thread.__dict__.setdefault("changes", changes)
-        return self._clears.term_of(changes) if began == changes else None
+        return self._clears.term_of(changes) if self._began_behind(changes) == changes else None
+
+    def _began_behind(self, changes: int) -> int:
+        """Behind how many changes of the weights this thread began; `changes` are those of now. SGLang starts its
+        storage threads together, so one that calls for the first time is as old as those that live. Its scheduler holds
+        no pages."""
+        thread = threading.current_thread()
+        if thread is self._scheduler:
+            return changes
+        with self._lock:
+            if thread not in self._began:
+                living = {each: began for each, began in self._began.items() if each.is_alive()}
+                self._began = {**living, thread: min(living.values(), default=changes)}
+            return self._began[thread]
 
     def _begin_term(self, term: bytes) -> None:
         for pool in self._pools.values():

@@ -69,6 +69,18 @@ def test_a_thread_from_before_a_change_neither_finds_nor_stores(thread: PoolThre
     assert engine.find(made) == 0, "nothing was stored"
 
 
+def test_a_thread_that_never_called_is_as_old_as_the_others(thread: PoolThread) -> None:
+    """With write_back the thread that stores is first asked when pages are evicted, which may be of earlier weights."""
+    engine = Engine()
+    made = storage(HostMemory(), thread=thread, clears=engine.clears)
+    assert engine.find(made) == 0
+    with ThreadPoolExecutor(1) as storing:
+        engine.changes += 1
+        assert storing.submit(made.store, [], wanted(PAGES, NUMBERS)).result() == [False] * 6
+    engine.flush()
+    assert engine.store(made) == [True] * 6 and engine.find(made) == 6
+
+
 def test_a_clear_behind_a_change_does_as_a_flush(thread: PoolThread) -> None:
     engine = Engine()
     made = storage(HostMemory(), thread=thread, clears=engine.clears)
