@@ -6,12 +6,15 @@ goes in one call: all seals, all slots that are given back, all leases that end.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
 from kvservice.core.block.keys import KEYS_PER_REQUEST_MAX
+from kvservice.core.segment.refs import BlockRef
+from kvservice.errors import KVServiceError
 from kvservice.pool.port import PoolPort
 from kvservice.units import AttachmentId
 
@@ -49,3 +52,12 @@ class Outbox:
 def giving_back(kind: Parcel, attachment: AttachmentId, values: list[Any]) -> Callable[[PoolPort], Awaitable[None]]:
     """The call that gives slots or leases back."""
     return lambda pool: (pool.abort if kind is Parcel.ABORT else pool.release)(attachment, values)
+
+
+async def leave(pool: PoolPort, attachment: AttachmentId, unused: Sequence[BlockRef]) -> None:
+    """Give back the slots that no worker was told to write, and detach. The others come back when the workers have
+    ended. Raises KVServiceError."""
+    if unused:
+        with contextlib.suppress(KVServiceError):
+            await pool.abort(attachment, unused)
+    await pool.detach(attachment)

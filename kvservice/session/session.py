@@ -10,7 +10,6 @@ A program that can wait runs `serve` on a loop of its own, keeps no stock, and a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import threading
@@ -34,7 +33,7 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Refused, Unavailable
 from kvservice.observe import logs, tracing
 from kvservice.pool.port import PoolPort
-from kvservice.session.outbox import Outbox, Parcel, giving_back
+from kvservice.session.outbox import Outbox, Parcel, giving_back, leave
 from kvservice.session.pending import PendingAcquire, PendingAcquires
 from kvservice.session.removals import RemovalInbox
 from kvservice.session.stock import STOCK_MIN, Stock
@@ -49,7 +48,7 @@ RETRY_SECONDS_MAX = 5.0  # The most between two attempts: a shard that comes bac
 REFUSED_RETRY_SECONDS = 15.0
 GATHER_SECONDS = 0.002  # The loop waits this long before it looks, so that all that a step sends goes out together.
 TICK_SECONDS = 1.0  # Between two looks at the stock and the requests' reports.
-CLOSE_SECONDS = 5.0  # For detaching. Then the session ends without it, and the shard notices the closed stream.
+CLOSE_SECONDS = 5.0  # For the last reports and detaching. Then the shard notices the closed stream.
 # However long leases are: heartbeats also repair what was lost on the way, and that should not take longer.
 HEARTBEAT_SECONDS_MAX = 10.0
 # Reports of ended requests between two renewals. Beyond it the oldest are dropped; `kvservice explain` then lacks them.
@@ -300,7 +299,7 @@ class Session:
         self.counters["attached"] += 1
         log.info("%s", self._describe(attachment))
         try:
-            await self._keep(attachment, lost)
+            leave_by = await self._keep(attachment, lost)
         finally:
             unused = self._forget()
             self._on_end()
@@ -308,10 +307,8 @@ class Session:
             log.warning("the pool is gone (%s); serving without the cache until it is back", lost[0])
             self.counters["lost"] += 1
         elif self._stopping:
-            if unused:  # slots that a worker was told to write come back when the workers have ended
-                with contextlib.suppress(KVServiceError):
-                    await self._pool.abort(attachment.attachment_id, unused)
-            await self._pool.detach(attachment.attachment_id)
+            leaving = leave(self._pool, attachment.attachment_id, unused)
+            await within(max(0.0, leave_by - asyncio.get_running_loop().time()), leaving)
 
     def _describe(self, attachment: Attachment) -> str:
         again = " again" if self.counters["attached"] > 1 else ""
@@ -322,7 +319,8 @@ class Session:
             f"{format_bytes(layout.payload_bytes)}, fingerprint {self._spec.fingerprint.short})"
         )
 
-    async def _keep(self, attachment: Attachment, lost: list[str]) -> None:
+    async def _keep(self, attachment: Attachment, lost: list[str]) -> float:
+        """Returns the loop's time by which a session that closes has detached. Raises TimeoutError when it has gone."""
         assert self._loop is not None and self._wake is not None
         period = min(attachment.lease_seconds / 3, HEARTBEAT_SECONDS_MAX)
         renew_at = self._loop.time() + period
@@ -339,8 +337,10 @@ class Session:
                 renew_at = self._loop.time() + period
                 begun(self._renew(attachment), self._background)
             await is_set_within(min(TICK_SECONDS, max(renew_at - self._loop.time(), 0.01)), self._wake)
+        leave_by = self._loop.time() + CLOSE_SECONDS
         if self._reports and not lost:  # of requests that ended just before the engine
-            await self._renew(attachment)
+            await within(CLOSE_SECONDS, self._renew(attachment))
+        return leave_by
 
     def _renew(self, attachment: Attachment) -> Coroutine[Any, Any, None]:
         # A lease whose answer was lost on the way is not among them, so it expires.

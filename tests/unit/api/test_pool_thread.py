@@ -26,9 +26,10 @@ from kvservice.api.loop import LoopThread
 from kvservice.api.mapped import MappedPool
 from kvservice.api.pool_thread import PoolThread
 from kvservice.api.program import AttachedProgram
-from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment
+from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, RequestReport
 from kvservice.errors import InvalidRequest
 from kvservice.pool.runtime import PoolRuntime
+from kvservice.session import session
 from kvservice.session.options import Mode, PoolOptions
 from kvservice.session.session import Session
 from kvservice.testing.eventually import eventually
@@ -80,6 +81,24 @@ def test_programs_leave_a_silent_shard_at_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(AttachedProgram, "close", closed)
     thread.end()
     assert leaving == 3 and not thread.attached
+
+
+def test_a_silent_shard_holds_up_a_close_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the last reports, and then for the detach."""
+    thread = PoolThread(PoolOptions(mode=Mode.EMBEDDED, memory=8 * MiB))
+    made = thread.loop.wait(thread.attach_program("a", Layout(16, (4096,), "uint8"), {"model": "a"}, "a"))
+    hangs = 10.0
+
+    async def silent(self: PoolRuntime, *_: object) -> None:
+        await asyncio.sleep(hangs)
+
+    monkeypatch.setattr(session, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(PoolRuntime, "renew", silent)
+    monkeypatch.setattr(PoolRuntime, "detach", silent)
+    made.session.report(RequestReport("r", 1, 0, 0, 1))
+    began = time.monotonic()
+    thread.end()
+    assert time.monotonic() - began < hangs / 2
 
 
 async def test_work_that_is_given_up_ends_before_its_caller_goes_on() -> None:
