@@ -311,7 +311,7 @@ class ObjectTier:
         def ended(done: asyncio.Task[T]) -> None:
             self._tasks.discard(done)
             error = None if done.cancelled() else done.exception()
-            if error is not None:  # a bug, or a panic in the library: who waited has been answered
+            if error is not None and not isinstance(error, TierError):  # a bug, or a panic in the library
                 log.error("object_tier_broken", exc_info=error)
 
         task = self._loop.create_task(work)

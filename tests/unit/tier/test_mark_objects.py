@@ -120,3 +120,16 @@ def test_a_store_that_refuses_says_why(tmp_path: Path, opened: Opened) -> None:
     (tmp_path / "a" / "marks").write_text("a file where the folder should be")
     with pytest.raises(TierError, match="cannot be used"):
         tier.keep_marks([ACME])
+
+
+def test_a_store_that_fails_is_told_to_who_asks_alone(
+    tmp_path: Path, opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node asks once a minute: each time its log had an error of the tier, with a traceback."""
+    tier = opened()
+    (tmp_path / "a").rename(tmp_path / "aside")
+    (tmp_path / "a").write_bytes(b"")  # no folder: every request fails
+    with pytest.raises(TierError):
+        tier.keep_marks([ACME])
+    tier.close()  # all that is logged has been
+    assert not [record for record in caplog.records if record.name == "kvservice.tier"]
