@@ -78,6 +78,10 @@ class Coder:
             return done
         try:
             done = self._encode(done)
+            # The digest that a lossy codec makes fits whatever lay in memory.
+            is_lossy = done.header.block.digest != block.digest
+            if is_lossy and digest_payload(payload, block.key) != block.digest:
+                raise CodecError("the bytes in memory are not those of the block")
             pack_file_header(done.header)  # raises for what a codec says that no header holds
         except CodecError:
             self._count(codec_refused=1)

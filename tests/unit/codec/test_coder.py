@@ -132,6 +132,14 @@ def test_digest_of_a_lossy_codec_is_that_of_what_it_gives_back() -> None:
     assert done.header.block == replace(BLOCK, digest=digest_payload(found, KEY))
 
 
+def test_bytes_that_changed_in_memory_get_no_new_digest() -> None:
+    """A lossy codec stored them with a digest that fits: the tier gave them back as the block."""
+    changed = bytearray(PAYLOAD)
+    changed[7] ^= 1
+    coder = Coder([Halving("half", 0), Add("one", 1)])
+    assert coder.encode(BLOCK, memoryview(changed)) is None and coder.counters() == {"codec_refused": 1}
+
+
 @pytest.mark.parametrize(
     ("error", "counter"),
     [(CodecError("no"), "codec_refused"), (ZeroDivisionError(), "codec_failed"), (Panic(), "codec_failed")],
