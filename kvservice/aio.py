@@ -103,14 +103,21 @@ def begun(work: Coroutine[Any, Any, T], under_way: set[asyncio.Task[Any]]) -> as
 
 
 async def ask_each(ask: Callable[[A], Awaitable[T]], items: Iterable[A], at_once: int) -> list[T]:
-    """Await `ask(item)` for each item, so many at a time. Returns the answers in the order of the items."""
+    """Await `ask(item)` for each item, so many at a time. Returns the answers in the order of the items.
+
+    Raises what one of them raises. None of them is under way any more then.
+    """
     permits = asyncio.Semaphore(at_once)
 
     async def one(item: A) -> T:
         async with permits:
             return await ask(item)
 
-    return await asyncio.gather(*map(one, items))
+    asked = [asyncio.ensure_future(one(item)) for item in items]
+    try:
+        return await asyncio.gather(*asked)
+    finally:
+        await end_tasks(asked)
 
 
 class DaemonThreads(Executor):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from kvservice.aio import end_tasks, in_thread_to_its_end, is_set_within, within
+from kvservice.aio import ask_each, end_tasks, in_thread_to_its_end, is_set_within, within
 
 TURNS = range(8)  # of the loop, between two things that meet
 
@@ -172,3 +172,24 @@ async def test_who_is_cancelled_hears_of_it_behind_the_threads_work() -> None:
     gc.collect()
     await turn(3)
     assert not reports
+
+
+async def test_one_that_fails_ends_what_was_asked_beside_it() -> None:
+    """Reads of an object store went on when its tier had closed, and each wrote a traceback."""
+    under_way = 0
+
+    async def ask(number: int) -> None:
+        nonlocal under_way
+        if number == 2:
+            await turn(3)
+            raise ValueError(number)
+        under_way += 1
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await turn(3)
+            under_way -= 1
+
+    with pytest.raises(ValueError, match="2"):
+        await ask_each(ask, range(8), 4)
+    assert under_way == 0
