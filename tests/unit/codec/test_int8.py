@@ -102,6 +102,13 @@ def test_only_blocks_whose_engine_accepts_it_are_encoded() -> None:
     assert encode(codec, payload, numbers_of("bfloat16", 64), before="planes:2=12288") is None
 
 
+@pytest.mark.parametrize(("kind", "row"), [("bfloat16", 1), ("float16", 1), ("bfloat16", 2)])
+def test_rows_that_would_grow_are_left_as_they_are(kind: str, row: int) -> None:
+    """A tier without a codec reserves no more than the payload: the pool was fenced."""
+    payload = payload_of(np.random.default_rng(0).standard_normal((2048 // row, row)), kind)
+    assert encode(Int8(), payload, numbers_of(kind, row)) is None
+
+
 @pytest.mark.parametrize(
     "parameters", ["", "float32", "float32:", "int4:64", "float32:-1", "float32:0", "float32:1234567"]
 )
