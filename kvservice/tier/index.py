@@ -3,7 +3,7 @@
 A head, then rows of 80 bytes: a block that was written, or a key that was erased. Rows are only appended; the log is
 written anew, one row a block, at every start and when it has grown long. Nothing relies on it: a start lists the
 folders, reads the headers of files that the log does not name, and forgets rows without a file. So it is never synced,
-and a row that is torn or damaged ends it.
+and a row that is torn or damaged ends it. Rows that a full disk does not take wait for the next ones.
 
     head, 16 bytes:  8  magic "KVSINDEX"     4  version     4  bytes of a row
     row, 80 bytes:   1  kind: bit 0: the block was written, else erased; bit 1: its fingerprint is known
@@ -41,6 +41,7 @@ _ROW = struct.Struct("<B16sQQIIH16sdQB")
 _CRC = struct.Struct("<I")
 ROW_BYTES = _ROW.size + _CRC.size
 ROWS_EXTRA = 1 << 16  # so many rows more than three times the blocks, 5 MiB, and the log is written anew
+ROWS_WAITING_MAX = 1 << 12  # for room on the disk, 320 KiB; with more the log ends
 _WRITTEN, _KNOWN = 1, 2  # the bits of a row's kind
 assert ROW_BYTES == 80
 
@@ -129,29 +130,48 @@ class IndexLog:
         self._folder = folder
         self._descriptor = -1
         self._rows = self._live = 0
+        self._waiting: list[bytes] = []  # rows that the disk had no room for
         self.failed = 0  # rows that could not be written
         self._write_anew([pack_row(block) for block in blocks])
 
     def append(self, rows: list[bytes], live: int) -> None:
         """Append these rows. `live` is how many more blocks there are than before."""
-        if self._descriptor < 0:
-            self.failed += len(rows)
-            return
-        try:
-            if os.write(self._descriptor, b"".join(rows)) != ROW_BYTES * len(rows):
-                raise OSError("the log was written in part")
-        except OSError:  # torn now: what follows would not be read, so the log ends here
-            self.failed += len(rows)
-            self.close()
-            return
-        self._rows += len(rows)
+        self._waiting += rows
         self._live += live
+        if not self._write_waiting():
+            return
         if self._rows > 3 * max(self._live, 0) + ROWS_EXTRA:
             found = read_index(self._folder)
             if found.is_whole:
                 self._write_anew([pack_row(block) for block in found.blocks.values()])
             else:
                 self._rows = 0  # somebody damaged it, and it takes seconds to read: not with every row
+
+    def _write_waiting(self) -> bool:
+        """Whether no row waits any more, because all of them were appended."""
+        if self._descriptor >= 0:
+            data = b"".join(self._waiting)
+            with contextlib.suppress(OSError):
+                if os.write(self._descriptor, data) == len(data):
+                    self._rows += len(self._waiting)
+                    self._waiting.clear()
+                    return True
+            if len(self._waiting) <= ROWS_WAITING_MAX and self._is_cut():
+                return False
+            self.close()
+        self.failed += len(self._waiting)
+        self._waiting.clear()
+        return False
+
+    def _is_cut(self) -> bool:
+        """Cut off a row that was written in part: what follows it would not be read. Whole rows may stay, because they
+        are appended again in the same order."""
+        try:
+            size = os.fstat(self._descriptor).st_size
+            os.ftruncate(self._descriptor, size - (size - _HEAD.size) % ROW_BYTES)
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -157,6 +157,7 @@ def test_a_lost_index_costs_nothing_but_a_scan(disk: Disk) -> None:
     items = [some(number, 4096) for number in range(8)]
     first.write(*items[:4])
     disk.fail("write")
+    disk.fail("truncate")
     first.tier.erase([items[0][0].key])
     eventually(lambda: first.tier.counters()["index_failed"] > 0, "the index")
     disk.heal()
@@ -164,6 +165,22 @@ def test_a_lost_index_costs_nothing_but_a_scan(disk: Disk) -> None:
     first.close()
     assert {block.key for block in _blocks(disk)} == {block.key for block, _ in items[1:]}
     assert check_folder(disk.blocks).is_sound
+
+
+def test_an_index_goes_on_when_a_full_disk_has_room_again(disk: Disk) -> None:
+    first = StartedTier(DiskTier(disk.blocks))
+    items = [some(number, 4096) for number in range(8)]
+    first.write(*items[:4])
+    disk.fail("write", errno.ENOSPC)
+    first.tier.erase([items[0][0].key])
+    eventually(lambda: first.tier.counters().get("erased") == 1, "the block is erased")
+    disk.heal()
+    first.write(*items[4:])
+    first.close()
+    second = StartedTier(DiskTier(disk.blocks))
+    second.close()
+    assert {block.key for block in second.found} == {block.key for block, _ in items[1:]}
+    assert second.tier.counters()["found_scanned"] == 0, "no header was read"
 
 
 def _blocks(disk: Disk) -> list[TierBlock]:

@@ -113,13 +113,31 @@ def test_a_log_that_cannot_be_written_costs_nothing(folder: int, tmp_path: Path)
     assert read_index(folder).version is None
 
 
-def test_a_log_that_was_torn_takes_no_more(folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = IndexLog(folder, BLOCKS)
+def torn_write(monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:-1]))
-    log.append([pack_row(a_block(9))], 1)
+
+
+def test_rows_that_found_no_room_are_appended_later(folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log ended at the first of them, and each later start read the headers of all files since."""
+    log = IndexLog(folder, BLOCKS)
+    torn_write(monkeypatch)
+    log.append([pack_row(a_block(9)), pack_row(a_block(10))], 2)
+    log.append([pack_erased(a_block(9).key)], -1)
+    assert read_index(folder).is_whole
     monkeypatch.undo()
-    log.append([pack_row(a_block(10))], 1)
-    assert log.failed == 2
+    log.append([pack_row(a_block(11))], 1)
     found = read_index(folder)
-    assert not found.is_whole and list(found.blocks.values()) == BLOCKS
+    assert found.is_whole and list(found.blocks.values()) == [*BLOCKS, a_block(10), a_block(11)] and not log.failed
+
+
+def test_a_log_whose_disk_stays_full_ends(folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "ROWS_WAITING_MAX", 3)
+    log = IndexLog(folder, BLOCKS)
+    torn_write(monkeypatch)
+    for number in range(5):
+        log.append([pack_row(a_block(10 + number))], 1)
+    monkeypatch.undo()
+    log.append([pack_row(a_block(20))], 1)
+    assert log.failed == 6
+    assert list(read_index(folder).blocks.values())[: len(BLOCKS)] == BLOCKS
