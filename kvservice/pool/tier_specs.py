@@ -102,8 +102,9 @@ async def find_tiers(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]
         reason = error.strerror or str(error)
     finally:
         finding.cancel()
+    why = f"is not used before the next start: {reason}"
     return tuple(
-        replace(spec, unusable=f"{spec.place} cannot be used: {reason}") if spec.name == DISK else spec
+        replace(spec, unusable=f"{spec.place} {why}") if spec.name == DISK else spec
         for spec in tier_specs(settings, owner, lambda place: 0)
     )
 

@@ -27,7 +27,7 @@ async def test_a_disk_that_does_not_answer_is_not_touched(tmp_path: Path, monkey
     monkeypatch.setattr(tier_specs, "FREE_SECONDS", 0.05)
     settings = ServiceConfig(disk_path=str(tmp_path), objects_url="memory:///")
     disk, objects = await find_tiers(settings, "s/n")
-    assert "did not answer within" in disk.unusable and not objects.unusable
+    assert "before the next start: it did not answer within" in disk.unusable and not objects.unusable
     assert not marks_beside((disk, objects)) and not names_beside((disk, objects))
     answers.set()
 
@@ -53,7 +53,7 @@ async def test_a_disk_that_cannot_be_asked_says_why(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(tier_specs, "free_bytes", free_bytes)
     (disk,) = await find_tiers(ServiceConfig(disk_path="/root/secret"), "s/n")
-    assert disk.unusable == "/root/secret/s/n cannot be used: Permission denied"
+    assert disk.unusable == "/root/secret/s/n is not used before the next start: Permission denied"
     with pytest.raises(TierError, match=disk.unusable):
         tier_makers((disk,), Coders())[disk.name]()
 
