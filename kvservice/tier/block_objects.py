@@ -61,6 +61,7 @@ class BlockObjects:
         self._library: Any = None  # obstore, an extra that is imported when a store is opened
         self._mark_objects: MarkObjects | None = None
         self._known_marks: set[Mark] = set()
+        self._clears = 0  # that were heard of: what was asked before one says nothing of what is stored since
         self._store: Any = None
         self._failures: tuple[type[Exception], ...] = ()
         self._reading, self._writing = _Direction(), _Direction()
@@ -107,6 +108,7 @@ class BlockObjects:
         """After a new clear an object that is there may be of before it: the next write of its block replaces it."""
         if not self._known_marks.issuperset(marks):
             self._known_marks.update(marks)
+            self._clears += 1
             self._believed.clear()
             self._prefixes.clear()
 
@@ -149,6 +151,7 @@ class BlockObjects:
         """The bytes of the object, and when the store says that it was written, in seconds since 1970. STALE when it is
         not there, is too old, has no header, or has more than `bytes_max` bytes."""
         data: memoryview | None = None
+        clears = self._clears
         try:
             answer = await within(FIRST_BYTE_SECONDS, self._library.get_async(self._store, self._name(key)))
             if _counts(answer.meta) and FILE_HEADER_BYTES < answer.meta["size"] <= bytes_max:
@@ -159,7 +162,7 @@ class BlockObjects:
             self._failed(self._reading, "read", error)
             return PullResult.FAILED
         self._answered(self._reading)
-        self._believe(key, data is not None)
+        self._believe(key, data is not None and clears == self._clears)
         return PullResult.STALE if data is None else (data, answer.meta["last_modified"].timestamp())
 
     async def put(self, key: BlockKey, content: Sequence[bytes | bytearray | memoryview]) -> bool:
@@ -195,6 +198,7 @@ class BlockObjects:
         """Whether the object is there; None when the store does not say."""
         async with self._looking:
             self.counters["looks"] += 1
+            clears = self._clears
             try:
                 is_there = _counts(await within(LOOK_SECONDS, self._library.head_async(self._store, self._name(key))))
             except FileNotFoundError:
@@ -203,7 +207,7 @@ class BlockObjects:
                 self._failed(self._reading, "probe", error)
                 return None
         self._answered(self._reading)
-        self._believe(key, is_there)
+        self._believe(key, is_there and clears == self._clears)
         return is_there
 
     # -- what is believed ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
@@ -133,6 +134,21 @@ def test_no_fault_on_the_way_is_ever_a_hit(front: FaultyStore, tier: ObjectTier,
             assert result is not PullResult.OK or bytes(slots[number]) == blocks.payload(number)
     assert min(front.counts[fault] for fault in ("cut", "flip", "reset")) > 0
     assert tier.counters()["reads_corrupt"] > 0
+
+
+def test_an_object_read_beside_a_clear_is_replaced(front: FaultyStore, tier: ObjectTier, blocks: BlocksOfTier) -> None:
+    """It is of before the clear, whenever its read ends: it was believed to be what is stored since."""
+    blocks.write(1)
+    front.faults = StoreFaults(late_seconds=1.0, methods=("GET",))
+    gets = front.counts["GET"]
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(blocks.read, blocks.block(1))
+        eventually(lambda: front.counts["GET"] > gets, "it is read")
+        tier.keep_marks([Mark(MarkKind.TENANT, time.time(), "acme")])
+        assert reading.result()[0] == (PullResult.OK,)
+    puts = front.counts["PUT"]
+    assert blocks.write(1) == (WriteResult.OK,)
+    assert front.counts["PUT"] == puts + 1
 
 
 def test_reads_at_50_ms_overlap(front: FaultyStore, tier: ObjectTier, blocks: BlocksOfTier) -> None:

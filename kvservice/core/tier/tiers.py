@@ -52,6 +52,7 @@ CHECK_BLOCKS_MAX = 20_000  # larger books are not checked: a check would block t
 class _Read:
     blocks: tuple[TierBlock, ...]
     deadline: float
+    is_cleared: bool = False  # something was cleared since it began: the tier may have the blocks of before
 
     @property
     def byte_count(self) -> int:
@@ -336,6 +337,8 @@ class Tiers:
         for tier in self._tiers.values():
             if tier.books is None:
                 tier.known.clear()
+            for read in tier.reads.values():
+                read.is_cleared = True
             writing = [block for block in tier.queue.blocks() if is_covered(block)]
             tier.cleared.update(block.key for block in writing)
             count += len(writing)
@@ -456,7 +459,7 @@ class Tiers:
             self._count(tier, "read_blocks" if result is PullResult.OK else f"read_{result.value}")
             if result is PullResult.OK:
                 self._count(tier, "read_bytes", block.payload_bytes)
-                if tier.books is None:
+                if tier.books is None and not read.is_cleared:
                     tier.known.put(block.key, True)
             elif result in (PullResult.STALE, PullResult.CORRUPT):
                 tier.known.pop(block.key)

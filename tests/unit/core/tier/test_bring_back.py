@@ -211,6 +211,19 @@ def test_a_corrupt_object_is_erased_and_an_absent_one_is_not() -> None:
     assert len(harness.result(op).blocks) == 1 and harness.erased("objects") == [CHAIN[2]]
 
 
+def test_what_was_read_beside_a_clear_is_written_again() -> None:
+    harness, engine = on_disk(OBJECTS, has_directory=False)
+    op = harness.acquire(engine, CHAIN)
+    harness.probed(op, 4)
+    (read,) = harness.reads("objects")
+    harness.clear(MarkKind.EVERYTHING)
+    harness.brought(read, OK)
+    assert not harness.result(op).blocks, "they are of before the clear"
+    harness.advance(1.0)
+    harness.store(engine, CHAIN)
+    assert set(harness.write_all("objects")) == set(CHAIN)
+
+
 def known_to_be_in_a_store(count: int) -> tuple[CoreHarness, AttachmentId, tuple[BlockKey, ...]]:
     """A node that has heard from a store that it has a chain of others, and could not read it."""
     harness, engine = on_disk(OBJECTS, has_directory=False)
