@@ -18,6 +18,7 @@ from kvservice.serve.section import KVServiceSection
 CONNECTOR = "KVServiceConnector"
 CONNECTOR_MODULE = "kvservice.connector.vllm"
 MULTI_CONNECTOR = "MultiConnector"
+POLICY = "kv_load_failure_policy"
 ROUTER_CLASS = "kvservice.serve.router.KvAwareRouter"
 TRANSFER, ROUTER = "kv_transfer_config", "request_router_config"
 EXTRA = "kv_connector_extra_config"
@@ -66,7 +67,7 @@ def _mapping(given: object, name: str, model: str) -> dict[str, Any]:
 def _filled(found: dict[str, Any], section: KVServiceSection, model: str) -> dict[str, Any]:
     found.setdefault("kv_connector", CONNECTOR)
     found.setdefault("kv_connector_module_path", CONNECTOR_MODULE)
-    found.setdefault("kv_load_failure_policy", "recompute")
+    found.setdefault(POLICY, "recompute")
     options = found[EXTRA] = _mapping(found.get(EXTRA), EXTRA, model)
     for key, value in section.connector_options().items():
         said_here = key in section.connector or key == "service"
@@ -96,6 +97,7 @@ def _in_multi(found: dict[str, Any], section: KVServiceSection, model: str, role
     children[ours[0]] = _filled(children[ours[0]], section, model)
     children[ours[0]].setdefault("kv_role", role)
     found.setdefault("kv_role", role)
+    found.setdefault(POLICY, "recompute")  # vLLM reads this one, and not that of a child
     return found
 
 

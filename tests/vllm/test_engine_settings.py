@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvservice.memory.segment import segment_path
+from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually
+from kvservice.units import KiB, MiB, NodeId
 from tests.vllm.replica import Replica, close_all
 from tests.vllm.test_output_equality import ENGINE, prompt, settle
 
@@ -109,3 +112,36 @@ def test_connector_beside_another_one_in_multi_connector(off: Replica, shallow_m
         assert not failures(both)
     finally:
         close_all([both])
+
+
+def test_failed_load_under_a_multi_connector_is_computed(off: Replica, shallow_model: Path, tmp_path: Path) -> None:
+    """By vLLM's default the request would fail."""
+    text = prompt("Hal", 7)
+    with LocalCluster(nodes=1, lookup_partitions=1, pool_bytes=64 * MiB) as cluster:
+        extra = {"mode": "service", "socket": cluster.socket("n0"), "verify_load": "full"}
+        children = [{**OURS, "kv_connector_extra_config": extra}]
+        connector = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": children},
+        }
+        replica = Replica(shallow_model, None, tmp_path / "log", connector=connector, **ENGINE)
+        try:
+            replica.ready()
+            wanted = off.tokens([text], 12)
+            assert replica.tokens([text], 12) == wanted, "cold"
+            settle(replica, 5)
+            replica.reset()
+            damage(segment_path(cluster.service, NodeId("n0")))
+            assert replica.tokens([text], 12) == wanted
+            assert replica.counters()["loads_failed"] == 1, "nothing was damaged"
+        finally:
+            close_all([replica])
+
+
+def damage(segment: Path) -> None:
+    """Some bytes of every slot."""
+    with segment.open("r+b") as file:
+        for offset in range(MiB, segment.stat().st_size, 16 * KiB):
+            file.seek(offset)
+            file.write(b"\x5a" * 16)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec, group_kernel_blocks
@@ -449,8 +450,21 @@ def check_tails(cache_config: KVCacheConfig, options: ConnectorOptions) -> None:
 
 
 def prefer_recompute(vllm_config: Any) -> None:
-    """Set vLLM's load failure policy to recompute. Its default fails a request whose load fails."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+    """Set vLLM's load failure policy to recompute. Its default fails a request whose load fails.
+
+    Under a MultiConnector its own policy counts. A worker sees that, and in one process is made before the scheduler.
+    """
+    outer = get_current_vllm_config_or_none()
+    for config in (vllm_config, outer):
+        transfer = None if config is None else config.kv_transfer_config
+        if transfer is None or transfer.kv_load_failure_policy == "recompute":
+            continue
         transfer.kv_load_failure_policy = "recompute"
+        if config is outer and config.parallel_config.distributed_executor_backend != "uni":
+            log.warning(
+                "a failed load fails its request, because the scheduler is in another process: set "
+                "kv_load_failure_policy of %s to 'recompute'",
+                transfer.kv_connector,
+            )
+            continue
         log.info("kv_load_failure_policy is set to 'recompute': a failed load costs time, not the request")

@@ -125,6 +125,7 @@ def test_our_connector_among_several_is_filled_in() -> None:
     ours, theirs = found["kv_connector_extra_config"]["connectors"]
     assert theirs == NIXL
     assert (ours["kv_connector_module_path"], ours["kv_role"]) == (CONNECTOR_MODULE, "kv_both")
+    assert found["kv_load_failure_policy"] == "recompute", "vLLM reads that of the MultiConnector, and not a child's"
 
 
 def multi(*children: dict[str, Any]) -> dict[str, Any]:

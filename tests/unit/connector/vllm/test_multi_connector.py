@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -97,3 +99,17 @@ def test_every_connector_stores_and_the_first_that_hits_loads(model: Path) -> No
         assert not any(any(child._counters.values()) for child in several.children)
     finally:
         several.close()
+
+
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_a_multi_connectors_policy_is_set_to_recompute(
+    model: Path, executor: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM reads that of the MultiConnector. A worker in another process than the scheduler says what to do."""
+    config = vllm_config(model, {"connectors": [CHILD]}, parallel_config__distributed_executor_backend=executor)
+    config.kv_transfer_config.kv_connector = "MultiConnector"
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    with set_current_vllm_config(config):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config())
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert ("set kv_load_failure_policy of MultiConnector" in caplog.text) == (executor == "mp")
