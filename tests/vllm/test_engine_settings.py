@@ -85,6 +85,23 @@ def test_lazy_engine_stores_what_it_preempts(off: Replica, replica: Replica) -> 
     assert not failures(replica)
 
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize("replica", [({}, {"speculative_config": DRAFTS})], indirect=True)
+def test_session_with_drafts_is_not_stored(off: Replica, replica: Replica) -> None:
+    """vLLM takes drafts behind the end of a part for computed tokens of the next part."""
+    part = [100, 200, 300, 400] * 24
+    replica.send(session=[part, part, part[:50]], max_tokens=20)
+    tokens = replica.answer()["token_ids"]
+    assert len(tokens) > 7 * 32
+    assert not replica.counters()["store_blocks_planned"]
+    replica.reset()
+    again = {"prompt_token_ids": tokens}
+    assert replica.tokens([again], 8) == off.tokens([again], 8)  # type: ignore[list-item]
+    assert replica.counters()["store_blocks_planned"] >= 7, "what is no session is stored"
+
+
 def test_connector_beside_another_one_in_multi_connector(off: Replica, shallow_model: Path, tmp_path: Path) -> None:
     """vLLM asks ours first; the other one writes files of its own."""
     folder = tmp_path / "example"

@@ -426,6 +426,12 @@ def keeps_hashed_blocks_true(vllm_config: Any) -> bool:
     return bool(vllm_config.scheduler_config.policy == "fcfs")
 
 
+def keeps_session_true(vllm_config: Any, request: Any) -> bool:
+    """Whether what vLLM counts as computed of a session is that. Where a part of a session of streaming input ends
+    among accepted drafts, the rest of them counts as computed for the tokens of the next part."""
+    return vllm_config.speculative_config is None or not request.resumable
+
+
 def check_offload(vllm_config: Any, options: ConnectorOptions, group_count: int) -> None:
     """Raises ConfigError if blocks near eviction cannot be found or believed."""
     if options.offload is not Offload.EVICTING:

@@ -239,7 +239,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 terms=replace(
                     terms,
                     may_load=may_read and terms.may_load and may_share,
-                    may_store=terms.may_store and may_share,
+                    may_store=terms.may_store and may_share and compat.keeps_session_true(self._vllm_config, request),
                 ),
                 salted=request.cache_salt is not None,
                 adapter=adapter,
