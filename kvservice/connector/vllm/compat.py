@@ -466,7 +466,7 @@ def prefer_recompute(vllm_config: Any) -> None:
         if transfer is None or transfer.kv_load_failure_policy == "recompute":
             continue
         transfer.kv_load_failure_policy = "recompute"
-        if config is outer and config.parallel_config.distributed_executor_backend != "uni":
+        if config is not vllm_config and config.parallel_config.distributed_executor_backend != "uni":
             log.warning(
                 "a failed load fails its request, because the scheduler is in another process: set "
                 "kv_load_failure_policy of %s to 'recompute'",

@@ -113,3 +113,13 @@ def test_a_multi_connectors_policy_is_set_to_recompute(
         KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config())
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert ("set kv_load_failure_policy of MultiConnector" in caplog.text) == (executor == "mp")
+
+
+def test_a_single_connectors_worker_has_nothing_to_say(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The scheduler's half sets the policy in its own process."""
+    extra = {"mode": "embedded", "memory": "8MiB"}
+    config = vllm_config(model, extra, parallel_config__distributed_executor_backend="mp")
+    with set_current_vllm_config(config):
+        KVServiceConnector(config, KVConnectorRole.WORKER, cache_config())
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert "set kv_load_failure_policy" not in caplog.text
