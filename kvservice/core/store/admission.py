@@ -59,7 +59,7 @@ class Admission:
         self._capacity = capacity
         self._counters = counters
         # By account. One that was dropped starts anew.
-        self._reuse: BoundedTable[str, _TenantReuse] = BoundedTable(ACCOUNTS_MAX)
+        self._reuse: BoundedTable[str, _TenantReuse] = BoundedTable(ACCOUNTS_MAX, self._resume)
         self._open: dict[int, tuple[str, bool]] = {}  # by op: the account, and whether the chain is admitted
 
     def on_acquire(self, op: int, account: str, chain: Sequence[BlockKey]) -> None:
@@ -102,9 +102,8 @@ class Admission:
     def _decide(self, reuse: _TenantReuse) -> None:
         window = min(max(self._capacity(), WINDOW_BLOCKS_MIN), WINDOW_BLOCKS_MAX)
         is_no_accident = reuse.repeated >= RESUME_SAMPLES or reuse.used >= RESUME_SAMPLES * SAMPLE_STRIDE
-        if not reuse.admits and is_no_accident and reuse.share() >= RESUME_SHARE:
-            reuse.admits = True
-            self._counters["admission_resumed"] += 1
+        if is_no_accident and reuse.share() >= RESUME_SHARE:
+            self._resume(reuse)
         if reuse.asked < window:
             return
         reuse.windows_without = reuse.windows_without + 1 if reuse.share() < STOP_SHARE else 0
@@ -113,6 +112,10 @@ class Admission:
             self._counters["admission_stopped"] += 1
         reuse.asked = reuse.used = reuse.sampled = reuse.repeated = 0
         reuse.seen, reuse.seen_before = set(), reuse.seen
+
+    def _resume(self, reuse: _TenantReuse) -> None:
+        self._counters["admission_resumed"] += not reuse.admits
+        reuse.admits = True
 
     def check_invariants(self) -> None:
         for name, reuse in self._reuse.items():

@@ -110,6 +110,14 @@ def test_a_request_that_is_given_up_is_forgotten(pool: Pool) -> None:
     assert pool.admission.on_answer(77, 0), "what nobody asked about is admitted"
 
 
+def test_a_tenant_that_is_forgotten_is_counted_as_resumed(pool: Pool) -> None:
+    """It starts anew. The alert that storing has stopped compares the two counters."""
+    pool.ask_new(2 * WINDOW, account="cold")
+    for number in range(ACCOUNTS_MAX):
+        pool.ask_new(1, account=str(number))
+    assert pool.counters["admission_resumed"] == pool.counters["admission_stopped"] == 1
+
+
 def test_a_forgotten_tenant_is_answered_as_it_was_asked(pool: Pool) -> None:
     """Between question and answer, other tenants may take the last record."""
     pool.admission.on_acquire(0, "first", pool.chain())
