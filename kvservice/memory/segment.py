@@ -294,9 +294,11 @@ class Segment:
         return self._map[start : start + _SLAB_BYTES]
 
     def assign_slab(self, slab: int, payload_bytes: int) -> None:
-        """Assign the slab to a payload size (0: to none). Its old headers are cleared first, so none counts again."""
+        """Assign the slab to a payload size (0: to none). Its old headers are cleared first, so none counts again: a
+        slab of smaller slots has more of them."""
         start = self.geometry.slab_offset(slab)
-        slots = self.geometry.slots_per_slab(payload_bytes) if payload_bytes else 0
+        sizes = [size for size in (self.slab_payload_bytes(slab), payload_bytes) if size]
+        slots = max(map(self.geometry.slots_per_slab, sizes), default=0)
         self.buffer[start : start + _SLAB_BYTES] = bytes(_SLAB_BYTES)
         self.buffer[start : start + HEADER_BYTES * (1 + slots)] = bytes(HEADER_BYTES * (1 + slots))
         if payload_bytes:

@@ -14,18 +14,23 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvservice.client.shard import ShardClient
 from kvservice.connector.options import Verify
 from kvservice.connector.worker.half import Copying, WorkerHalf
+from kvservice.core.messages import SealItem
 from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.refs import BlockRef
 from kvservice.memory.segment import Segment
+from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.unique import unique_name
-from kvservice.units import BlockKey
-from tests.integration.engine import content
+from kvservice.units import BlockKey, MiB, SpanRoute
+from tests.integration.engine import LAYOUT as SMALL
+from tests.integration.engine import Engine, chain, content, spec
 from tests.integration.loader import Loader
 from tests.integration.slot_writer import GEOMETRY, KEYS, LAYOUT
 
@@ -122,3 +127,28 @@ def test_without_the_second_look_a_reader_takes_wrong_bytes(segment: Segment) ->
         reader.step()
     reader.close()
     assert reader.counts["accepted_wrong"] > 0
+
+
+async def test_a_promise_that_ended_is_refused_after_its_slab_moved() -> None:
+    """To blocks of another size, of which it holds fewer: the headers of its other slots looked as if promised."""
+    large = replace(spec("large"), layout=replace(SMALL, cell_bytes=8 * SMALL.cell_bytes))
+    with LocalCluster(1, 1, pool_bytes=4 * MiB, slab_bytes=1 * MiB, transport="shm") as cluster:
+        reader = await Engine.attach(ShardClient(cluster.socket("n0")), spec())
+        writer = await Engine.attach(ShardClient(cluster.socket("n0")), large)
+        keys = chain(1, 8)
+        await reader.store(keys)
+        promised = (await reader.acquire(keys)).blocks
+        await reader.pool.detach(reader.id)
+        for key in chain(2, 12, "large"):
+            for ref in await writer.pool.reserve(writer.id, 1):
+                writer.segment.payload(ref.slot, large.layout.payload_bytes)[:] = bytes(large.layout.payload_bytes)
+                assert await writer.pool.seal(writer.id, [SealItem(ref, key, None, 0, SpanRoute(0))])
+        assert cluster.stats("n0").counters["slabs_moved"], "nothing was reused: this test sees nothing"
+        loader = Loader(reader.segment, SMALL, len(keys), Verify.OFF)
+        accepted = loader.load(list(zip(promised, keys, strict=True)))
+        right = [loader.row(place) == content(key) for place, key in enumerate(keys)]
+        loader.close()
+        for engine in (reader, writer):
+            engine.let_go()
+            await engine.pool.close()
+        assert not any(accepted) and not any(right)

@@ -214,13 +214,17 @@ def test_torn_header_reads_as_no_block(path: Path) -> None:
     segment.close()
 
 
-def test_reassigned_slab_shows_none_of_its_old_headers(path: Path) -> None:
+@pytest.mark.parametrize(("before", "after"), [(65536, 8192), (8192, 65536), (8192, 1 << 20), (8192, 0)])
+def test_reassigned_slab_shows_none_of_its_old_headers(path: Path, before: int, after: int) -> None:
+    """Also where it has fewer slots than before: an engine may still look at the others, for a promise that ended."""
     segment = Segment.create(path, GEOMETRY, "node")
-    segment.assign_slab(0, 65536)
-    for index in range(GEOMETRY.slots_per_slab(65536)):
-        segment.write_header(SlotIndex(index), header())
-    segment.assign_slab(0, 8192)
+    segment.assign_slab(0, before)
+    slots = [SlotIndex(index) for index in range(GEOMETRY.slots_per_slab(before))]
+    for slot in slots:
+        segment.write_header(slot, header())
+    segment.assign_slab(0, after)
     assert list(segment.scan()) == []
+    assert not any(segment.read_header(slot) for slot in slots)
     segment.close()
 
 
