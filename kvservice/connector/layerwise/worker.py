@@ -162,5 +162,6 @@ class LayerwiseWorker(WorkerHalf):
         super()._unmap()
 
     def close(self) -> None:
+        self._lane.end_loads()
+        self._lane.close()  # before the lock ends: a forward that was cut leaves saves that wait for their copies
         super().close()
-        self._lane.close()

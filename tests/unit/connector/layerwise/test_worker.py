@@ -20,6 +20,7 @@ from kvservice.copying.message import Direction
 from kvservice.core.segment.geometry import slot_index
 from kvservice.core.segment.layout import HeadShare
 from kvservice.core.segment.refs import BlockRef
+from kvservice.memory.liveness import claim
 from kvservice.memory.segment import Segment
 from kvservice.testing.eventually import eventually
 from tests.unit.connector.worker.test_worker import (
@@ -363,6 +364,27 @@ def test_store_of_an_earlier_boot_is_not_written(segment: Segment, started: list
     save(segment, worker, [CopyEntry(2, ref, KEY)])
     assert not outcome(worker)
     assert bytes(segment.payload(ref.slot, LAYOUT.payload_bytes)) == before
+
+
+def test_nothing_of_a_cut_forward_is_copied_after_the_close(
+    segment: Segment, started: list[LayerwiseWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the end of its lock on, the shard may give the slot to others."""
+    held: list[bool] = []
+
+    def copying(direction: Direction, layer: int) -> None:
+        time.sleep(0.2)  # the close comes meanwhile
+        with claim(segment, info(segment).engine_id) as is_free:
+            held.append(not is_free)
+
+    watch(monkeypatch, copying)
+    worker = worker_of(started, engine_tensors(ORDERS["LBNHC"]))
+    ref = write_header(segment, slot_index(0, 0), 1)
+    plan = StepPlan(pool=info(segment), stores=[StorePlan(1, (CopyEntry(2, ref, KEY),))])
+    for name in NAMES[:2]:
+        worker.end_layer(name, plan)
+    worker.close()
+    assert held == [True, True]
 
 
 @pytest.mark.parametrize("heads", [range(HEADS), range(1, HEADS)])
