@@ -76,7 +76,10 @@ def engine_spec(model: PagedModel, options: EngineOptions) -> EngineSpec:
     shape, config = model.shape, model.config.to_dict()
     weights, parts = options.weights_name(), slot_parts(options.slot_tokens, shape.block_tokens)
     if weights is None and not model.name:
-        raise ConfigError("a model made in memory has no files that name its weights: set weights_version")
+        raise ConfigError(
+            "the weights of a model that was made or changed in memory have no name: set weights_version, or save "
+            "it to a folder and open that"
+        )
     row = shape.key_width if shape.key_width == shape.value_width else 0
     if options.accept_codec and not row:
         raise ConfigError(

@@ -31,13 +31,15 @@ PROBE_TOKENS = 2  # of the forward that finds the shape of the cache; a model ma
 class PagedModel:
     """A model, its tokenizer and its pool of blocks."""
 
-    def __init__(self, model: Any, *, block_tokens: int = 16, tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, *, block_tokens: int = 16, tokenizer: Any = None, name: str = "") -> None:
         """Blocks for one short forward, which finds the shape of the model's cache.
 
         Args:
             model: as `AutoModelForCausalLM` returns it, on its device.
             block_tokens: tokens of a block.
             tokenizer: as `AutoTokenizer` returns it; None if requests are tokens.
+            name: the folder, or the name at the hub, of files that hold these very weights. Without it nothing names
+                them: a model remembers its folder also when an adapter was merged into it since.
 
         Raises:
             UnsupportedLayout: the model keeps something else than K and V of one shape in every layer.
@@ -45,6 +47,7 @@ class PagedModel:
         if block_tokens < 1:
             raise ValueError(f"a block has at least one token, not {block_tokens}")
         self._model = model.eval()
+        self.name = name
         self._tokenizer = tokenizer
         taken = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
@@ -73,12 +76,7 @@ class PagedModel:
         except (AssertionError, RuntimeError) as error:  # an assertion where torch was built without CUDA
             raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True).to(device)
-        return cls(model, block_tokens=block_tokens, tokenizer=AutoTokenizer.from_pretrained(path))
-
-    @property
-    def name(self) -> str:
-        """Where the model came from: a folder, or its name. Empty if it was made in memory."""
-        return str(self._model.name_or_path)
+        return cls(model, block_tokens=block_tokens, tokenizer=AutoTokenizer.from_pretrained(path), name=str(path))
 
     @property
     def config(self) -> Any:

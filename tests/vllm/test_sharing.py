@@ -61,7 +61,7 @@ def vllm(cluster: LocalCluster, shallow_model: Path, tmp_path_factory: pytest.Te
 
 def reference(cluster: LocalCluster, node: str, model: PagedModel, **more: Any) -> ReferenceEngine:
     given = {"mode": "service", "socket": cluster.socket(node), "share": "engines", "verify_load": "full"}
-    fresh = PagedModel(model._model, block_tokens=16, tokenizer=model._tokenizer)
+    fresh = PagedModel(model._model, block_tokens=16, tokenizer=model._tokenizer, name=model.name)
     return ReferenceEngine(fresh, EngineOptions(**{**given, "device_blocks": 128, "fetch_timeout_seconds": 60, **more}))
 
 

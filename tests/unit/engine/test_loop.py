@@ -488,6 +488,15 @@ def test_weights_without_a_name_are_refused(model: Any) -> None:
         ReferenceEngine(PagedModel(model, block_tokens=BLOCK), EngineOptions(mode="embedded", device_blocks=8))
 
 
+def test_weights_changed_in_memory_are_not_named_by_files(model: Any, tmp_path: Path) -> None:
+    """An adapter that was merged into them leaves the model's folder in its `name_or_path`."""
+    model.save_pretrained(tmp_path)
+    merged = type(model).from_pretrained(tmp_path)
+    merged.model.layers[0].self_attn.k_proj.weight.data += 0.5
+    with pytest.raises(ConfigError, match="weights_version"):
+        ReferenceEngine(PagedModel(merged, block_tokens=BLOCK), EngineOptions(mode="embedded", device_blocks=8))
+
+
 def test_a_closed_engine_leaves_no_thread_and_no_memory(model: Any) -> None:
     before = set(threading.enumerate())
     engine = ReferenceEngine(PagedModel(model, block_tokens=BLOCK), EngineOptions(**SETTINGS, layerwise="both"))

@@ -46,7 +46,7 @@ def judge(folder: Path) -> Judge:
 def paged(folder: Path) -> PagedModel:
     from transformers import AutoModelForCausalLM
 
-    return PagedModel(AutoModelForCausalLM.from_pretrained(folder), block_tokens=16)
+    return PagedModel(AutoModelForCausalLM.from_pretrained(folder), block_tokens=16, name=str(folder))
 
 
 @pytest.fixture(scope="module")
