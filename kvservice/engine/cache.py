@@ -36,7 +36,7 @@ from kvservice.connector.scheduler.ports import BlockIds, Promise, Wait
 from kvservice.connector.scheduler.request_terms import RequestTerms, terms_of
 from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
-from kvservice.connector.weights import weights_identity
+from kvservice.connector.weights import changed_since, weights_identity
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
 from kvservice.connector.worker.remote_copier import copier_for
@@ -51,7 +51,7 @@ from kvservice.engine.model import PagedModel
 from kvservice.engine.options import EngineOptions, EngineRole
 from kvservice.engine.schedule import Found
 from kvservice.engine.sharing import check_pages, page_copier, shared_spec
-from kvservice.errors import ConfigError
+from kvservice.errors import ConfigError, UnnamedWeights
 from kvservice.session.pool_choice import choose_pool
 from kvservice.session.session import Session
 from kvservice.units import BlockHash
@@ -90,7 +90,7 @@ def engine_spec(model: PagedModel, options: EngineOptions) -> EngineSpec:
     fields: dict[str, object] = {
         "engine": "kvservice-reference",
         "transformers": transformers.__version__,
-        "weights": weights or weights_identity(model.name, None, config.get("_commit_hash"), options.weights_cache),
+        "weights": weights or _as_loaded(model, options),
         "kv_dtype": str(shape.dtype),
         "cell_format": f"token, K {shape.key_width} then V {shape.value_width}",
         "layers": shape.layer_count,
@@ -104,6 +104,15 @@ def engine_spec(model: PagedModel, options: EngineOptions) -> EngineSpec:
     layout = SlotLayout(shape.layer_count, shape.head_count, shape.cell_bytes, shape.block_tokens * parts, parts)
     fingerprint = Fingerprint.of(fields).within(options.namespace)
     return EngineSpec(bytes(16), called, fingerprint, layout, options.namespace)
+
+
+def _as_loaded(model: PagedModel, options: EngineOptions) -> str:
+    named = weights_identity(model.name, None, model.config.to_dict().get("_commit_hash"), options.weights_cache)
+    if (changed := changed_since(model.name, model.loaded_at)) is not None:
+        raise UnnamedWeights(
+            f"{changed} was changed after this model was loaded: open it again, or set weights_version",
+        )
+    return named
 
 
 def _text(value: object) -> str:

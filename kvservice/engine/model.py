@@ -10,6 +10,7 @@ Adapters, encoders and layers that keep something else than K and V are refused 
 from __future__ import annotations
 
 import inspect
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ class PagedModel:
         if block_tokens < 1:
             raise ValueError(f"a block has at least one token, not {block_tokens}")
         self._model = model.eval()
-        self.name = name
+        self.name, self.loaded_at = name, time.time()  # in seconds since 1970: files that change later are others
         self._tokenizer = tokenizer
         taken = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
@@ -75,8 +76,12 @@ class PagedModel:
             torch.empty(0, device=device)
         except (AssertionError, RuntimeError) as error:  # an assertion where torch was built without CUDA
             raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+        begun = time.time()
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True).to(device)
-        return cls(model, block_tokens=block_tokens, tokenizer=AutoTokenizer.from_pretrained(path), name=str(path))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        opened = cls(model, block_tokens=block_tokens, tokenizer=tokenizer, name=str(path))
+        opened.loaded_at = begun
+        return opened
 
     @property
     def config(self) -> Any:

@@ -28,7 +28,7 @@ from kvservice.engine.loop import ReferenceEngine, RequestOutput
 from kvservice.engine.model import PagedModel
 from kvservice.engine.options import EngineOptions
 from kvservice.engine.sampling import Sampling
-from kvservice.errors import ConfigError, InvalidRequest
+from kvservice.errors import ConfigError, InvalidRequest, UnnamedWeights
 from tests.unit.engine.tiny_models import VOCABULARY, generated, make, prompt
 
 BLOCK = 4
@@ -495,6 +495,19 @@ def test_weights_changed_in_memory_are_not_named_by_files(model: Any, tmp_path: 
     merged.model.layers[0].self_attn.k_proj.weight.data += 0.5
     with pytest.raises(ConfigError, match="weights_version"):
         ReferenceEngine(PagedModel(merged, block_tokens=BLOCK), EngineOptions(mode="embedded", device_blocks=8))
+
+
+def test_files_changed_after_the_load_name_no_weights(model: Any, tmp_path: Path) -> None:
+    """A training run that writes its next checkpoint into the same folder."""
+    model.save_pretrained(tmp_path)
+    loaded = PagedModel(model, block_tokens=BLOCK, name=str(tmp_path))
+    options = EngineOptions(cache_folder=str(tmp_path / "digests"))
+    before = engine_spec(loaded, options).fingerprint
+    make("grouped heads", seed=1).save_pretrained(tmp_path)
+    with pytest.raises(UnnamedWeights, match="changed after this model was loaded"):
+        engine_spec(loaded, options)
+    opened = PagedModel(model, block_tokens=BLOCK, name=str(tmp_path))
+    assert engine_spec(opened, options).fingerprint != before
 
 
 def test_a_closed_engine_leaves_no_thread_and_no_memory(model: Any) -> None:
