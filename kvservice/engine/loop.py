@@ -195,11 +195,11 @@ class ReferenceEngine:
         wrong = [token for token in tokens if not 0 <= token < config.vocab_size]
         if wrong:  # the step that computes it would fail, and with it every request of the engine
             raise InvalidRequest(f"tokens of this model are 0 to {config.vocab_size - 1}, not {wrong[0]}")
-        positions = getattr(config, "max_position_embeddings", None)
+        positions = self.model.positions
         if positions is not None and length_max > positions:
             raise InvalidRequest(
                 f"a prompt of {len(tokens)} tokens and {sampling.max_tokens} more are over the {positions} positions "
-                "of the model: shorten the prompt, or ask for fewer tokens"
+                "of the model, or of its short texts with LongRoPE: shorten the prompt, or ask for fewer tokens"
             )
         # What makes no sense is refused here; the halves, which parse it again, would serve it without the pool.
         parse_transfer_params(transfer_params)

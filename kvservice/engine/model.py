@@ -89,6 +89,17 @@ class PagedModel:
         return self._model.config
 
     @property
+    def positions(self) -> int | None:
+        """The most tokens that a text may have; None if the model does not say. With LongRoPE the keys of all tokens
+        are others once the text is longer than these, and a block has one set of keys for all texts."""
+        config = self.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one of each type of layer
+        kept = [part["original_max_position_embeddings"] for part in parts if part.get("rope_type") == "longrope"]
+        known = [*kept, getattr(config, "max_position_embeddings", None)]
+        return min((count for count in known if count is not None), default=None)
+
+    @property
     def device(self) -> torch.device:
         device: torch.device = self._model.device
         return device

@@ -76,7 +76,9 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("demote", "docs/howto/hints.md"): HINT,
     ("original", "kvservice/connector/vllm/identity.py"): ROPE,
     ("original", "tests/unit/connector/vllm/test_identity.py"): ROPE,
+    ("original", "kvservice/engine/model.py"): ROPE,
     ("original", "tests/unit/engine/test_blend.py"): ROPE,
+    ("original", "tests/unit/engine/test_loop.py"): ROPE,
     ("original", "tests/vllm/tiny_model.py"): ROPE,
     ("original", "tests/faults/test_naming_engines.py"): ROPE,
 }

@@ -62,7 +62,7 @@ class ChainModel:
     """In place of a PagedModel. Wrong bytes raise where they are read, and where they may be read, because a load layer
     by layer is judged behind the forward, they give other tokens."""
 
-    name, device, eos = "", torch.device("cpu"), EOS
+    name, device, eos, positions = "", torch.device("cpu"), EOS, None
 
     def __init__(self, block_tokens: int, words: int, window: int, *, is_layered: bool) -> None:
         self.shape = KVShape(LAYERS, 1, words, words, block_tokens, torch.int64)

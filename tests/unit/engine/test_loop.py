@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvservice.connector.options import ConnectorOptions
 from kvservice.connector.plan import StepPlan
@@ -29,7 +29,7 @@ from kvservice.engine.model import PagedModel
 from kvservice.engine.options import EngineOptions
 from kvservice.engine.sampling import Sampling
 from kvservice.errors import ConfigError, InvalidRequest, UnnamedWeights
-from tests.unit.engine.tiny_models import VOCABULARY, generated, make, prompt
+from tests.unit.engine.tiny_models import COMMON, VOCABULARY, generated, make, prompt
 
 BLOCK = 4
 # Short enough that no step tells the engine how fast it computes: a promise that arrives later than the tokens could be
@@ -439,6 +439,17 @@ def test_requests_that_can_never_run_are_refused(model: Any) -> None:
             engine.add(prompt(8), transfer_params={"kvservice": {"version": 9, "role": "decode"}})
     with pytest.raises(InvalidRequest, match="closed"):
         engine.add(prompt(8))
+
+
+def test_a_text_with_the_keys_of_another_length_is_refused() -> None:
+    """LongRoPE: beyond `original_max_position_embeddings` the keys of the whole text are others."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 8.0}
+    turned = {"rope_theta": 10_000.0, "original_max_position_embeddings": 64, **rope}
+    config = LlamaConfig(**COMMON, num_key_value_heads=2, rope_parameters=turned)
+    with running(LlamaForCausalLM(config).eval()) as engine:
+        assert len(engine.generate([prompt(60)], Sampling(max_tokens=4))[0].token_ids[0]) == 4
+        with pytest.raises(InvalidRequest, match="64 positions of the model"):
+            engine.add(prompt(60), Sampling(max_tokens=5))
 
 
 @pytest.mark.parametrize(
