@@ -8,6 +8,7 @@ in a pool of this process, or in the service that runs on this machine; then the
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from pathlib import Path
@@ -24,9 +25,23 @@ QUESTIONS = ("What is the page about?", "Who wrote it?", "What may I do with it?
 
 
 def layout_of(model: Any) -> kvservice.Layout:
-    """A block: of each layer the keys and the values, `[head, token, size]` as the model has them."""
-    c = model.config
-    return kvservice.Layout(BLOCK, (c.num_hidden_layers, 2, c.num_key_value_heads, BLOCK, c.head_dim), model.dtype)
+    """A block: of each layer the keys and the values, `[head, token, size]` as the model leaves them in its cache."""
+    layers = model(torch.tensor([[1]])).past_key_values.layers
+    shapes = {getattr(getattr(layer, name, None), "shape", None) for layer in layers for name in ("keys", "values")}
+    if len(shapes) > 1 or None in shapes or "longrope" in str(getattr(model.config, "rope_parameters", "")):
+        sys.exit("this example is for models whose layers keep keys and values of one shape, for texts of any length")
+    _, heads, _, size = shapes.pop()
+    return kvservice.Layout(BLOCK, (len(layers), 2, heads, BLOCK, size), model.dtype)
+
+
+def identity_of(model: Any) -> dict[str, str]:
+    """All that changes the bytes of a block. An adapter that was merged, or another checkpoint in the same folder, is
+    another model, so its numbers name it and not its files."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return {"model": digest.hexdigest(), "transformers": transformers.__version__, "torch": torch.__version__}
 
 
 def load(hit: kvservice.Hit) -> DynamicCache:
@@ -64,8 +79,8 @@ def main(folder: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     document = tokenizer(Path(__file__).read_text())["input_ids"][:640]
     prompts = [document + tokenizer(f"\n\n{question}\n")["input_ids"] for question in QUESTIONS]
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    with kvservice.connect() as pool, pool.attach(Path(folder).name, layout_of(model), identity=versions) as store:
+    layout, identity = layout_of(model), identity_of(model)
+    with kvservice.connect() as pool, pool.attach(Path(folder).name, layout, identity=identity) as store:
         for question, tokens in zip(QUESTIONS, prompts, strict=True):
             times, answers = [], []
             for each in (None, store):

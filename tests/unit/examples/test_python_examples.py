@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"
-LINES_MAX = {"quickstart.py": 45, "two_nodes.py": 60, "transformers_cache.py": 90, "reference_engine.py": 45}
+LINES_MAX = {"quickstart.py": 45, "two_nodes.py": 60, "transformers_cache.py": 100, "reference_engine.py": 45}
 
 pytestmark = pytest.mark.processes
 
@@ -52,6 +52,24 @@ def test_a_hugging_face_model_says_the_same(tmp_path: Path, model_path: Path) ->
     said = run("transformers_cache.py", tmp_path, str(model_path), seconds=800)
     assert said.count("answers equal") == 3, said
     assert [int(cached) for cached in re.findall(r"(\d+) cached", said)] == [0, 640, 640], said
+
+
+def test_the_transformers_cache_tells_weights_and_models_apart() -> None:
+    """By their numbers: a merged adapter leaves folder and configuration. A model without a head_dim has a layout."""
+    pytest.importorskip("transformers")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from examples.transformers_cache import identity_of, layout_of
+    from tests.unit.engine.tiny_models import COMMON, make
+
+    model, before = make("window in some layers"), identity_of(make("window in some layers"))
+    assert layout_of(model).shape == (2, 2, 2, 16, 16)
+    assert identity_of(model) == before
+    model.model.layers[0].self_attn.k_proj.weight.data += 0.5
+    assert identity_of(model) != before
+    config = AutoConfig.for_model("lfm2", **COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention"])
+    with pytest.raises(SystemExit, match="one shape"):
+        layout_of(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.slow
