@@ -106,7 +106,8 @@ def _chat(body: Any) -> Question:
         if _get(body, name) is not None:
             arguments[name] = _get(body, name)
     own = _get(body, "chat_template_kwargs") or {}
-    if not isinstance(own, Mapping):
+    # A client's template could keep the thread of all prompts for hours; engines refuse it here too, by default.
+    if not isinstance(own, Mapping) or own.get("chat_template") is not None:
         raise Unknown("chat_template")
     if "reasoning_effort" in arguments and "enable_thinking" not in own:
         arguments["enable_thinking"] = arguments["reasoning_effort"] != "none"

@@ -36,6 +36,7 @@ def test_the_request_is_found_among_arguments_and_keywords() -> None:
         (chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}), "multimodal"),
         (chat(HELLO, chat_template="{{ messages }}"), "chat_template"),
         (chat(HELLO, chat_template_kwargs=["thinking"]), "chat_template"),
+        (chat(HELLO, chat_template_kwargs={"chat_template": "{{ messages }}"}), "chat_template"),
         (chat({"role": "developer", "content": "Be kind"}), "message_shape"),
         (chat({"role": "user", "content": "x", "audio": {"id": "1"}}), "message_shape"),
         (SimpleNamespace(prompt=["a", "b"]), "batch"),
