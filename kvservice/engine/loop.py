@@ -128,7 +128,7 @@ class ReferenceEngine:
         )
         self._requests: dict[str, _Request] = {}
         self._number = 0
-        self._closed = False
+        self._closed = self._torn = False
         self._cache = self._attach()
 
     @classmethod
@@ -184,10 +184,10 @@ class ReferenceEngine:
             salt: requests with another salt share no blocks.
 
         Raises:
-            InvalidRequest: it can never run here, or what it says of a hand-off or public tokens makes no sense.
+            InvalidRequest: it can never run here, what it says of a hand-off or public tokens makes no sense, the
+                engine is closed, or a step did not end.
         """
-        if self._closed:
-            raise InvalidRequest("this engine is closed: make another one")
+        self._check()
         sampling = sampling or Sampling()
         given = self.model.encode(prompt) if isinstance(prompt, str) else prompt
         tokens = [whole_number("a token", token) for token in given]
@@ -248,14 +248,34 @@ class ReferenceEngine:
         finally:
             for request_id in wanted:
                 if request_id not in found:
-                    self.abort(request_id)  # after Ctrl-C, or a prompt that was refused
+                    self.abort(request_id)  # after a prompt that was refused
         return [found[request_id] for request_id in wanted]
 
     # -- a step ----
 
     def step(self) -> list[RequestOutput]:
         """One step. Returns the requests that ended with it. Blocks while the model computes, and for milliseconds if
-        there is nothing to compute."""
+        there is nothing to compute.
+
+        Raises:
+            InvalidRequest: the engine is closed, or a step before did not end.
+        """
+        self._check()
+        self._torn = True  # nobody can go on with books that Ctrl-C, or a model that failed, left half changed
+        outputs = self._step()
+        self._torn = False
+        return outputs
+
+    def _check(self) -> None:
+        if self._closed:
+            raise InvalidRequest("this engine is closed: make another one")
+        if self._torn:
+            raise InvalidRequest(
+                "a step of this engine was interrupted, or its model failed: close the engine and make another one, "
+                "with the model as it is"
+            )
+
+    def _step(self) -> list[RequestOutput]:
         record = self.last = StepRecord()
         step = self.scheduler.schedule()
         self._note(record, step)

@@ -521,6 +521,25 @@ def test_files_changed_after_the_load_name_no_weights(model: Any, tmp_path: Path
     assert engine_spec(opened, options).fingerprint != before
 
 
+def test_an_engine_whose_step_did_not_end_says_so() -> None:
+    """Ctrl-C amid the layers. Another engine of the same model goes on, and finds nothing that is half computed."""
+    model = make("grouped heads")
+    paged, options = PagedModel(model, block_tokens=BLOCK), EngineOptions(**SETTINGS)
+    with ReferenceEngine(paged, options) as engine:
+        with model.model.layers[1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS[:2], Sampling(max_tokens=COUNT))
+        for go_on in (engine.step, lambda: engine.add(PROMPTS[0])):
+            with pytest.raises(InvalidRequest, match="was interrupted"):
+                go_on()
+    with ReferenceEngine(paged, options) as engine:
+        outputs = engine.generate(PROMPTS[:2], Sampling(max_tokens=COUNT))
+    assert [output.token_ids for output in outputs] == [generated(model, tokens, COUNT) for tokens in PROMPTS[:2]]
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_closed_engine_leaves_no_thread_and_no_memory(model: Any) -> None:
     before = set(threading.enumerate())
     engine = ReferenceEngine(PagedModel(model, block_tokens=BLOCK), EngineOptions(**SETTINGS, layerwise="both"))
