@@ -89,12 +89,20 @@ def _draw_record(request_id: str, row: dict[str, Any], hosts: Mapping[str, str])
         if row["handoff_node"]
         else ""
     )
+    head = (
+        f"{plain(request_id)}\non node {plain(label(row['node'], hosts))}, model {plain(row['model'])}, "
+        f"{row['age_seconds']:.1f} s ago"
+    )
     if row["answered"]:
         took = f", answered after {row['took_seconds'] * 1000:.1f} ms{waited}"
     elif row["report"] is None:
         took = ", never answered"
+    elif row["report"]["asked"]:
+        took = ", given up before it was answered"
+    elif row["blocks_asked"]:
+        took = ", and its engine did not ask"
     else:
-        took = ", given up before it was answered" if row["report"]["asked"] else ", while there was no pool"
+        return [Text.from_markup(f"{head}: its prompt is shorter than a block, so there was nothing to ask")]
     table = Table()
     for column in ("blocks", "", "from", "why"):
         table.add_column(column, overflow="fold")
@@ -104,13 +112,9 @@ def _draw_record(request_id: str, row: dict[str, Any], hosts: Mapping[str, str])
         outcome = f"[{COLOURS[one['outcome']]}]{one['outcome']}[/]"
         why = one["text"] if one["miss_cause"] is None else f"{one['miss_cause'].replace('_', ' ')}: {one['text']}"
         table.add_row(f"{span} ({one['count']})", outcome, plain(short(one["node"], hosts)), plain(why))
-    head = (
-        f"{plain(request_id)}\non node {plain(label(row['node'], hosts))}, model {plain(row['model'])}, "
-        f"{row['age_seconds']:.1f} s ago{took}"
-    )
     end = "" if row["finished"] else "; it goes on, or its engine ended without reporting its end"
     foot = (
         f"{counted(row['blocks_asked'], 'block')} asked: {blocks['engine']:,} in the engine, {blocks['local']:,} local,"
         f" {blocks['fetched']:,} fetched, {blocks['missed']:,} recomputed{end}"
     )
-    return [Text.from_markup(head), table, Text.from_markup(foot)]
+    return [Text.from_markup(head + took), table, Text.from_markup(foot)]

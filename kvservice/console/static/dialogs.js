@@ -111,8 +111,9 @@ function inWords(row) {
   const { engine, local, fetched, missed } = row.blocks;
   const whole = row.blocks_asked;
   const found = engine + local + fetched;
+  if (whole === 0) return "This request never asked for a prefix: its prompt is shorter than a block.";
+  if (row.report && !row.report.asked) return `This request has ${plural(whole, "block")}, and its engine did not ask for them.`;
   if (!row.answered) return `This request asked for ${plural(whole, "block")} and never got an answer.`;
-  if (whole === 0) return "This request never asked for a prefix: its prompt is shorter than a block, or its engine did not ask.";
   const from = [...new Set(row.diagnosis.filter((one) => one.outcome === "fetched").map((one) => placeWords(one.node)))].join(", ");
   const places = [
     [engine, "in the engine itself"],

@@ -53,6 +53,7 @@ class MissCause(Enum):
     QUOTA = "quota"
     DRAINING = "draining"
     NO_POOL = "no_pool"
+    NOT_ASKED = "not_asked"
     NOT_USED = "not_used"
     HANDOFF_ENDED = "handoff_ended"
 
@@ -81,7 +82,8 @@ _TEXT = {
     MissCause.NO_ROOM: "no slot could be freed for it here",
     MissCause.QUOTA: "its tenant had all the slots that it may hold, or fill at once",
     MissCause.DRAINING: "the node's own shard was leaving",
-    MissCause.NO_POOL: "the engine had no shard to ask, or lost it",
+    MissCause.NO_POOL: "the engine lost its shard while it asked",
+    MissCause.NOT_ASKED: "the engine had no shard to ask, or loads no blocks for this request",
     MissCause.LOAD_FAILED: "was promised, but the load failed and everything was computed",
     MissCause.NOT_USED: "was promised, but the engine scheduled the request without it",
 }
@@ -238,7 +240,7 @@ def _unanswered(report: RequestReport | None, index: int) -> Diagnosis:
     if report is None:
         return _missed(index, MissCause.DEADLINE)
     if not report.asked:
-        return _missed(index, MissCause.NO_POOL)
+        return _missed(index, MissCause.NOT_ASKED)
     text = "its engine gave the question up before the answer, as when a client goes away"
     return _missed(index, MissCause.ENGINE_DID_NOT_WAIT, "", text)
 

@@ -57,15 +57,17 @@ ROW = {
 }
 
 
-def test_a_request_served_without_a_pool_is_not_unanswered() -> None:
+def test_a_request_that_did_not_ask_is_not_unanswered() -> None:
     """The client had its answer; the word is for a question to the pool that nobody has answered yet."""
     for end, words in (
-        ({"asked": False}, "while there was no pool"),
+        ({"asked": False}, "and its engine did not ask"),
         ({"asked": True}, "given up before it was answered"),
         (None, "never answered"),
     ):
         told = said(requests=[{**ROW, "answered": False, "report": end}], request_id="c")
         assert f"1.0 s ago, {words}" in told
+    short = {**ROW, "answered": False, "report": {"asked": False}, "blocks_asked": 0}
+    assert "shorter than a block" in said(requests=[short], request_id="c")
 
 
 def test_a_tier_is_a_source_in_words() -> None:

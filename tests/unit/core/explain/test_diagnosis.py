@@ -222,13 +222,13 @@ def test_what_the_engine_did_with_the_promise_counts(report: RequestReport, miss
     assert (first.count, first.outcome, first.miss_cause) == (2, BlockOutcome.MISSED, miss_cause)
 
 
-def test_a_request_that_had_no_pool_says_so() -> None:
+def test_a_request_that_did_not_ask_says_so() -> None:
     asked = RecordedRequest(
         "n0", 1.0, 3, 0, 0, (), MissReason.NONE, "", False, RequestReport("r", 3, 1, 0, 2, asked=False)
     )
     assert [(one.outcome, one.miss_cause) for one in diagnose(asked, NOTHING)] == [
         (BlockOutcome.ENGINE, None),
-        (BlockOutcome.MISSED, MissCause.NO_POOL),
+        (BlockOutcome.MISSED, MissCause.NOT_ASKED),
     ]
 
 
