@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from kvservice.codec.coder import Coder
@@ -34,6 +35,7 @@ log = logging.getLogger("kvservice.tier")
 
 # Without a failed write until the log says that writes succeed again: on a full disk they fail and succeed in turn.
 SUCCEED_SECONDS = 60.0
+ERASES_AGAIN = 16  # files that could not be removed, tried again with each erase: some may never go
 WRITES_WAITING_MAX = 1024  # blocks; the core bounds the bytes in flight, so this is reached only when it errs
 
 
@@ -53,7 +55,7 @@ class DiskTier:
         self._counters: Counter[str] = Counter()
         self._books = threading.Lock()  # of the counters, which the pool's loop reads: held for moments only
         self._removed = threading.Condition(self._books)
-        self._to_erase: set[BlockKey] = set()  # whose files are to be removed, and are not yet
+        self._to_erase: dict[BlockKey, None] = {}  # whose files are to be removed, and are not yet; in their order
         self._removing: set[BlockKey] = set()  # whose files are being removed
         self._log_lock = threading.Lock()  # of the index, which may take a second to be written anew
         self._of_thread = threading.local()
@@ -117,8 +119,8 @@ class DiskTier:
 
     def erase(self, keys: Sequence[BlockKey]) -> None:
         with self._books:
-            self._to_erase.update(keys)
-        self._worker.submit(Urgency.ERASE, partial(self._erase, tuple(keys)), lambda: None)
+            self._to_erase.update(dict.fromkeys(keys))
+        self._worker.submit(Urgency.ERASE, partial(self._erase, len(keys)), lambda: None)
 
     def probe(self, keys: Sequence[BlockKey], deadline: float, on_done: ProbeCallback) -> None:
         def look() -> None:
@@ -150,8 +152,9 @@ class DiskTier:
 
     def _write_one(self, block: TierBlock, payload: memoryview, answer: Callable[[Written], None]) -> None:
         with self._removed:  # or the new file would be removed instead of the old one
-            self._to_erase.discard(block.key)
             self._removed.wait_for(lambda: block.key not in self._removing)
+            was_to_go = block.key in self._to_erase
+            self._to_erase.pop(block.key, None)
             erased = self._counters["erased"]
         result, header = self._files().write(block, payload)
         if result is WriteResult.FULL and self._made_room(erased):
@@ -159,6 +162,8 @@ class DiskTier:
         with self._books:
             if header is None:
                 self._counters[f"writes_{result.value}"] += 1
+                if was_to_go:
+                    self._to_erase[block.key] = None
                 if result is WriteResult.FULL:
                     self._full = (self._files().problem, time.monotonic() + FULL_SECONDS)
             else:
@@ -203,25 +208,28 @@ class DiskTier:
             self._note([pack_erased(block.key)], -1)
         answer(found)
 
-    def _erase(self, keys: tuple[BlockKey, ...]) -> None:
+    def _erase(self, count: int) -> None:
+        """Remove so many files, the first that were to go first, and some that could not be removed before."""
         with self._books:
-            going = self._to_erase.intersection(keys)  # the others were written again
-            self._to_erase -= going
-            self._removing |= going
-        removed = []
+            going = list(islice(self._to_erase, count + ERASES_AGAIN))
+            for key in going:
+                del self._to_erase[key]
+            self._removing.update(going)
+        removed, failed = list[BlockKey](), list[BlockKey]()
         try:
             for key in going:
                 try:
                     removed += [key] if self._folder.remove(key) else []
                 except OSError:
-                    self._count(erases_failed=1)
+                    failed.append(key)
             if removed:
                 failpoint("tier.erase")
                 self._note([pack_erased(key) for key in removed], -len(removed))
         finally:  # a write may wait for it
             with self._removed:
-                self._counters["erased"] += len(removed)
-                self._removing -= going
+                self._counters.update(erased=len(removed), erases_failed=len(failed))
+                self._to_erase.update(dict.fromkeys(failed))
+                self._removing.difference_update(going)
                 self._removed.notify_all()
 
     def _note(self, rows: list[bytes], live: int) -> None:

@@ -130,6 +130,25 @@ def test_a_file_that_cannot_be_erased_is_counted(disk: Disk, tier: StartedTier) 
     assert [found.key for found in _blocks(disk)] == [block.key], "it is found again, as a block like any other"
 
 
+def test_what_could_not_be_erased_goes_with_the_next_erase(disk: Disk, tier: StartedTier) -> None:
+    items = [some(number, 4096) for number in range(40)]
+    tier.write(*items)
+    disk.fail("unlink", errno.EDQUOT)
+    tier.tier.erase([block.key for block, _ in items[:30]])
+    eventually(lambda: tier.tier.counters().get("erases_failed") == 30, "the count")
+    disk.fail("rename")
+    assert tier.write(items[2]) == (WriteResult.FAILED,), "its old file stays, and is still to go"
+    disk.heal()
+    assert tier.write(*items[:2]) == (WriteResult.OK,) * 2, "these are wanted again"
+    for block, _ in items[30:32]:
+        tier.tier.erase([block.key])
+    kept = {block.key for block, _ in (*items[:2], *items[32:])}
+    there = {block.key: disk.below / name_of(block.key) for block, _ in items}
+    eventually(lambda: {key for key, path in there.items() if path.exists()} == kept, "the others are erased")
+    tier.close()
+    assert {block.key for block in _blocks(disk)} == kept and check_folder(disk.blocks).is_sound
+
+
 def test_a_disk_that_answers_nothing_holds_up_only_its_reader(disk: Disk, tier: StartedTier) -> None:
     block, payload = some(1, 1 * MiB)
     tier.write((block, payload))
