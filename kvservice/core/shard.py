@@ -174,7 +174,7 @@ class ShardState:
             ev.Adopt: self._adopt,
             ev.Drain: self._drain,
             ev.SetTenants: self._tenants_changed,
-            ev.WrittenDown: self._tiers.written,
+            ev.WrittenDown: self._written_down,
             ev.Probed: self._acquisitions.probed,
             ev.TierFound: self._tiers.found,
             ev.Tick: self._tick,
@@ -425,6 +425,9 @@ class ShardState:
         self._writes.digested(event, now)
         for found in event.found:
             self._suspects.digested(found, now)
+
+    def _written_down(self, event: ev.WrittenDown, now: float) -> None:
+        self._suspects.named(self._tiers.written(event, now))
 
     # -- hand-offs ----
 

@@ -1,10 +1,14 @@
-"""Suspects: blocks that an engine or another node did not find as promised when it read them. Pure.
+"""Suspects: blocks that an engine or another node did not find as promised when it read them, or that a tier did not
+take. Pure.
 
 The engine computes such a prompt again. But the pool would promise the block again, to this reader and to others, and
 nothing that they compute would replace it, because a block that is held is not stored twice. So engines name their
 suspects in heartbeats, and nodes when they give a lease back. The shard makes the digest anew. A block with another
 digest is given up: its next store brings it back. Of one with its own digest the header is written again, which heals a
 header that was damaged, and changes nothing where the reader was only late.
+
+A tier fails at a write for many reasons, and a lossy codec refuses bytes that have changed in memory: at each look of
+the cleaner, until the block is evicted.
 
 A reader may be wrong or lie, so its word alone evicts nothing.
 """
@@ -40,7 +44,7 @@ class Suspects:
         self._open: dict[SlotIndex, BlockRef] = {}
 
     def named(self, refs: Iterable[BlockRef]) -> None:
-        """A reader names these. Those that are gone, or are looked at already, need nothing."""
+        """A reader or a tier names these. Those that are gone, or are looked at already, need nothing."""
         for ref in refs:
             if self._store.promised_as(ref) is None or ref.slot in self._open:
                 continue

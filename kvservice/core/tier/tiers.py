@@ -25,6 +25,7 @@ from kvservice.core.context import ShardContext
 from kvservice.core.events import PullResult, TierFound, WrittenDown
 from kvservice.core.messages import Holder
 from kvservice.core.segment.blockfile import disk_room
+from kvservice.core.segment.refs import BlockRef
 from kvservice.core.store.slots import Block
 from kvservice.core.store.worth import GuardedWorth
 from kvservice.core.tier.books import TierBooks
@@ -305,7 +306,9 @@ class Tiers:
         self._store.pin((block.slot,))
         return written, block.slot.index
 
-    def written(self, event: WrittenDown, now: float) -> None:
+    def written(self, event: WrittenDown, now: float) -> list[BlockRef]:
+        """Returns what a tier that has room did not take: its bytes may have changed in memory."""
+        refused: list[BlockRef] = []
         for tier in self._tiers.values():
             items = tier.queue.end(event.job)
             if items is None:
@@ -315,6 +318,8 @@ class Tiers:
             good = 0
             for (block, slot), is_written, stored_bytes in zip(items, results, sizes, strict=False):
                 self._store.unpin((self._store.table[slot],))
+                if not is_written and not event.is_full:
+                    refused.append(BlockRef(slot, self._store.table[slot].generation))
                 if is_written:
                     good += 1
                     self._count(tier, "written_bytes", stored_bytes or block.payload_bytes)
@@ -325,6 +330,7 @@ class Tiers:
             self._count(tier, "written_blocks", good)
             self._count(tier, "write_failed", len(items) - good)
             tier.queue.report(good, now)
+        return refused
 
     def clear(self, is_covered: Callable[[TierBlock], bool], slice_blocks: int) -> Generator[None, None, int]:
         """Give up these blocks, and those of them that are being written when that ends. Yields after each whole slice,

@@ -13,8 +13,9 @@ from kvservice.core.acquire.suspects import CHECKED_MAX
 from kvservice.core.block.marks import MarkKind
 from kvservice.core.messages import AcquireResult, LocateResult, MissReason, SealStatus
 from kvservice.core.segment.refs import BlockRef
+from kvservice.core.tier.rules import TierRules, WriteMoment
 from kvservice.testing.builders import CoreHarness, make_chain, make_spec
-from kvservice.units import AttachmentId, Generation, NodeId, SlotIndex
+from kvservice.units import AttachmentId, Generation, MiB, NodeId, SlotIndex
 
 CHAIN = make_chain(3)
 
@@ -184,3 +185,29 @@ def test_a_reader_names_what_it_leased_and_nothing_else(line: Line) -> None:
 def test_a_heartbeat_of_a_strange_attachment_names_nothing(line: Line) -> None:
     actions = line.shard.send(ev.Renew(99, AttachmentId(12345), (), suspects=line.held.blocks))
     assert [type(action) for action in actions] == [act.Refuse] and not line.shard.digests
+
+
+def test_a_damaged_block_that_a_tier_refuses_goes() -> None:
+    """A lossy codec refuses its bytes at each look of the cleaner."""
+    shard = CoreHarness(tiers=(TierRules("disk", budget_bytes=1 * MiB, write=WriteMoment.STORED),))
+    engine = shard.attach()
+    shard.store(engine, CHAIN[:1])
+    (write,) = shard.writes()
+    ((_, slot),) = write.items
+    shard.contents[slot] = b"something else"
+    shard.written(write, False)
+    assert shard.keys_held() == {CHAIN[0]}
+    shard.digest_all()
+    assert not shard.keys_held() and shard.count("suspects_damaged") == 1
+
+
+def test_a_sound_block_that_a_tier_refuses_stays() -> None:
+    """It says nothing of a block that the tier has no room."""
+    for is_full in (False, True):
+        shard = CoreHarness(tiers=(TierRules("disk", budget_bytes=1 * MiB, write=WriteMoment.STORED),))
+        shard.store(shard.attach(), CHAIN[:1])
+        (write,) = shard.writes()
+        shard.written(write, False, is_full=is_full)
+        assert len(shard.digests) == (not is_full)
+        shard.digest_all()
+        assert shard.keys_held() == {CHAIN[0]} and shard.count("suspects_damaged") == 0
