@@ -120,7 +120,12 @@ class BlockObjects:
     async def _write_and_read(self) -> bool:
         name, content = f"{self._folder}/proof-{os.urandom(8).hex()}", os.urandom(FILE_HEADER_BYTES)
         await self._library.put_async(self._store, name, content, use_multipart=False)
-        found = bytes(await (await self._library.get_async(self._store, name)).bytes_async())
+        try:
+            found = bytes(await (await self._library.get_async(self._store, name)).bytes_async())
+        except self._failures:
+            with contextlib.suppress(*self._failures):
+                await self._library.delete_async(self._store, name)
+            raise
         await self._library.delete_async(self._store, name)
         return found == content
 

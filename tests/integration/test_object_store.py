@@ -113,6 +113,15 @@ def test_refused_credentials_say_which_to_check(s3: S3Server, front: FaultyStore
         s3.check_credentials(False)
 
 
+def test_a_proof_that_is_not_read_back_leaves_no_object(s3: S3Server, front: FaultyStore) -> None:
+    """A store that fails so is opened again and again."""
+    front.faults = StoreFaults(error=1.0, methods=("GET",))
+    with pytest.raises(TierError, match="does not answer as it should"):
+        ObjectTier(s3.url, "proven").start()
+    front.faults = StoreFaults()
+    assert [row["path"] for rows in open_store(s3.url).list("proven/") for row in rows] == []
+
+
 def test_throttled_and_failed_requests_are_tried_again(front: FaultyStore, blocks: BlocksOfTier) -> None:
     front.faults = StoreFaults(throttle=0.15, error=0.1)
     written = blocks.write(*range(24))
