@@ -63,16 +63,22 @@ class MarkObjects:
 
     async def _read(self, name: str) -> tuple[Mark, ...]:
         try:
-            answer = await within(REQUEST_SECONDS, self._library.get_async(self._store, f"{self._folder}/{name}"))
+            marks = await self._fetch(name)
+            if marks is None:  # or a bit that changed on its way would clear everything
+                marks = await self._fetch(name)
         except FileNotFoundError:  # its time is over by the clock of another node
             return ()
-        marks = None
-        if answer.meta["size"] <= OBJECT_BYTES_MAX:
-            marks = unpack_marks(bytes(await within(REQUEST_SECONDS, answer.bytes_async())))
         if marks is None:
             log.error("marks_damaged", extra={"object": name})
             return (Mark(MarkKind.EVERYTHING, _time_of(name)),)
         return marks
+
+    async def _fetch(self, name: str) -> tuple[Mark, ...] | None:
+        """None: it is damaged."""
+        answer = await within(REQUEST_SECONDS, self._library.get_async(self._store, f"{self._folder}/{name}"))
+        if answer.meta["size"] > OBJECT_BYTES_MAX:
+            return None
+        return unpack_marks(bytes(await within(REQUEST_SECONDS, answer.bytes_async())))
 
     async def _remove(self, names: Sequence[str]) -> None:
         try:

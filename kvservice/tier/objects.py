@@ -333,14 +333,10 @@ class ObjectTier:
     async def _read(self, reading: _ObjectReads, place: int) -> None:
         block, target = reading.job.items[place]
         answer = BroughtBlock(PullResult.FAILED)
-        began = time.perf_counter()
         try:
-            found = await self._objects.get(block.key, FILE_HEADER_BYTES + block.payload_bytes + EXTRA_BYTES_MAX)
-            if isinstance(found, PullResult):
-                answer = BroughtBlock(found)
-            else:
-                self._coder.tier_read(len(found[0]), time.perf_counter() - began)
-                answer = await self._unpack(*found, block, target)
+            answer = await self._fetch(block, target)
+            if answer.result is PullResult.CORRUPT:  # or a bit that changed on its way would erase it for all nodes
+                answer = await self._fetch(block, target)
         finally:
             if answer.result is PullResult.OK:
                 self._counters["fetched_objects"] += 1
@@ -349,6 +345,14 @@ class ObjectTier:
             if answer.result in (PullResult.STALE, PullResult.CORRUPT):
                 self._objects.believe_absent(block.key)  # so the next write replaces what is there
             reading.answers.put(place, answer)
+
+    async def _fetch(self, block: TierBlock, target: memoryview) -> BroughtBlock:
+        began = time.perf_counter()
+        found = await self._objects.get(block.key, FILE_HEADER_BYTES + block.payload_bytes + EXTRA_BYTES_MAX)
+        if isinstance(found, PullResult):
+            return BroughtBlock(found)
+        self._coder.tier_read(len(found[0]), time.perf_counter() - began)
+        return await self._unpack(*found, block, target)
 
     async def _unpack(self, data: memoryview, written_at: float, block: TierBlock, target: memoryview) -> BroughtBlock:
         """Verify and copy. Nothing gives this up midway, so an answered read has no writer left.

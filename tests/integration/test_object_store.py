@@ -145,6 +145,31 @@ def test_no_fault_on_the_way_is_ever_a_hit(front: FaultyStore, tier: ObjectTier,
     assert tier.counters()["reads_corrupt"] > 0
 
 
+def test_a_bit_changed_on_its_way_costs_nothing(front: FaultyStore, tier: ObjectTier, blocks: BlocksOfTier) -> None:
+    """What is corrupt is erased for all nodes, and a damaged object of marks counts as a clear of everything."""
+    blocks.write(1)
+    mark = Mark(MarkKind.TENANT, time.time(), "acme")
+    tier.keep_marks([mark])
+
+    def flipped(last: int, work: Callable[[], T]) -> T:
+        """The bit changes in the answer to request `last` of those that `work` makes."""
+        gets = front.counts["GET"]
+        front.faults = StoreFaults(late_seconds=0.5, flip=float(last == 1))
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(work)
+            for passed in range(1, last):
+                eventually(lambda count=gets + passed: front.counts["GET"] >= count, "it is asked")  # type: ignore[misc]
+                front.faults = StoreFaults(late_seconds=0.5, flip=float(passed == last - 1))
+            eventually(lambda: front.counts["GET"] >= gets + last, "it is asked")
+            front.faults = StoreFaults()
+            return asked.result()
+
+    results, _, slots = flipped(1, lambda: blocks.read(blocks.block(1)))
+    assert results == (PullResult.OK,) and bytes(slots[0]) == blocks.payload(1)
+    assert flipped(2, tier.load_marks) == (mark,), "after the listing"
+    assert front.counts["flip"] == 2
+
+
 def test_an_object_read_beside_a_clear_is_replaced(front: FaultyStore, tier: ObjectTier, blocks: BlocksOfTier) -> None:
     """It is of before the clear, whenever its read ends: it was believed to be what is stored since."""
     blocks.write(1)
