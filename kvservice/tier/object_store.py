@@ -120,7 +120,8 @@ def store_errors() -> tuple[type[Exception], ...]:
 def why_unusable(url: str, error: BaseException) -> TierError:
     """The error for people about a store that failed its proof: what is wrong, and what to do.
 
-    Its attribute `transient` is True when the store did not answer or said that it cannot now: it may work later.
+    Its attribute `transient` is True when it may work later: buckets, roles and identities are made by others, maybe
+    after this process has started.
     """
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
@@ -130,7 +131,7 @@ def why_unusable(url: str, error: BaseException) -> TierError:
         "GOOGLE": "GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS, or an identity of the machine or pod",
         "AZURE": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or an identity of the machine or pod",
     }.get(SCHEMES.get(urlsplit(url).scheme.lower(), ""), "the credentials")
-    transient = False
+    transient = True
     if isinstance(error, FileNotFoundError):
         said = "it says that there is no such bucket: make the bucket, or correct its name in objects_url"
     elif isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError):
@@ -139,9 +140,9 @@ def why_unusable(url: str, error: BaseException) -> TierError:
         said = f"there are no credentials for it: set {variables}"
     elif "BadScheme" in text:
         said = "its endpoint is http:// and nobody allowed plain HTTP: use https://, or set AWS_ALLOW_HTTP=true"
+        transient = False
     else:
         said = "it does not answer as it should: check objects_url, the endpoint and the network"
-        transient = True
     return TierError(
         f"the object store {url} cannot be used, {said}. See docs/howto/object-store.md ({_first_line(error)})",
         url=url,

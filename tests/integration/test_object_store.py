@@ -99,7 +99,7 @@ def test_a_missing_bucket_says_to_make_it(front: FaultyStore) -> None:
     tier = ObjectTier("s3://no-such-bucket/prefix")
     with pytest.raises(TierError, match="no such bucket: make the bucket") as refused:
         tier.start()
-    assert refused.value.attributes["transient"] is False
+    assert refused.value.attributes["transient"] is True
 
 
 def test_refused_credentials_say_which_to_check(s3: S3Server, front: FaultyStore) -> None:
@@ -108,7 +108,20 @@ def test_refused_credentials_say_which_to_check(s3: S3Server, front: FaultyStore
         tier = ObjectTier(s3.url)
         with pytest.raises(TierError, match="refuses these credentials: check AWS_ACCESS_KEY_ID") as refused:
             tier.start()
-        assert refused.value.attributes["transient"] is False
+        assert refused.value.attributes["transient"] is True
+    finally:
+        s3.check_credentials(False)
+
+
+def test_a_store_that_gives_access_later_is_used_then(s3: S3Server) -> None:
+    """A role or a bucket may be made after the node has started, and its message says to do so."""
+    environment = {**s3.environment(), "KVSERVICE_OBJECTS_URL": s3.url}
+    s3.check_credentials(True)
+    try:
+        with LocalCluster(1, 1, transport="shm", mirror_bytes=0, environment=environment) as cluster:
+            eventually(lambda: cluster.stats("n0").tiers[0].state == "failed", "it is refused")
+            s3.check_credentials(False)
+            eventually(lambda: cluster.stats("n0").tiers[0].state == "open", "it is used")
     finally:
         s3.check_credentials(False)
 
