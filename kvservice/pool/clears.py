@@ -42,6 +42,14 @@ class PoolClears:
         self._freshness.marks.add(marks)
         return marks
 
+    async def learn(self, marks: Sequence[Mark]) -> None:
+        """Take the marks that lay beside a disk which answers only now, and keep all that are known there. Raises
+        Unavailable when they cannot be kept. Of the disk nothing that they cover is served, whatever else fails."""
+        new, _ = missed(marks, set(self._freshness.marks.all()), self._freshness.wall(self._clock()))
+        self._freshness.marks.add(marks)
+        await self._take(new)
+        await self._keep()
+
     async def finish(self, marks: Sequence[Mark], used_at: float) -> None:
         """Do the clears again that the last boot, alive until `used_at`, may not have finished."""
         await self._take(unfinished(marks, used_at, self._freshness.wall(self._clock())))

@@ -63,6 +63,11 @@ class MarkFiles:
         self._keeping = asyncio.Lock()
         self._newest = NewestWrite(self.keep, "kvservice-keep-marks")
 
+    def add(self, path: Path, unusable: str) -> None:
+        """Keep them there too from the next time on. `unusable` is what was said of its disk, which answers now."""
+        self._paths = (*dict.fromkeys((*self._paths, path)),)
+        self._unusable = tuple(each for each in self._unusable if each != unusable)
+
     def load(self) -> tuple[Mark, ...]:
         """The marks of all files. One that is damaged, of another version, or cannot be read, counts as a clear of
         everything now: in doubt a miss."""

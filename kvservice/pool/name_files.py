@@ -31,6 +31,11 @@ class NameFiles:
         self._has_failed = False  # at the last write
         self._newest = NewestWrite(self._write, "kvservice-keep-names")
 
+    def add(self, path: Path) -> None:
+        """Keep them there too from the next time on."""
+        self._paths = (*dict.fromkeys((*self._paths, path)),)
+        self._kept = {}
+
     def load(self) -> EngineNames:
         for path in self._paths:
             with contextlib.suppress(OSError), path.open("rb") as file:

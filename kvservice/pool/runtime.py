@@ -57,6 +57,7 @@ from kvservice.observe.timings import Timings
 from kvservice.pool.answers import PoolAnswers
 from kvservice.pool.clears import PoolClears
 from kvservice.pool.digests import Digests
+from kvservice.pool.late_disks import LateDisks
 from kvservice.pool.mark_files import MarkFiles
 from kvservice.pool.meeting import PeerMeetings
 from kvservice.pool.name_files import NameFiles
@@ -113,9 +114,9 @@ class PoolRuntime(PoolAnswers):
             spills=config.spill and not config.accept_spill,  # one that takes what others evict passes nothing on
         )
         self.timings = Timings()
-        pool_tiers = PoolTiers(
-            tiers or {}, segment, clock, self.timings, self._from_thread, lambda marks: self.clears.take(marks)
-        )
+        late = {spec.name: spec.unusable for spec in config.tiers if spec.is_late}
+        told = (self._from_thread, self._take_marks, late, self._join_late)
+        pool_tiers = PoolTiers(tiers or {}, segment, clock, self.timings, *told)
         super().__init__(config, segment, puller, state, pool_tiers, clock)
         self._directory = directory
         self._loop = asyncio.get_running_loop()
@@ -143,6 +144,7 @@ class PoolRuntime(PoolAnswers):
         mark_files = MarkFiles(config.mark_files, config.wall_clock, unusable)
         self.clears = PoolClears(state.freshness, mark_files, pool_tiers, clock, self._clear_blocks)
         self._name_files = NameFiles(config.name_files)
+        self._late_disks = LateDisks(config.tiers, state.freshness, self.clears, mark_files, self._name_files)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
         self._is_arming = False  # the timer is soon set anew
@@ -203,6 +205,12 @@ class PoolRuntime(PoolAnswers):
         may_serve_old = bool(self._state.blocks()) or len(shared) < len(rules)
         if may_serve_old and not await self._tiers.marks_known(shared, MARKS_SECONDS):
             log.warning("marks_not_asked", extra={"reason": f"a shared tier was not open within {MARKS_SECONDS:.0f} s"})
+
+    async def _take_marks(self, marks: Sequence[Mark]) -> Sequence[Mark]:
+        return await self.clears.take(marks)
+
+    async def _join_late(self, tier: str) -> None:
+        await self._late_disks.join(tier)
 
     # -- PoolPort ----
 

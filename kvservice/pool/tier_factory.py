@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -10,7 +11,7 @@ from typing import cast
 from kvservice.errors import TierError
 from kvservice.plugins import TIERS, check_methods, load
 from kvservice.pool.coders import Coders, check_codecs
-from kvservice.pool.tier_specs import DISK, OBJECTS, TierSettings, TierSpec
+from kvservice.pool.tier_specs import DISK, OBJECTS, TierSettings, TierSpec, read_beside
 from kvservice.tier.base import Tier
 
 
@@ -35,7 +36,12 @@ def tier_makers(specs: tuple[TierSpec, ...], coders: Coders) -> Mapping[str, Cal
 def make_tier(spec: TierSpec, coders: Coders) -> Tier:
     """The tier, not started. Imports what it needs, which takes a while. Raises TierError, or ConfigError for a codec
     or a tier of another package that cannot be used."""
-    if spec.unusable:
+    if spec.is_late:
+        try:
+            read_beside([replace(spec, unusable="")])
+        except OSError as error:
+            raise TierError(f"{spec.place}: {error.strerror or error}", transient=True) from error
+    elif spec.unusable:
         raise TierError(spec.unusable)
     coder = coders.make(spec.codec)
     if spec.name == DISK:

@@ -62,7 +62,12 @@ class TierSpec:
     codec: str  # NONE, or a name
     namespace: str = ""  # of an object store
     io: str = "auto"  # of a disk: tier.disk_io.DiskIO
-    unusable: str = ""  # why a disk is not touched, and the tier fails to start
+    unusable: str = ""  # why a disk is not touched as the pool starts
+
+    @property
+    def is_late(self) -> bool:
+        """Whether such a disk is used once it answers: how much of it is known without asking it."""
+        return bool(self.unusable and self.budget_bytes)
 
 
 def rules_of(spec: TierSpec) -> TierRules:
@@ -102,9 +107,9 @@ async def find_tiers(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]
         reason = error.strerror or str(error)
     finally:
         finding.cancel()
-    why = f"is not used before the next start: {reason}"
+    until = "it answers" if settings.disk_bytes else "the next start"
     return tuple(
-        replace(spec, unusable=f"{spec.place} {why}") if spec.name == DISK else spec
+        replace(spec, unusable=f"{spec.place} is not used before {until}: {reason}") if spec.name == DISK else spec
         for spec in tier_specs(settings, owner, lambda place: 0)
     )
 
@@ -112,10 +117,15 @@ async def find_tiers(settings: TierSettings, owner: str) -> tuple[TierSpec, ...]
 def _reached(settings: TierSettings, owner: str, walk: DiskWalk) -> tuple[TierSpec, ...]:
     """`tier_specs`, once the disk has shown the files that a start reads before all else. Raises OSError."""
     found = tier_specs(settings, owner, lambda place: free_bytes(place, walk))
-    for path in (*marks_beside(found), *names_beside(found)):
+    read_beside(found)
+    return found
+
+
+def read_beside(tiers: Sequence[TierSpec]) -> None:
+    """Read the beginning of the files that lie beside these disks. Blocks, as long as a disk hangs. Raises OSError."""
+    for path in (*marks_beside(tiers), *names_beside(tiers)):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.read(1)
-    return found
 
 
 def marks_beside(tiers: Sequence[TierSpec]) -> tuple[Path, ...]:

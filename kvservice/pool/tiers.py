@@ -71,15 +71,20 @@ class PoolTiers:
         timings: Timings,
         report: Report,
         take_marks: Callable[[Sequence[Mark]], Awaitable[Sequence[Mark]]] | None = None,
+        late: Mapping[str, str] | None = None,
+        join: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         """`take_marks` applies the marks of clears that a tier has kept, and returns all that are known here. It raises
-        KVServiceError for those that it cannot apply now."""
+        KVServiceError for those that it cannot apply now. `late` are tiers that did not answer before, and why; `join`
+        does what has to be done before such a tier is used. It raises KVServiceError when it may not be."""
         self._makers = makers
         self._memory = memory
         self._clock = clock
         self._timings = timings
         self._report = report
         self._take_marks = take_marks
+        self._late = late or {}
+        self._join = join
         self._starting = {name: asyncio.Event() for name in makers}  # set when the marks that it keeps are known
         self._states = {name: TierStatus(name, TierPhase.OPENING) for name in makers}
         self._open: dict[str, Tier] = {}
@@ -98,6 +103,8 @@ class PoolTiers:
 
     async def _start(self, name: str) -> None:
         wait = REOPEN_SECONDS_MIN
+        if name in self._late:
+            self._fail(name, self._late[name])
         while await self._try_start(name):
             await asyncio.sleep(wait)
             wait = min(2 * wait, REOPEN_SECONDS_MAX)
@@ -140,9 +147,11 @@ class PoolTiers:
         """Learn from the tier what was cleared while this node was away, and tell it what it does not know, before the
         core hears that it is open. Without its marks a tier is not used: it may have what was cleared."""
         keeper: object = self._open.get(name)
-        if self._take_marks is None or not isinstance(keeper, KeepsMarks):
-            return
         try:
+            if self._join is not None:
+                await self._join(name)
+            if self._take_marks is None or not isinstance(keeper, KeepsMarks):
+                return
             kept = await in_thread(keeper.load_marks)
             known = await self._take_marks(kept)
             self._heard[name] = frozenset(kept)

@@ -1,0 +1,96 @@
+"""A disk that gives errors as its pool starts is used once it answers. Nothing that was cleared comes back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvservice
+from kvservice.api.pool import ConnectOptions, Pool
+from kvservice.api.pool_thread import PoolThread
+from kvservice.core.block.marks import Mark, MarkKind, pack_marks, unpack_marks
+from kvservice.errors import Unavailable
+from kvservice.pool import tiers as pool_tiers
+from kvservice.pool.runtime import PoolRuntime
+from kvservice.pool.tiers import TierPhase
+from kvservice.testing.eventually import eventually
+
+LAYOUT = kvservice.Layout(block_tokens=16, shape=(4, 2, 16, 64))
+BLOCKS = np.random.default_rng(0).standard_normal((8, 4, 2, 16, 64)).astype("float32")
+TOKENS = range(16 * 8)
+
+
+def open_pool(disk: Path) -> tuple[Pool, PoolRuntime]:
+    options = ConnectOptions(
+        mode="embedded",  # type: ignore[arg-type]  # checked there
+        memory="16MiB",  # type: ignore[arg-type]
+        disk_path=str(disk),
+        disk_bytes="64MiB",  # type: ignore[arg-type]
+        disk_write="stored",
+    )
+    thread = PoolThread(options)
+    thread.loop.wait(thread.open())
+    assert thread._runtime is not None
+    return Pool(thread), thread._runtime
+
+
+def is_open(runtime: PoolRuntime) -> bool:
+    return runtime._tiers.states()[0].phase is TierPhase.OPEN
+
+
+def clear(pool: Pool, model: str) -> None:
+    runtime = pool._thread._runtime
+    assert runtime is not None
+    pool._thread.loop.wait(runtime.clears.clear([Mark(MarkKind.MODEL, time.time(), model)]))
+
+
+def hit(pool: Pool, model: str) -> int:
+    with pool.attach(model, LAYOUT).get(TOKENS) as found:
+        assert np.array_equal(found.copy(), BLOCKS[: found.tokens // 16])
+        return found.tokens // 16
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With 8 blocks each of the models a, b and c."""
+    monkeypatch.setattr(pool_tiers, "REOPEN_SECONDS_MIN", 0.05)
+    monkeypatch.setattr(pool_tiers, "REOPEN_SECONDS_MAX", 0.05)
+    pool, runtime = open_pool(tmp_path)
+    with pool:
+        eventually(lambda: is_open(runtime), "the disk is open")
+        for model in "abc":
+            assert pool.attach(model, LAYOUT).put(TOKENS, BLOCKS).stored == 8
+        eventually(lambda: runtime.stats().counters.get("tier_disk_written_blocks") == 24, "they are on the disk")
+    return tmp_path
+
+
+def test_a_disk_that_answers_late_gives_what_was_not_cleared(disk: Path) -> None:
+    """What was cleared is read when it answers; what is cleared until then is not complete, and holds all the same."""
+    marks = disk / "embedded.marks"
+    kept = pack_marks([Mark(MarkKind.MODEL, time.time(), "a")])
+    marks.unlink(missing_ok=True)
+    marks.mkdir()  # to read it is an error of the kernel
+    pool, runtime = open_pool(disk)
+    with pool:
+        eventually(lambda: "Is a directory" in runtime._tiers.states()[0].detail, "status says why")
+        assert runtime._tiers.states()[0].phase is TierPhase.FAILED
+        with pytest.raises(Unavailable, match="not used before it answers"):
+            clear(pool, "b")
+        assert hit(pool, "c") == 0
+        marks.rmdir()
+        marks.write_bytes(kept)
+        eventually(lambda: is_open(runtime), "the disk is used")
+        eventually(lambda: runtime.stats().counters.get("tier_disk_found") == 8, "its blocks are found")
+        assert [hit(pool, model) for model in "abc"] == [0, 0, 8]
+        read = unpack_marks(marks.read_bytes())
+        assert read is not None and {mark.name for mark in read} == {"a", "b"}
+        clear(pool, "c")
+        assert pool.attach("d", LAYOUT).put(TOKENS, BLOCKS).stored == 8
+        eventually(lambda: runtime.stats().tiers[0].blocks == 8, "the disk takes blocks")
+    pool, runtime = open_pool(disk)
+    with pool:
+        eventually(lambda: runtime.stats().counters.get("tier_disk_found") == 8, "the next start finds them")
+        assert [hit(pool, model) for model in "abcd"] == [0, 0, 0, 8]
