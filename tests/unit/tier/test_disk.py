@@ -242,6 +242,18 @@ def test_a_disk_that_is_full_at_the_start_may_be_tried_again(
     assert found_in(tmp_path / "blocks") == []
 
 
+def test_beginnings_of_prompts_are_found_first(tmp_path: Path) -> None:
+    """With a smaller `disk_bytes` than before not all have room, and a hit ends at the first that is missing."""
+    tier = StartedTier(DiskTier(tmp_path))
+    items = [some(number, 4096) for number in range(64)]
+    places = [31 * number % 64 for number in range(64)]
+    tier.write(*((replace(block, position=place), data) for place, (block, data) in zip(places, items, strict=True)))
+    tier.close()
+    again = StartedTier(DiskTier(tmp_path))
+    again.close()
+    assert [block.position for block in again.found] == list(range(64))
+
+
 @pytest.mark.parametrize("what", ["index", "files", "both"])
 def test_blocks_of_unknown_age_do_not_outlive_the_marks(tmp_path: Path, what: str) -> None:
     """Nobody knows any more what was cleared while the folder was not used."""
