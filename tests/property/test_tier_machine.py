@@ -182,6 +182,7 @@ class TierMachine(RuleBasedStateMachine):
                     self.harness.written(work[0], False)
                 elif isinstance(work[0], act.BringBack):
                     self.harness.brought(work[0], PullResult.FAILED)
+            self.harness.digest_all()  # of what a tier did not take
         assert self.harness.slots("leased") == self.harness.slots("writing") == 0, "a tier holds memory for nothing"
 
 

@@ -30,14 +30,13 @@ SERVICE = "own"
 # What `up` does before it starts the service.
 START = """
 import ray
-from rich.console import Console
 from kvservice.actors import ray_auth
 from kvservice.actors.supervisor import listening_hosts
 from kvservice.cli import lifecycle
 from kvservice.config import ServiceConfig
 service = {!r}
-started = lifecycle._connect_or_start(service, None, Console(stderr=True))
-lifecycle._tell_of_access(service, Console(stderr=True), started=started)
+started = lifecycle._connect_or_start(service, None)
+lifecycle._tell_of_access(service, started=started)
 print(len(ray.nodes()), ray_auth.asks_for_token())
 """
 
