@@ -56,7 +56,7 @@ def find_blocks(folder: TierFolder) -> FoundBlocks:
     if found.versions:
         log.warning("block_files_of_another_version", extra={"versions": sorted(found.versions), "removed": True})
     _remove_forgotten(folder, found)
-    found.blocks.sort(key=lambda block: block.position)  # where not all have room, beginnings of prompts are worth most
+    found.blocks.sort(key=lambda block: -block.position)  # the first are the oldest: ends of prompts are to go first
     return found
 
 

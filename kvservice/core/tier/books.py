@@ -84,15 +84,8 @@ class TierBooks:
         """Make room for a block that will be written. False when there is none, also within its tenant's quota."""
         assert block.key not in self._entries
         entry = _Entry(block, parent, account, disk_room(block.payload_bytes + self._extra_bytes))
-        if entry.file_bytes > self.limit_bytes:
+        if not self._make_room(entry):
             return False
-        while self.accounts.over_quota(account, entry.file_bytes):
-            if not self._evict(lambda other: other == account):
-                self.accounts.count(account, "quota_refused")
-                return False
-        while self.used_bytes + entry.file_bytes > self.limit_bytes:
-            if not self._evict(self.accounts.takes_from(account, entry.file_bytes)):
-                return False
         self._enter(entry)
         self._move(entry, SlotEvent.RESERVE)
         self._writing += 1
@@ -117,12 +110,10 @@ class TierBooks:
         self._leave(entry)
 
     def adopt(self, block: TierBlock, account: str, now: float) -> bool:
-        """Take over a block that an earlier boot wrote. False when it is known, or there is no room: none is evicted
-        for it, because nothing tells which of the two is used."""
+        """Take over a block that an earlier boot wrote. False when it is known, or there is no room. Ends of prompts
+        come first, so they are the oldest, and make room for the beginnings."""
         entry = _Entry(block, None, account, disk_room(block.stored_bytes or block.payload_bytes))
-        if block.key in self._entries or self.used_bytes + entry.file_bytes > self.limit_bytes:
-            return False
-        if self.accounts.over_quota(account, entry.file_bytes):
+        if block.key in self._entries or not self._make_room(entry):
             return False
         self._enter(entry)
         self._move(entry, SlotEvent.ADOPT)
@@ -168,6 +159,20 @@ class TierBooks:
         return {key for key, entry in self._entries.items() if entry.state is SlotState.WRITING}
 
     # -- inside ----
+
+    def _make_room(self, entry: _Entry) -> bool:
+        """Evict what has to go for it. False when that is not enough, also within its tenant's quota."""
+        account = entry.account
+        if entry.file_bytes > self.limit_bytes:
+            return False
+        while self.accounts.over_quota(account, entry.file_bytes):
+            if not self._evict(lambda other: other == account):
+                self.accounts.count(account, "quota_refused")
+                return False
+        while self.used_bytes + entry.file_bytes > self.limit_bytes:
+            if not self._evict(self.accounts.takes_from(account, entry.file_bytes)):
+                return False
+        return True
 
     def _evict(self, may_go: Callable[[str], bool] | None) -> bool:
         victim = self.policy.victim(None, may_go)

@@ -116,13 +116,18 @@ def test_what_is_not_there_or_not_written_cannot_be_discarded() -> None:
     assert books.went == [CHAIN[0]] and books.writing() == {CHAIN[1]}
 
 
-def test_found_blocks_are_taken_while_there_is_room() -> None:
-    books = Books(2)
-    assert books.adopt(block_of(CHAIN[0]), "", 1.0) and books.adopt(block_of(CHAIN[1]), "", 1.0)
-    assert not books.adopt(block_of(CHAIN[0]), "", 1.0), "it is known"
-    assert not books.adopt(block_of(CHAIN[2]), "", 1.0), "nothing is evicted for a block of unknown worth"
-    assert not books.went and books.used_bytes == 2 * FILE
+def test_ends_of_found_prompts_make_room_first() -> None:
+    """For beginnings, which are found after them, and for what is written later: a hit ends at what is missing."""
+    books, prompts = Books(9), [make_chain(6, first) for first in ("one", "two", "three")]
+    for position in reversed(range(6)):
+        for chain in prompts:
+            assert books.adopt(block_of(chain[position], position), "", 1.0)
     books.check_invariants()
+    assert set(books.keys()) == {key for chain in prompts for key in chain[:3]}
+    assert not books.adopt(block_of(prompts[0][0]), "", 1.0), "it is known"
+    for key in CHAIN[:3]:
+        assert books.write(key, now=2.0)
+    assert set(books.keys()) == {*CHAIN[:3], *(key for chain in prompts for key in chain[:2])}
 
 
 def test_a_tenant_at_its_quota_evicts_its_own_blocks() -> None:
@@ -132,7 +137,8 @@ def test_a_tenant_at_its_quota_evicts_its_own_blocks() -> None:
     for key in CHAIN[1:4]:
         assert books.write(key, "a")
     assert books.went == [CHAIN[1]] and books.accounts.used == {"a": 2 * FILE, "b": FILE}
-    assert not books.adopt(block_of(CHAIN[5]), "a", 1.0), "a found block is within the quota, too"
+    assert books.adopt(block_of(CHAIN[5]), "a", 1.0)
+    assert books.accounts.used == {"a": 2 * FILE, "b": FILE}, "a found block is within the quota, too"
 
 
 def test_a_tenant_without_a_block_to_evict_is_refused() -> None:

@@ -376,12 +376,13 @@ def test_found_blocks_are_announced_once() -> None:
     engine = harness.attach()
     harness.store(engine, chain[:1])
     harness.written(harness.writes()[0], False)
-    actions = harness.send(ev.TierFound("disk", tuple(found_block(key, place) for place, key in enumerate(chain))))
-    assert [action.key for action in actions if isinstance(action, act.Announce)] == list(chain[1:3])
-    assert harness.erased() == [chain[3]], "there is room for three"
+    found = [found_block(key, place) for place, key in enumerate(chain)]
+    actions = harness.send(ev.TierFound("disk", tuple(reversed(found))))
+    assert [action.key for action in actions if isinstance(action, act.Announce)] == list(reversed(chain[1:]))
+    assert harness.erased() == harness.retracted == [chain[3]], "there is room for three"
     again = harness.send(ev.TierFound("disk", (found_block(chain[0]),)))
     assert again == [], "it is known already"
-    assert harness.count("tier_disk_found") == 3 and harness.count("tier_disk_found_no_room") == 1
+    assert harness.count("tier_disk_found") == 4 and harness.count("tier_disk_evicted") == 1
 
 
 def test_only_a_tier_of_this_node_finds_blocks() -> None:
