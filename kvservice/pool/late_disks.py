@@ -35,8 +35,8 @@ class LateDisks:
 
     async def join(self, name: str) -> None:
         """Learn what was cleared and what engines called the blocks, and keep both beside the disk from now on. Nothing
-        is done for a tier that is no late disk. Raises Unavailable when the marks cannot be kept: then nothing of the
-        disk may be used."""
+        is done for a tier that is no late disk. Raises Unavailable, with `transient`, while the marks cannot be kept:
+        until then nothing of the disk may be used."""
         spec = self._waiting.get(name)
         if spec is None:
             return

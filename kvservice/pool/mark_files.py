@@ -94,9 +94,8 @@ class MarkFiles:
                 await self._newest.write(tuple(marks), KEEP_SECONDS)
             except asyncio.TimeoutError:
                 where = ", ".join(map(str, self._paths))
-                raise Unavailable(
-                    f"the marks of what was cleared are not kept after {KEEP_SECONDS:.0f} s: {where}"
-                ) from None
+                text = f"the marks of what was cleared are not kept after {KEEP_SECONDS:.0f} s: {where}"
+                raise Unavailable(text, transient=True) from None
 
     def keep(self, marks: Sequence[Mark]) -> None:
         """Write all files anew. Raises Unavailable when one cannot be written, or is beside a disk that cannot be used:
@@ -110,4 +109,5 @@ class MarkFiles:
             except OSError as error:  # the next file may outlive this one
                 problems.append(f"{path}: {error}")
         if problems:
-            raise Unavailable(f"the marks of what was cleared cannot be kept everywhere: {'; '.join(problems)}")
+            text = f"the marks of what was cleared cannot be kept everywhere: {'; '.join(problems)}"
+            raise Unavailable(text, transient=True)

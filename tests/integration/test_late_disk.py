@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -94,3 +95,18 @@ def test_a_disk_that_answers_late_gives_what_was_not_cleared(disk: Path) -> None
     with pool:
         eventually(lambda: runtime.stats().counters.get("tier_disk_found") == 8, "the next start finds them")
         assert [hit(pool, model) for model in "abcd"] == [0, 0, 0, 8]
+
+
+def test_a_late_disk_that_takes_no_marks_is_tried_again(disk: Path) -> None:
+    """It may be full for the moment, or hang again."""
+    marks, draft = disk / "embedded.marks", disk / f".embedded.marks.{os.getpid()}"
+    marks.unlink(missing_ok=True)
+    marks.mkdir()
+    pool, runtime = open_pool(disk)
+    with pool:
+        eventually(lambda: "Is a directory" in runtime._tiers.states()[0].detail, "it is late")
+        draft.mkdir()
+        marks.rmdir()
+        eventually(lambda: "cannot be kept" in runtime._tiers.states()[0].detail, "status says why")
+        draft.rmdir()
+        eventually(lambda: is_open(runtime), "the disk is used")
