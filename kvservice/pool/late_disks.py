@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvservice.aio import in_thread
+from kvservice.aio import DaemonThreads, in_thread
 from kvservice.core.store.freshness import Freshness
 from kvservice.pool.clears import PoolClears
 from kvservice.pool.mark_files import MarkFiles
@@ -42,8 +42,9 @@ class LateDisks:
             return
         there = [replace(spec, unusable="")]
         (marks,), (names,) = marks_beside(there), names_beside(there)
-        self._freshness.learn(await in_thread(NameFiles([names]).load))
-        found = await in_thread(MarkFiles([marks]).load)
+        threads = DaemonThreads(f"kvservice-join-{name}")  # it may hang again
+        self._freshness.learn(await in_thread(NameFiles([names]).load, threads))
+        found = await in_thread(MarkFiles([marks]).load, threads)
         self._mark_files.add(marks, spec.unusable)
         self._name_files.add(names)
         await self._name_files.keep(self._freshness.names())

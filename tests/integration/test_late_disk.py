@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -12,8 +14,10 @@ import pytest
 import kvservice
 from kvservice.api.pool import ConnectOptions, Pool
 from kvservice.api.pool_thread import PoolThread
+from kvservice.core.block.engine_names import NAMES_SUFFIX
 from kvservice.core.block.marks import Mark, MarkKind, pack_marks, unpack_marks
 from kvservice.errors import Unavailable
+from kvservice.pool import tier_specs
 from kvservice.pool import tiers as pool_tiers
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.tiers import TierPhase
@@ -110,3 +114,29 @@ def test_a_late_disk_that_takes_no_marks_is_tried_again(disk: Path) -> None:
         eventually(lambda: "cannot be kept" in runtime._tiers.states()[0].detail, "status says why")
         draft.rmdir()
         eventually(lambda: is_open(runtime), "the disk is used")
+
+
+def test_a_late_disk_that_hangs_again_holds_up_no_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network mount may. A reader of a pipe waits in the kernel as long as nobody writes to it."""
+    hangs = 20.0
+    names = tmp_path / f"embedded{NAMES_SUFFIX}"
+    os.mkfifo(names)
+    monkeypatch.setattr(tier_specs, "FREE_SECONDS", 0.2)
+    pool, runtime = open_pool(tmp_path)
+    eventually(lambda: "did not answer" in runtime._tiers.states()[0].detail, "it is late")
+
+    def is_started() -> bool:
+        """It answers until it is."""
+        if "disk" not in runtime._tiers._open:
+            with contextlib.suppress(OSError):  # nobody reads
+                os.close(os.open(names, os.O_WRONLY | os.O_NONBLOCK))
+        return "disk" in runtime._tiers._open
+
+    eventually(is_started, "it was started")
+    ends = threading.Timer(hangs, lambda: names.open("wb").close())
+    ends.daemon = True
+    ends.start()
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < hangs / 2
+    ends.cancel()
