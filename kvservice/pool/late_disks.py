@@ -45,8 +45,8 @@ class LateDisks:
         threads = DaemonThreads(f"kvservice-join-{name}")  # it may hang again
         self._freshness.learn(await in_thread(NameFiles([names]).load, threads))
         found = await in_thread(MarkFiles([marks]).load, threads)
-        self._mark_files.add(marks, spec.unusable)
         self._name_files.add(names)
         await self._name_files.keep(self._freshness.names())
+        self._mark_files.add(marks, spec.unusable)  # no sooner: a clear writes what is known over what lies there
         await self._clears.learn(found)
         del self._waiting[name]

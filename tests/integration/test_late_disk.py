@@ -14,11 +14,12 @@ import pytest
 import kvservice
 from kvservice.api.pool import ConnectOptions, Pool
 from kvservice.api.pool_thread import PoolThread
-from kvservice.core.block.engine_names import NAMES_SUFFIX
+from kvservice.core.block.engine_names import NAMES_SUFFIX, EngineNames
 from kvservice.core.block.marks import Mark, MarkKind, pack_marks, unpack_marks
 from kvservice.errors import Unavailable
 from kvservice.pool import tier_specs
 from kvservice.pool import tiers as pool_tiers
+from kvservice.pool.name_files import NameFiles
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.tiers import TierPhase
 from kvservice.testing.eventually import eventually
@@ -52,6 +53,19 @@ def clear(pool: Pool, model: str) -> None:
     pool._thread.loop.wait(runtime.clears.clear([Mark(MarkKind.MODEL, time.time(), model)]))
 
 
+def hide(marks: Path) -> None:
+    """To read a folder is an error of the kernel."""
+    marks.unlink(missing_ok=True)
+    marks.symlink_to(marks.parent)
+
+
+def appear(marks: Path, model: str) -> None:
+    """At once: a pool that looks in between would find no marks."""
+    draft = marks.with_name("draft")
+    draft.write_bytes(pack_marks([Mark(MarkKind.MODEL, time.time(), model)]))
+    draft.replace(marks)
+
+
 def hit(pool: Pool, model: str) -> int:
     with pool.attach(model, LAYOUT).get(TOKENS) as found:
         assert np.array_equal(found.copy(), BLOCKS[: found.tokens // 16])
@@ -75,9 +89,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_disk_that_answers_late_gives_what_was_not_cleared(disk: Path) -> None:
     """What was cleared is read when it answers; what is cleared until then is not complete, and holds all the same."""
     marks = disk / "embedded.marks"
-    kept = pack_marks([Mark(MarkKind.MODEL, time.time(), "a")])
-    marks.unlink(missing_ok=True)
-    marks.mkdir()  # to read it is an error of the kernel
+    hide(marks)
     pool, runtime = open_pool(disk)
     with pool:
         eventually(lambda: "Is a directory" in runtime._tiers.states()[0].detail, "status says why")
@@ -85,8 +97,7 @@ def test_a_disk_that_answers_late_gives_what_was_not_cleared(disk: Path) -> None
         with pytest.raises(Unavailable, match="not used before it answers"):
             clear(pool, "b")
         assert hit(pool, "c") == 0
-        marks.rmdir()
-        marks.write_bytes(kept)
+        appear(marks, "a")
         eventually(lambda: is_open(runtime), "the disk is used")
         eventually(lambda: runtime.stats().counters.get("tier_disk_found") == 8, "its blocks are found")
         assert [hit(pool, model) for model in "abc"] == [0, 0, 8]
@@ -104,13 +115,12 @@ def test_a_disk_that_answers_late_gives_what_was_not_cleared(disk: Path) -> None
 def test_a_late_disk_that_takes_no_marks_is_tried_again(disk: Path) -> None:
     """It may be full for the moment, or hang again."""
     marks, draft = disk / "embedded.marks", disk / f".embedded.marks.{os.getpid()}"
-    marks.unlink(missing_ok=True)
-    marks.mkdir()
+    hide(marks)
     pool, runtime = open_pool(disk)
     with pool:
         eventually(lambda: "Is a directory" in runtime._tiers.states()[0].detail, "it is late")
         draft.mkdir()
-        marks.rmdir()
+        marks.unlink()
         eventually(lambda: "cannot be kept" in runtime._tiers.states()[0].detail, "status says why")
         draft.rmdir()
         eventually(lambda: is_open(runtime), "the disk is used")
@@ -140,3 +150,24 @@ def test_a_late_disk_that_hangs_again_holds_up_no_close(tmp_path: Path, monkeypa
     pool.close()
     assert time.monotonic() - began < hangs / 2
     ends.cancel()
+
+
+def test_a_clear_amid_a_join_keeps_the_marks_of_the_disk(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wrote what the pool knew by then over what had lain beside the disk, and the pool may end next."""
+    marks, keep, seen = disk / "embedded.marks", NameFiles.keep, list[set[str]]()
+    hide(marks)
+    pool, runtime = open_pool(disk)
+
+    async def cleared_meanwhile(files: NameFiles, names: EngineNames) -> None:
+        await keep(files, names)
+        with contextlib.suppress(Unavailable):  # it need not be complete yet
+            await runtime.clears.clear([Mark(MarkKind.MODEL, time.time(), "b")])
+        seen.append({mark.name for mark in unpack_marks(marks.read_bytes()) or ()})
+
+    monkeypatch.setattr(NameFiles, "keep", cleared_meanwhile)
+    with pool:
+        eventually(lambda: "Is a directory" in runtime._tiers.states()[0].detail, "it is late")
+        appear(marks, "a")
+        eventually(lambda: is_open(runtime), "the disk is used")
+    assert len(seen) == 1 and "a" in seen[0]
+    assert {mark.name for mark in unpack_marks(marks.read_bytes()) or ()} == {"a", "b"}
