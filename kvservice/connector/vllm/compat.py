@@ -455,6 +455,9 @@ def check_tails(cache_config: KVCacheConfig, options: ConnectorOptions) -> None:
         raise ConfigError("tails needs a KV format in which each token has bytes of its own: leave it out")
 
 
+_ONE_PROCESS = ("uni", "external_launcher")  # executors whose worker runs beside its scheduler
+
+
 def prefer_recompute(vllm_config: Any) -> None:
     """Set vLLM's load failure policy to recompute. Its default fails a request whose load fails.
 
@@ -466,7 +469,7 @@ def prefer_recompute(vllm_config: Any) -> None:
         if transfer is None or transfer.kv_load_failure_policy == "recompute":
             continue
         transfer.kv_load_failure_policy = "recompute"
-        if config is not vllm_config and config.parallel_config.distributed_executor_backend != "uni":
+        if config is not vllm_config and config.parallel_config.distributed_executor_backend not in _ONE_PROCESS:
             log.warning(
                 "a failed load fails its request, because the scheduler is in another process: set "
                 "kv_load_failure_policy of %s to 'recompute'",

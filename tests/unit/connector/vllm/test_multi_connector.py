@@ -101,7 +101,7 @@ def test_every_connector_stores_and_the_first_that_hits_loads(model: Path) -> No
         several.close()
 
 
-@pytest.mark.parametrize("executor", ["uni", "mp"])
+@pytest.mark.parametrize("executor", ["uni", "external_launcher", "mp"])
 def test_a_multi_connectors_policy_is_set_to_recompute(
     model: Path, executor: str, caplog: pytest.LogCaptureFixture
 ) -> None:
