@@ -44,7 +44,6 @@ class Bench:
         from tests.unit.engine.tiny_models import generated, make, prompt
 
         self.model = make(kind, getattr(torch, dtype)).to("cpu" if CPU else "cuda")
-        self.model.name_or_path = f"{kind} of random weights"  # a shard asks for the model's name
         common = prompt(32, seed=5)
         self.common = common
         self.prompts = [[*common, *prompt(extra, seed=extra)] for extra in (3, 9, 6, 12)]
