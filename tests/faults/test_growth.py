@@ -174,7 +174,7 @@ async def test_what_a_shard_keeps_of_peers_is_bounded(
     one is reached sooner; `make faults` takes the real one."""
     nodes = rounds(1_000, failed_before=1.0, campaign=10_000)
     bound = min(NODES_MAX, nodes // 10)
-    for module in ("kvservice.client.peer", "kvservice.pool.remote"):
+    for module in ("kvservice.client.channels", "kvservice.client.peer", "kvservice.pool.remote"):
         monkeypatch.setattr(f"{module}.NODES_MAX", bound)
     monkeypatch.setattr("kvservice.client.channels.RETIRED_SECONDS", 0.1)
     server = grpc.aio.server()
@@ -184,21 +184,23 @@ async def test_what_a_shard_keeps_of_peers_is_bounded(
     peers = PeerClient("shm", NodeId("me"), secret=b"x" * 32)
     remote = RemoteShards(NodeId("me"), None, peers, time.monotonic, Counter(), Timings())
     settled = 0
-    for number in range(nodes):
-        address = f"127.{1 + number // 60_000}.{number // 250 % 250}.{1 + number % 250}:{port}"
-        holder = Holder(NodeId(f"node-{number}"), address, BootEpoch(7))
-        await remote.perform(act.Locate(number, holder, (BlockKey(b"k" * 16),), 10.0))
-        assert remote.peer_info(holder.node_id, BootEpoch(7)) is not None, "the latest one is known"
-        if number == 2 * bound:
-            settled = resident_bytes()
-    await asyncio.sleep(0.5)  # for what was retired to have closed
-    names = [len(peers._channels._open), len(peers._breakers), len(peers._infos), len(remote._peer_infos)]
-    assert names == [bound] * 4
-    assert len(peers._channels._retired) < bound
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    grown = resident_bytes() - settled
-    await remote.close()
-    await server.stop(0)
+    try:
+        for number in range(nodes):
+            address = f"127.{1 + number // 60_000}.{number // 250 % 250}.{1 + number % 250}:{port}"
+            holder = Holder(NodeId(f"node-{number}"), address, BootEpoch(7))
+            await remote.perform(act.Locate(number, holder, (BlockKey(b"k" * 16),), 10.0))
+            assert remote.peer_info(holder.node_id, BootEpoch(7)) is not None, "the latest one is known"
+            if number == 2 * bound:
+                settled = resident_bytes()
+        await asyncio.sleep(0.5)  # for what was retired to have closed
+        names = [len(peers._channels._open), len(peers._breakers), len(peers._infos), len(remote._peer_infos)]
+        assert names == [bound] * 4
+        assert len(peers._channels._retired) < bound
+        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        grown = resident_bytes() - settled
+    finally:  # collecting a server that runs would wait for ever
+        await remote.close()
+        await server.stop(0)
     assert descriptors < 4 * bound + 100
     # A channel takes 30 KB: without the bound, 80 % of the nodes would be in this difference.
     assert grown < 0.4 * (nodes - 2 * bound) * 30_000, (
