@@ -234,7 +234,7 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None:
             return
-        request.scheduled = True
+        request.scheduled, request.begun = True, False
         if request.state is not RequestState.ANSWERED:
             return
         attachment, result = request.promise
@@ -330,6 +330,7 @@ class SchedulerHalf:
             request = self._requests.get(request_id)
             if request is not None and request.state is not RequestState.ENDED:
                 looked_at.append(request)
+                request.begun = True
                 if request.state is not RequestState.LOADING:
                     request.computed_blocks, request.hashes = computed_tokens // self._block_tokens, hashes
                     parts += self._parts_of(attachment, request, computed_tokens, block_ids)
@@ -425,6 +426,10 @@ class SchedulerHalf:
     def computed(self, tokens: int, seconds: float) -> None:
         """Note how many tokens a step computed in how many seconds: a fetch has to be faster."""
         self._speed.add(tokens, seconds)
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a step was planned that computes with the blocks that the engine gave this request last."""
+        return request_id in self._requests and self._requests[request_id].begun
 
     # -- requests leave ----
 

@@ -112,6 +112,7 @@ class EngineRequest:
     asked_again: bool = False  # because the engine had lost some of them
     fetched_blocks: int = 0
     scheduled: bool = False  # the engine has given it blocks; if it is asked about again, it was preempted
+    begun: bool = False  # a step computes with these blocks; before, another connector may still load what they hold
     load_failed: bool = False  # nothing is promised to it again, because it could fail for ever
     reads: Handoff | None = None  # another engine computes its prompt
     waits_for_writer: bool = False

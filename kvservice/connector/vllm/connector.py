@@ -84,7 +84,8 @@ STORABLE = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LEN
 
 
 def is_session_end(request: Request) -> bool:
-    """Whether it is a session of streaming input that ended. vLLM aborts one that waits for more."""
+    """Whether it is a session of streaming input that ended. vLLM aborts one that waits for more, and one in the middle
+    of something."""
     return bool(request.resumable) and request.status is RequestStatus.FINISHED_ABORTED
 
 
@@ -382,6 +383,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         attachment = self._session.attachment
         done = request.status in STORABLE
+        is_computed = done or (is_session_end(request) and self._scheduler.has_begun(request.request_id))
         hashes, table = hashes_of(request, self._pages), self._grouping.table(block_ids)
         if self._pages is not None:
             self._pages.end(request.request_id)
@@ -392,7 +394,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             hashes,
             request.num_computed_tokens,
             table,
-            store_rest=(done or is_session_end(request)) and self._is_named(request),
+            store_rest=is_computed and self._is_named(request),
         )
         answer = None
         if done and handoff is not None and attachment is not None:

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import RequestStatus
 
 from kvservice.connector.vllm import KVServiceConnector
 from kvservice.testing.eventually import eventually
@@ -97,6 +98,29 @@ def test_every_connector_stores_and_the_first_that_hits_loads(model: Path) -> No
             assert torch.equal(tensor[[7, 8, 10]], wanted[name])
             assert torch.equal(tensor[[12, 13, 14]], wanted[name])
         assert not any(any(child._counters.values()) for child in several.children)
+    finally:
+        several.close()
+
+
+def test_session_aborted_in_anothers_load_is_not_stored(model: Path) -> None:
+    """vLLM counts what is being loaded as computed."""
+    several = Several(model)
+    try:
+        first = request("a")
+        several.prefill(first, [3, 1, 4, 9])
+        several.finish(first, [3, 1, 4, 9])
+        several.step(StepOutput())
+        eventually(lambda: several.counted("stored_blocks") == [3, 3], "the prompt in both pools")
+        assert several.children[1].reset_cache() is True, "the second has nothing any more"
+        session = request("b")
+        session.resumable = True
+        several.scheduler.on_new_request(session)
+        assert several.match(session) == (3 * BLOCK, True)
+        several.scheduler.update_state_after_alloc(session, blocks([7, 8, 10, 11]), 3 * BLOCK)
+        session.num_computed_tokens = 3 * BLOCK
+        several.finish(session, [7, 8, 10, 11], RequestStatus.FINISHED_ABORTED)
+        several.step(StepOutput())
+        assert several.counted("store_blocks_planned") == [3, 3]
     finally:
         several.close()
 
