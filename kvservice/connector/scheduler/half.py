@@ -431,6 +431,10 @@ class SchedulerHalf:
         """Whether a step was planned that computes with the blocks that the engine gave this request last."""
         return request_id in self._requests and self._requests[request_id].begun
 
+    def others_load_failed(self) -> None:
+        """A step may have computed on what another connector did not load: nothing that is copied now is sealed."""
+        self._stores.void(self._requests.values())
+
     # -- requests leave ----
 
     def finished(
@@ -526,7 +530,7 @@ class SchedulerHalf:
         read or stored until a reset with a term."""
         self._paused = True
         self.take_answers()
-        self._stores.void()
+        self._stores.reset()
         self._handoffs.end_all()
         self._loans.recall_all()
         self._known.clear()

@@ -56,7 +56,7 @@ class OpenStore:
     reports: Counter[str] = field(default_factory=Counter)
     give_back: GiveBack | None = None  # unpins the blocks in the engine's pins' place
     spans: Sequence[tracing.Span] = ()  # of its requests, from the plan until it is sent to be sealed
-    is_void: bool = False  # the weights changed meanwhile, so its slots are given back instead of sealed
+    is_void: bool = False  # what it copies may be wrong, so its slots are given back instead of sealed
 
 
 def plan_store(

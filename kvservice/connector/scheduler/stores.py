@@ -230,10 +230,20 @@ class Stores:
         for handoff in store.handoffs:
             self._handoffs.store_ended(handoff)
 
-    def void(self) -> None:
-        """The engine's weights changed: what is being copied is given back when its copies end, and not sealed."""
+    def void(self, requests: Iterable[EngineRequest] = ()) -> None:
+        """The engine's blocks may not hold what their names say: what is being copied is given back when its copies
+        end, and not sealed. What these requests compute from now on is stored again."""
         for store in self._open.values():
             store.is_void = True
+            self._known.forget(item.key for item in store.items)
+        for request in requests:
+            self.found(request, request.kept_out)
+            request.computed_blocks = 0
+
+    def reset(self) -> None:
+        """The engine's weights changed: nothing is sealed or followed that was stored before."""
+        self.void()
+        for store in self._open.values():
             store.handoffs.clear()
         self._stored.clear()
         self._untold += chain.from_iterable(self._told.values())

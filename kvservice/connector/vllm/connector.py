@@ -349,6 +349,9 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.computed(*step)
         worker_meta = connector_output.kv_connector_worker_meta
         report = worker_meta.report if isinstance(worker_meta, WorkerMetadata) else None
+        if connector_output.invalid_block_ids:
+            with self.failures.guard("update_connector_output"):
+                self._scheduler.others_load_failed()
         if report is not None:
             with self.failures.guard("update_connector_output"):
                 self._scheduler.reported(report)

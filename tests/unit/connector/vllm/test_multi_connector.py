@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvservice.connector.vllm import KVServiceConnector
@@ -121,6 +122,27 @@ def test_session_aborted_in_anothers_load_is_not_stored(model: Path) -> None:
         several.finish(session, [7, 8, 10, 11], RequestStatus.FINISHED_ABORTED)
         several.step(StepOutput())
         assert several.counted("store_blocks_planned") == [3, 3]
+    finally:
+        several.close()
+
+
+def test_what_is_computed_on_anothers_failed_load_is_not_sealed(model: Path) -> None:
+    """vLLM computes it again in the same blocks."""
+    several = Several(model)
+    try:
+        asked = request("a")
+        several.scheduler.on_new_request(asked)
+        assert several.match(asked) == (0, False)
+        several.scheduler.update_state_after_alloc(asked, blocks([3, 1, 4, 9]), 0)
+        step = StepOutput({"a": asked.num_tokens}, {"a": 0}, {"a": [3, 1, 4, 9]})
+        several.scheduler.build_connector_meta(step)
+        several.scheduler.update_connector_output(KVConnectorOutput(invalid_block_ids={1}))
+        assert several.counted("store_blocks_planned") == [3, 3]
+        several.step(step)
+        assert several.counted("store_blocks_planned") == [6, 6]
+        several.finish(asked, [3, 1, 4, 9])
+        several.step(StepOutput())
+        eventually(lambda: several.counted("stored_blocks") == [3, 3], "what was computed again")
     finally:
         several.close()
 
