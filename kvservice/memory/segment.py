@@ -294,13 +294,12 @@ class Segment:
         return self._map[start : start + _SLAB_BYTES]
 
     def assign_slab(self, slab: int, payload_bytes: int) -> None:
-        """Assign the slab to a payload size (0: to none). Its old headers are cleared first, so none counts again: a
-        slab of smaller slots has more of them."""
+        """Assign the slab to a payload size (0: to none). All headers that it can have had are cleared first, so none
+        counts again, also where a shard was killed in here and the slab's header does not say how many they were."""
         start = self.geometry.slab_offset(slab)
-        sizes = [size for size in (self.slab_payload_bytes(slab), payload_bytes) if size]
-        slots = max(map(self.geometry.slots_per_slab, sizes), default=0)
         self.buffer[start : start + _SLAB_BYTES] = bytes(_SLAB_BYTES)
-        self.buffer[start : start + HEADER_BYTES * (1 + slots)] = bytes(HEADER_BYTES * (1 + slots))
+        cleared = HEADER_BYTES * (1 + self.geometry.slots_per_slab(1))  # no size has more slots
+        self.buffer[start : start + cleared] = bytes(cleared)
         if payload_bytes:
             self.buffer[start : start + _SLAB_BYTES] = _pack_slab(payload_bytes)
 

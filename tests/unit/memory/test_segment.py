@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.core.segment.geometry import plan_geometry
+from kvservice.core.segment.geometry import HEADER_BYTES, plan_geometry
 from kvservice.core.segment.header import SLOT_VERSION, SlotHeader
 from kvservice.errors import SegmentError, ServiceConflict, VersionMismatch
 from kvservice.memory import room
@@ -124,7 +124,7 @@ def test_killed_owner_leaves_its_blocks_to_the_next_boot(path: Path) -> None:
     script = f"""
 import sys, time
 from pathlib import Path
-from kvservice.core.segment.geometry import plan_geometry
+from kvservice.core.segment.geometry import HEADER_BYTES, plan_geometry
 from kvservice.memory.segment import Segment
 from tests.unit.memory.test_segment import header, GEOMETRY
 s = Segment.create(Path({str(path)!r}), GEOMETRY, "node")
@@ -226,6 +226,22 @@ def test_reassigned_slab_shows_none_of_its_old_headers(path: Path, before: int, 
     assert list(segment.scan()) == []
     assert not any(segment.read_header(slot) for slot in slots)
     segment.close()
+
+
+def test_slab_of_unknown_size_keeps_no_header_when_assigned(path: Path) -> None:
+    """A shard that is killed while a slab moves leaves headers of the old size, and no word of that size."""
+    with contextlib.closing(Segment.create(path, GEOMETRY, "node")) as killed:
+        killed.assign_slab(0, 8192)
+        slots = [SlotIndex(index) for index in range(GEOMETRY.slots_per_slab(8192))]
+        for slot in slots:
+            killed.write_header(slot, header())
+        start = GEOMETRY.slab_offset(0)
+        killed.buffer[start : start + HEADER_BYTES] = bytes(HEADER_BYTES)
+    with contextlib.closing(Segment.create(path, GEOMETRY, "node")) as segment:
+        assert segment.existed
+        assert list(segment.scan()) == []
+        segment.assign_slab(0, 1 << 19)
+        assert not any(segment.read_header(slot) for slot in slots)
 
 
 def test_restarted_owner_shows_in_the_epoch_of_attached_engines(path: Path) -> None:
