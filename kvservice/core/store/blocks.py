@@ -6,6 +6,7 @@ in memory or in the directory is passed to `emit` as an action. Pure.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -456,7 +457,7 @@ class BlockStore:
         if not may_steal:
             return False
         victim = self._victim_for(want)
-        own_tick = None if victim is None else self.policy.last_touch(victim)
+        own_tick = math.inf if victim is None else self.policy.last_touch(victim)
         stolen = self._slab_to_steal(want, own_tick)
         if stolen is None:
             return False
@@ -481,23 +482,32 @@ class BlockStore:
         may_go = self.accounts.takes_from(want.account, want.payload_bytes)
         return self._victim(want.payload_bytes, may_go)
 
-    def _slab_to_steal(self, want: Want, own_tick: int | None) -> int | None:
-        """A slab of another size whose newest block is older than our own victim; the oldest slab if we have none."""
+    def _slab_to_steal(self, want: Want, own_tick: float) -> int | None:
+        """The oldest slab of another size whose blocks are all older than our own victim."""
         best: tuple[int, int] | None = None
         for size in self.table.payload_sizes:
             if size == want.payload_bytes:
                 continue
             for slab in self.table.slabs_of(size):
                 slots = self.table.slots_of_slab(slab)
-                if any(slot.state not in (SlotState.FREE, SlotState.SEALED) for slot in slots):
-                    continue
-                if not self._all_can_spare(slots, want.account):
-                    continue
-                blocks = [slot.block for slot in slots if slot.block is not None]
-                newest = max((self.policy.last_touch(block.key) for block in blocks), default=0)
-                if (own_tick is None or newest < own_tick) and (best is None or newest < best[0]):
+                newest = self._newest_of(slots, own_tick if best is None else best[0])
+                if newest is not None and self._all_can_spare(slots, want.account):
                     best = (newest, slab)
         return None if best is None else best[1]
+
+    def _newest_of(self, slots: list[Slot], before: float) -> int | None:
+        """The last touch of a slab's blocks. None if that is not before this tick, or one of its slots is in use. Most
+        slabs have such a slot among their first, so a look at each of a large pool takes no time."""
+        newest = 0
+        for slot in slots:
+            if slot.state is SlotState.FREE:
+                continue
+            if slot.state is not SlotState.SEALED:
+                return None
+            newest = max(newest, self.policy.last_touch(self._in(slot).key))
+            if newest >= before:
+                return None
+        return newest
 
     def _all_can_spare(self, slots: list[Slot], taker: str) -> bool:
         lost: Counter[str] = Counter()
