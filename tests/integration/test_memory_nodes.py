@@ -6,16 +6,19 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from kvservice.client.operator import OperatorClient
 from kvservice.core.block.marks import Mark, MarkKind
+from kvservice.core.messages import SealItem
 from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually, eventually_async
-from kvservice.units import MiB
-from tests.integration.engine import attached, chain
+from kvservice.units import MiB, SpanRoute
+from tests.integration.engine import LAYOUT, attached, chain, spec
 
 pytestmark = pytest.mark.processes
 PROMPTS = [chain(50_000 + number, 20) for number in range(12)]  # 15 MiB, twice the memory of a node
@@ -79,3 +82,35 @@ async def test_a_memory_node_knows_whose_blocks_it_has_after_a_restart(tmp_path:
         await operator.clear(cluster.record("n1").peer_address, [mark])
         await operator.close()
         assert on_disk() >= held
+
+
+async def test_a_memory_node_full_of_one_model_takes_blocks_of_another() -> None:
+    """Whose blocks have another size. Nobody else would ever free the first model's memory there."""
+    large = replace(spec("large"), layout=replace(LAYOUT, cell_bytes=5 * LAYOUT.cell_bytes))
+    with LocalCluster(nodes=2, transport="shm", pool_bytes=4 * MiB, memory_nodes=1) as cluster:
+
+        def taken() -> int:
+            return cluster.stats("n1").counters.get("takeover_blocks_taken", 0)
+
+        engine, numbers = await attached(cluster.socket("n0")), count(60_000)
+
+        async def is_full() -> bool:
+            await engine.store(chain(next(numbers), 20))
+            return cluster.stats("n1").slab_free_count == 0
+
+        await eventually_async(is_full, "the memory node is full", 60.0)
+        engine.let_go()
+        await engine.pool.close()
+        other, before = await attached(cluster.socket("n0"), large), taken()
+        keys = iter(chain(70_000, 1000, "large"))
+
+        async def is_taken() -> bool:
+            for ref, key in zip(await other.pool.reserve(other.id, 1), keys, strict=False):
+                other.segment.payload(ref.slot, large.layout.payload_bytes)[:] = bytes(large.layout.payload_bytes)
+                await other.pool.seal(other.id, [SealItem(ref, key, None, 0, SpanRoute(0))])
+            return cluster.stats("n1").counters.get("slabs_moved", 0) > 1
+
+        await eventually_async(is_taken, "the memory node takes blocks of the other size", 30.0)
+        assert taken() > before
+        other.let_go()
+        await other.pool.close()

@@ -133,7 +133,7 @@ class TakeOvers:
             if not freshness.accepts(freshness.scopes(item.key, account, item.fingerprint), handle.stored_at, now):
                 continue  # it would not be kept, so it is not read
             used_at = take.asked_at - item.idle_seconds
-            slot = self._store.reserve_for_handover(used_at, Want(size, now, account, room_for))
+            slot = self._store.reserve_for_handover(used_at, Want(size, now, account, room_for), may_steal=not slots)
             if slot is None and self._store.accounts.over_quota(account, size):
                 continue  # blocks of other tenants may still get room
             if slot is None:

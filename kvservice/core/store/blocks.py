@@ -241,11 +241,12 @@ class BlockStore:
             self._evict(victim, EvictionCause.QUOTA, want)
         return True
 
-    def reserve_for_handover(self, used_at: float, want: Want) -> Slot | None:
+    def reserve_for_handover(self, used_at: float, want: Want, *, may_steal: bool) -> Slot | None:
         """A slot in WRITING for a block that was last used at `used_at`. None when there is no such slot.
 
         A block that was used later is evicted for it only if it is a secondary copy. Another node has that block too,
-        and the leaving node may be the last one to have this block.
+        and the leaving node may be the last one to have this block. A slab of another size goes over for it only when
+        all its blocks may be evicted. `may_steal`: as in `reserve`, once for the blocks of an offer.
         """
         payload_bytes, account = want.payload_bytes, want.account
         while self.accounts.over_quota(account, payload_bytes):
@@ -253,10 +254,13 @@ class BlockStore:
                 return None
         slot = self._take_free(NO_KEY, want)
         if slot is None:
-            if not self._assign_slab(want):
-                may_go = self.accounts.takes_from(account, payload_bytes)
-                if not self._evict_older(payload_bytes, used_at, may_go, EvictionCause.PRESSURE, want):
-                    return None
+            may_go = self.accounts.takes_from(account, payload_bytes)
+            if not (
+                self._grow(want, may_steal, used_at)
+                or self._evict_older(payload_bytes, used_at, may_go, EvictionCause.PRESSURE, want)
+                or self._grow(want, may_steal=True, used_at=used_at)
+            ):
+                return None
             slot = self._take_free(NO_KEY, want)
             assert slot is not None, "room for it was just made"
         return slot
@@ -267,10 +271,14 @@ class BlockStore:
         victim = self._victim(size, may_go)
         if victim is None:
             return False
-        if not self._in(self._slots[victim]).is_secondary and self.policy.used_at(victim) >= used_at:
+        if not self._makes_way(self._in(self._slots[victim]), used_at):
             return False
         self._evict(victim, cause, want)
         return True
+
+    def _makes_way(self, block: Block, used_at: float) -> bool:
+        """Whether a block may go for a handed over one that was last used at this time."""
+        return block.is_secondary or self.policy.used_at(block.key) < used_at
 
     def make_primary(self, key: BlockKey) -> None:
         """Make a secondary copy the primary one, because the primary copy's node leaves.
@@ -450,15 +458,16 @@ class BlockStore:
         is_victim = cause in (EvictionCause.PRESSURE, EvictionCause.QUOTA)
         return self._explaining.reason(key) if is_victim and self._explaining is not None else NOT_BY_WORTH
 
-    def _grow(self, want: Want, may_steal: bool) -> bool:
-        """Assign one more slab to this size: an unused one, or one of another size with blocks older than our own."""
+    def _grow(self, want: Want, may_steal: bool, used_at: float = math.inf) -> bool:
+        """Assign one more slab to this size: an unused one, or one of another size with blocks older than our own that
+        make way for a block used at this time."""
         if self._assign_slab(want):
             return True
         if not may_steal:
             return False
         victim = self._victim_for(want)
         own_tick = math.inf if victim is None else self.policy.last_touch(victim)
-        stolen = self._slab_to_steal(want, own_tick)
+        stolen = self._slab_to_steal(want, own_tick, used_at)
         if stolen is None:
             return False
         self._move_slab(stolen, want)
@@ -482,27 +491,27 @@ class BlockStore:
         may_go = self.accounts.takes_from(want.account, want.payload_bytes)
         return self._victim(want.payload_bytes, may_go)
 
-    def _slab_to_steal(self, want: Want, own_tick: float) -> int | None:
-        """The oldest slab of another size whose blocks are all older than our own victim."""
+    def _slab_to_steal(self, want: Want, own_tick: float, used_at: float) -> int | None:
+        """The oldest slab of another size whose blocks are all older than our own victim and make way."""
         best: tuple[int, int] | None = None
         for size in self.table.payload_sizes:
             if size == want.payload_bytes:
                 continue
             for slab in self.table.slabs_of(size):
                 slots = self.table.slots_of_slab(slab)
-                newest = self._newest_of(slots, own_tick if best is None else best[0])
+                newest = self._newest_of(slots, own_tick if best is None else best[0], used_at)
                 if newest is not None and self._all_can_spare(slots, want.account):
                     best = (newest, slab)
         return None if best is None else best[1]
 
-    def _newest_of(self, slots: list[Slot], before: float) -> int | None:
+    def _newest_of(self, slots: list[Slot], before: float, used_at: float) -> int | None:
         """The last touch of a slab's blocks. None if that is not before this tick, or one of its slots is in use. Most
         slabs have such a slot among their first, so a look at each of a large pool takes no time."""
         newest = 0
         for slot in slots:
             if slot.state is SlotState.FREE:
                 continue
-            if slot.state is not SlotState.SEALED:
+            if slot.state is not SlotState.SEALED or not self._makes_way(self._in(slot), used_at):
                 return None
             newest = max(newest, self.policy.last_touch(self._in(slot).key))
             if newest >= before:

@@ -14,6 +14,7 @@ from kvservice.core.messages import EngineSpec, TakeOverItem, TakeOverResult
 from kvservice.core.store.slots import BlockOrigin
 from kvservice.errors import Exhausted, InvalidRequest, Unavailable, UnsupportedLayout
 from kvservice.testing.builders import (
+    LARGE,
     SMALL,
     WALL,
     CoreHarness,
@@ -170,6 +171,34 @@ def test_a_secondary_copy_makes_room_for_the_last_copy() -> None:
     receiver.finish()
     assert receiver.taken(op) == TakeOverResult((True,) * 3, full=False)
     assert receiver.keys_held() == {*OTHER, CHAIN[0]}
+
+
+@pytest.mark.parametrize(("idle", "kept"), [(50.0, True), (200.0, False)])
+def test_an_offer_gets_the_slabs_of_what_was_used_earlier(idle: float, kept: bool) -> None:
+    """Of another size: on a node without engines nothing else would ever take such a slab."""
+    receiver = Receiver(slab_count=1)
+    receiver.store(receiver.attach(), CHAIN)
+    receiver.now += 100.0
+    op = receiver.offer(OTHER[:2], idle=idle, size=LARGE)
+    receiver.located(receiver.locates[-1], make_located(OTHER[:2], length=LARGE))
+    if kept:
+        receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)
+    assert receiver.taken(op) == TakeOverResult((kept,) * 2, full=not kept)
+    assert receiver.keys_held() == set(OTHER[:2] if kept else CHAIN)
+
+
+def test_offers_of_one_size_grow_into_the_slabs_of_another() -> None:
+    """Else they would push each other out of one slab, beside slabs that nobody has used for longer."""
+    receiver = Receiver(slab_count=4)
+    receiver.store(receiver.attach(), make_chain(16, "old"))
+    offered = [make_chain(2, f"offer {number}") for number in range(4)]
+    for keys in offered:
+        receiver.now += 100.0
+        op = receiver.offer(keys, idle=1.0, size=LARGE)
+        receiver.located(receiver.locates[-1], make_located(keys, length=LARGE))
+        receiver.pulled(receiver.pulls[-1], ev.PullResult.OK)
+        assert receiver.taken(op) == TakeOverResult((True, True), full=False)
+    assert receiver.keys_held() == {key for keys in offered for key in keys}
 
 
 @pytest.mark.parametrize("answered", ["waits", "timed_out", "cancelled"])
