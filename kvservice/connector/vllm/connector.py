@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -114,6 +114,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self.failures = Failures(self._counters)
         self._reported: Counter[str] = Counter()
         self._steps = StepTimes(getattr(vllm_config, "max_concurrent_batches", 1) - 1)
+        self._may_be_invalid: deque[set[int]] = deque(maxlen=2)  # blocks that our loads of the last steps were to fill
         self._planning = PlanningFailures()
         self._copying = WorkerFailures()
         self._layerwise = self._options.layerwise
@@ -330,6 +331,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 with self.failures.guard("build_connector_meta"):
                     assert self._layered_scheduler is not None, "only a layered load is computed on in its own step"
                     self._layered_scheduler.unplanned(request_id, block_ids)
+        layered = (entry.block_id for load in plan.loads if load.layered for entry in load.entries)
+        self._may_be_invalid.append({*plan.invalid_blocks, *layered})
         return Metadata(plan)
 
     def _plan_step(self, scheduler: SchedulerHalf, plan: StepPlan, output: SchedulerOutput) -> None:
@@ -349,7 +352,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.computed(*step)
         worker_meta = connector_output.kv_connector_worker_meta
         report = worker_meta.report if isinstance(worker_meta, WorkerMetadata) else None
-        if connector_output.invalid_block_ids:
+        if connector_output.invalid_block_ids - set().union(*self._may_be_invalid):
             with self.failures.guard("update_connector_output"):
                 self._scheduler.others_load_failed()
         if report is not None:
