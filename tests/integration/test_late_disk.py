@@ -151,6 +151,14 @@ def test_a_late_disk_that_hangs_again_holds_up_no_close(tmp_path: Path, monkeypa
     assert time.monotonic() - began < hangs / 2
     ends.cancel()
 
+    def is_read() -> bool:
+        """So that no later test sees the thread that hangs."""
+        with contextlib.suppress(OSError):
+            os.close(os.open(names, os.O_WRONLY | os.O_NONBLOCK))
+        return not any(thread.name.startswith("kvservice-join") for thread in threading.enumerate())
+
+    eventually(is_read, "the thread ended")
+
 
 def test_a_clear_amid_a_join_keeps_the_marks_of_the_disk(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It wrote what the pool knew by then over what had lain beside the disk, and the pool may end next."""
