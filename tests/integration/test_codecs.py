@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import kvservice
-from kvservice.api.pool import ConnectOptions, Pool
-from kvservice.api.pool_thread import PoolThread
+from kvservice.api.pool import Pool
 from kvservice.client.tier_overview import not_decoded, tiers_of
 from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, disk_room, unpack_file_header
 from kvservice.pool.tiers import TierPhase
 from kvservice.testing.eventually import eventually
 from kvservice.wire.figures import encode_tiers
 from kvservice.wire.v1 import shard_pb2
+from tests.integration.embedded import open_embedded
 
 SHAPE = (4, 2, 16, 64)  # layer, K or V, token, number
 BLOCKS = 8
@@ -23,20 +23,7 @@ BLOCKS = 8
 
 def open_pool(disk: Path, key_file: Path, codec: str) -> Pool:
     """A pool whose disk is open."""
-    options = ConnectOptions(
-        mode="embedded",  # type: ignore[arg-type]  # checked there
-        memory="16MiB",  # type: ignore[arg-type]
-        disk_path=str(disk),
-        disk_bytes="64MiB",  # type: ignore[arg-type]
-        disk_write="stored",
-        disk_codec=codec,
-        codec_key_file=str(key_file),
-    )
-    thread = PoolThread(options)
-    thread.loop.wait(thread.open())
-    pool = Pool(thread)
-    runtime = thread._runtime
-    assert runtime is not None
+    pool, runtime = open_embedded(disk, disk_codec=codec, codec_key_file=str(key_file))
     eventually(lambda: runtime._tiers.states()[0].phase is TierPhase.OPEN, "the disk is open")
     return pool
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import kvservice
-from kvservice.api.pool import ConnectOptions, Pool
-from kvservice.api.pool_thread import PoolThread
+from kvservice.api.pool import Pool
 from kvservice.core.block.engine_names import NAMES_SUFFIX, EngineNames
 from kvservice.core.block.marks import Mark, MarkKind, pack_marks, unpack_marks
 from kvservice.errors import Unavailable
@@ -23,24 +22,11 @@ from kvservice.pool.name_files import NameFiles
 from kvservice.pool.runtime import PoolRuntime
 from kvservice.pool.tiers import TierPhase
 from kvservice.testing.eventually import eventually
+from tests.integration.embedded import open_embedded
 
 LAYOUT = kvservice.Layout(block_tokens=16, shape=(4, 2, 16, 64))
 BLOCKS = np.random.default_rng(0).standard_normal((8, 4, 2, 16, 64)).astype("float32")
 TOKENS = range(16 * 8)
-
-
-def open_pool(disk: Path) -> tuple[Pool, PoolRuntime]:
-    options = ConnectOptions(
-        mode="embedded",  # type: ignore[arg-type]  # checked there
-        memory="16MiB",  # type: ignore[arg-type]
-        disk_path=str(disk),
-        disk_bytes="64MiB",  # type: ignore[arg-type]
-        disk_write="stored",
-    )
-    thread = PoolThread(options)
-    thread.loop.wait(thread.open())
-    assert thread._runtime is not None
-    return Pool(thread), thread._runtime
 
 
 def is_open(runtime: PoolRuntime) -> bool:
@@ -77,7 +63,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With 8 blocks each of the models a, b and c."""
     monkeypatch.setattr(pool_tiers, "REOPEN_SECONDS_MIN", 0.05)
     monkeypatch.setattr(pool_tiers, "REOPEN_SECONDS_MAX", 0.05)
-    pool, runtime = open_pool(tmp_path)
+    pool, runtime = open_embedded(tmp_path)
     with pool:
         eventually(lambda: is_open(runtime), "the disk is open")
         for model in "abc":
@@ -90,7 +76,7 @@ def test_a_disk_that_answers_late_gives_what_was_not_cleared(disk: Path) -> None
     """What was cleared is read when it answers; what is cleared until then is not complete, and holds all the same."""
     marks = disk / "embedded.marks"
     hide(marks)
-    pool, runtime = open_pool(disk)
+    pool, runtime = open_embedded(disk)
     with pool:
         eventually(lambda: "Is a directory" in runtime._tiers.states()[0].detail, "status says why")
         assert runtime._tiers.states()[0].phase is TierPhase.FAILED
@@ -106,7 +92,7 @@ def test_a_disk_that_answers_late_gives_what_was_not_cleared(disk: Path) -> None
         clear(pool, "c")
         assert pool.attach("d", LAYOUT).put(TOKENS, BLOCKS).stored == 8
         eventually(lambda: runtime.stats().tiers[0].blocks == 8, "the disk takes blocks")
-    pool, runtime = open_pool(disk)
+    pool, runtime = open_embedded(disk)
     with pool:
         eventually(lambda: runtime.stats().counters.get("tier_disk_found") == 8, "the next start finds them")
         assert [hit(pool, model) for model in "abcd"] == [0, 0, 0, 8]
@@ -116,7 +102,7 @@ def test_a_late_disk_that_takes_no_marks_is_tried_again(disk: Path) -> None:
     """It may be full for the moment, or hang again."""
     marks, draft = disk / "embedded.marks", disk / f".embedded.marks.{os.getpid()}"
     hide(marks)
-    pool, runtime = open_pool(disk)
+    pool, runtime = open_embedded(disk)
     with pool:
         eventually(lambda: "Is a directory" in runtime._tiers.states()[0].detail, "it is late")
         draft.mkdir()
@@ -132,7 +118,7 @@ def test_a_late_disk_that_hangs_again_holds_up_no_close(tmp_path: Path, monkeypa
     names = tmp_path / f"embedded{NAMES_SUFFIX}"
     os.mkfifo(names)
     monkeypatch.setattr(tier_specs, "FREE_SECONDS", 0.2)
-    pool, runtime = open_pool(tmp_path)
+    pool, runtime = open_embedded(tmp_path)
     eventually(lambda: "did not answer" in runtime._tiers.states()[0].detail, "it is late")
 
     def is_started() -> bool:
@@ -164,7 +150,7 @@ def test_a_clear_amid_a_join_keeps_the_marks_of_the_disk(disk: Path, monkeypatch
     """It wrote what the pool knew by then over what had lain beside the disk, and the pool may end next."""
     marks, keep, seen = disk / "embedded.marks", NameFiles.keep, list[set[str]]()
     hide(marks)
-    pool, runtime = open_pool(disk)
+    pool, runtime = open_embedded(disk)
 
     async def cleared_meanwhile(files: NameFiles, names: EngineNames) -> None:
         await keep(files, names)

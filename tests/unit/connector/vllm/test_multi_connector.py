@@ -69,6 +69,15 @@ class Several(Pair):
     def counted(self, counter: str) -> list[int]:
         return [child.counters().get(counter, 0) for child in self.children]
 
+    def store(self) -> None:
+        """A prompt, whose three blocks are in both pools then."""
+        first = request("a")
+        self.prefill(first, [3, 1, 4, 9])
+        self.finish(first, [3, 1, 4, 9])
+        assert self.scheduler.has_pending_push_work(), "vLLM makes steps until all is stored"
+        self.step(StepOutput())
+        eventually(lambda: self.counted("stored_blocks") == [3, 3], "the prompt in both pools")
+
     def hit(self, name: str, block_ids: list[int]) -> Request:
         """A request for the stored prompt, whose three blocks are loaded into these."""
         asked = request(name)
@@ -82,12 +91,7 @@ class Several(Pair):
 def test_every_connector_stores_and_the_first_that_hits_loads(model: Path) -> None:
     several = Several(model)
     try:
-        first = request("a")
-        several.prefill(first, [3, 1, 4, 9])
-        several.finish(first, [3, 1, 4, 9])
-        assert several.scheduler.has_pending_push_work(), "vLLM makes steps until all is stored"
-        several.step(StepOutput())
-        eventually(lambda: several.counted("stored_blocks") == [3, 3], "the prompt in both pools")
+        several.store()
         wanted = {name: tensor[[3, 1, 4]].clone() for name, tensor in several.tensors.items()}
         second = several.hit("b", [7, 8, 10, 11])
         assert several.counted("load_blocks") == [3, 0]
@@ -107,11 +111,7 @@ def test_session_aborted_in_anothers_load_is_not_stored(model: Path) -> None:
     """vLLM counts what is being loaded as computed."""
     several = Several(model)
     try:
-        first = request("a")
-        several.prefill(first, [3, 1, 4, 9])
-        several.finish(first, [3, 1, 4, 9])
-        several.step(StepOutput())
-        eventually(lambda: several.counted("stored_blocks") == [3, 3], "the prompt in both pools")
+        several.store()
         assert several.children[1].reset_cache() is True, "the second has nothing any more"
         session = request("b")
         session.resumable = True
