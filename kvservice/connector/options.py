@@ -162,8 +162,8 @@ class ConnectorOptions(SharingOptions):
     offload: Offload = Offload.EAGER
     """When blocks are stored: eager in the step that fills them, lazy when their request ends or is preempted, evicting
     shortly before the engine would lose them. The later, the fewer copies and the later the hits of others. A prompt
-    that is handed off is stored as with eager. evicting needs vLLM's prefix caching and a model with one KV cache
-    group."""
+    that is handed off is stored as with eager. evicting needs vLLM's prefix caching, a model with one KV cache group,
+    and no EAGLE or MTP."""
 
     store: StoredPart = StoredPart.ALL
     """What is stored of a request: all of it, or only its prompt and nothing that the engine generates. Agents and
@@ -191,7 +191,7 @@ class ConnectorOptions(SharingOptions):
     """Whether the beginning of a request's last block is stored too, when the request ends, and hit by prompts that go
     on behind it. It saves up to a block of computing per hit, for one more question per request and one slot per tail:
     worth it for blocks of 128 tokens and more, and for latent attention (MLA). Not with layerwise loads, offload
-    evicting, slot_tokens, share, or several KV cache groups. With store prompts no tail is stored."""
+    evicting, slot_tokens, share, EAGLE or MTP, or several KV cache groups. With store prompts no tail is stored."""
 
     copier: CopierChoice = CopierChoice.AUTO
     """Service: who copies blocks between the engine's KV cache and the pool. in_process is the engine itself, worker a

@@ -29,7 +29,7 @@ log = logging.getLogger("kvservice.serve")
 JOBS_MAX = 64
 REFUSED_MAX = 64  # Errors that were logged and are not logged again. There is about one per fingerprint.
 # The fields of a fingerprint that say how an engine names the blocks of a prompt.
-NAMING = ("hash", "hash_seed", "block_tokens", "slot_tokens", "hash_python")
+NAMING = ("hash", "hash_seed", "block_tokens", "slot_tokens", "hash_python", "draft_layers")
 RETRY_SECONDS = 30.0  # Until a tokenizer that could not be loaded is tried again: a hub may be back by then.
 
 

@@ -1,6 +1,7 @@
 """One real vLLM replica as a process that a test drives: JSON lines in, JSON lines out.
 
-{"prompts": ["..."], "max_tokens": 8}  ->  {"outputs": [{"token_ids": [...], ...}], "seconds": 1.2, "ended_at": 1.7e9}
+{"prompts": ["..."], "max_tokens": 8}  ->  {"outputs": [{"token_ids": [...], ...}], "seconds": 1.2, "ended_at": 1.7e9,
+                                            "drafts": [[...], ...]}  what was drafted in each step
     "params": [{...}]                  kv_transfer_params, one each
     "abort_after": 0.5                 seconds; what is not finished then is aborted
     "logprobs": true                  the outputs have the log-probability of each token
@@ -104,9 +105,9 @@ class Replica:
         self._process.stdin.flush()
 
     def ask(self, prompt: Any, max_tokens: int = 8) -> dict[str, Any]:
-        """One prompt, a text or vLLM's `{"prompt_token_ids": ...}`; its output, with `seconds`."""
+        """One prompt, a text or vLLM's `{"prompt_token_ids": ...}`; its output, with `seconds` and `drafts`."""
         answer = self.ask_all([prompt], max_tokens)
-        return {**answer["outputs"][0], "seconds": answer["seconds"]}
+        return {**answer["outputs"][0], "seconds": answer["seconds"], "drafts": answer["drafts"]}
 
     def ask_warm(self, prompt: Any, max_tokens: int, cached_tokens: int) -> dict[str, Any]:
         """`ask`, of which the pool must serve so many tokens. A tiny model is computed within milliseconds, and on a
@@ -212,6 +213,7 @@ def main() -> None:
     llm = LLM(model=given.model, enforce_eager=True, kv_transfer_config=transfer, disable_log_stats=True, **settings)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preemptions = count_calls(scheduler, "_preempt_request")
+    drafts = record_drafts(scheduler)
     say(ready=True, block_tokens=llm.llm_engine.vllm_config.cache_config.block_size)
     for line in sys.stdin:
         command = json.loads(line)
@@ -234,6 +236,7 @@ def main() -> None:
             found = {} if ours is None else ours.counters()
             say(**found, preemptions=len(preemptions))
         else:
+            drafts.clear()
             started = time.perf_counter()
             prompts = command["prompts"]
             sampling = [
@@ -253,7 +256,8 @@ def main() -> None:
             seconds, ended_at = time.perf_counter() - started, time.time()
             while scheduler.has_requests():  # as a server's loop does: the last copies need steps of their own
                 llm.llm_engine.step()
-            say(outputs=[describe(output) for output in outputs], seconds=seconds, ended_at=ended_at)
+            described = [describe(output) for output in outputs]
+            say(outputs=described, seconds=seconds, ended_at=ended_at, drafts=drafts)
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -365,6 +369,19 @@ def count_calls(owner: Any, name: str) -> list[int]:
 
     setattr(owner, name, counted)
     return calls
+
+
+def record_drafts(scheduler: Any) -> list[list[int]]:
+    """A list that gets what is drafted of the first request in each step."""
+    drafts: list[list[int]] = []
+    unpatched = scheduler.update_draft_token_ids
+
+    def recorded(found: Any) -> None:
+        drafts.append(list(found.draft_token_ids[0]))
+        unpatched(found)
+
+    scheduler.update_draft_token_ids = recorded
+    return drafts
 
 
 def describe(output: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
 
+from kvservice.connector.vllm.draft_layers import DRAFT_LAYERS, HashesBehind
 from kvservice.core.block.pages import PAGE_HASH, page_hashes, salted
 from kvservice.errors import UnsupportedLayout
 from kvservice.units import BlockHash
@@ -56,7 +57,8 @@ def block_namer(fields: Mapping[str, str], cache_salt: str = "") -> Namer:
             parent = function((parent, tuple(token_ids[start : start + block_tokens]), extra))
             names.append(BlockHash(parent))
             extra = None  # only the first block has a salt
-        return names[stride - 1 :: stride]
+        named: Sequence[BlockHash] = HashesBehind(names) if DRAFT_LAYERS in fields else names
+        return list(named[stride - 1 :: stride])
 
     return name
 

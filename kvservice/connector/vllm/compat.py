@@ -25,6 +25,7 @@ from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
 from kvservice.connector.config_text import text_of
 from kvservice.connector.cpu_packing import cpu_packing
 from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload, slot_parts
+from kvservice.connector.vllm.draft_layers import DRAFT_LAYERS, has_draft_layers
 from kvservice.connector.vllm.group_rules import (
     Spec,
     StoredGroup,
@@ -98,7 +99,7 @@ def engine_spec(vllm_config: Any, cache_config: KVCacheConfig, options: Connecto
         **_number_fields(vllm_config, cache_config, spec, layout, options.accept_codec),
         **_packing_fields(vllm_config, cache_config, spec),
         **_group_fields(vllm_config, cache_config, found, window_groups),
-        **_draft_fields(vllm_config.speculative_config, options.weights_cache),
+        **_draft_fields(vllm_config, options),
         **hash_fields(vllm_config),
         **config_fields(vllm_config),
     }
@@ -121,6 +122,11 @@ def supported(vllm_config: Any, cache_config: KVCacheConfig) -> StoredGroups:
         raise UnsupportedLayout(
             "states (Mamba, linear attention) over several tensor-parallel ranks are not supported: each rank has a "
             "part of its own shape; start the engine with one rank"
+        )
+    if has_draft_layers(vllm_config.speculative_config) and (count := group_count(cache_config)) > 1:
+        raise UnsupportedLayout(
+            f"draft layers (EAGLE, MTP) beside {count} KV cache groups are not supported; use a draft model or "
+            "n-grams, or leave speculative_config out"
         )
     hash_block = cache_config.hash_block_size
     if hash_block is not None and (
@@ -299,6 +305,12 @@ def _shard_count(vllm_config: Any, spec: Spec) -> int:
             f"{total} kv heads over {ranks} tensor-parallel ranks with {spec.num_kv_heads} each are not supported: "
             "use a degree that divides the heads, or a multiple of them"
         )
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is not None and int(draft.get_total_num_kv_heads()) != total:
+        raise UnsupportedLayout(
+            f"a draft of {draft.get_total_num_kv_heads()} kv heads beside a model of {total} is not supported over "
+            "several tensor-parallel ranks: they hold other parts of it"
+        )
     return shards
 
 
@@ -379,12 +391,17 @@ def _window_text(group: WindowGroup) -> str:
     )
 
 
-def _draft_fields(speculative: Any, weights_cache: Path | None) -> dict[str, object]:
-    """A draft model keeps its KV in the same blocks."""
-    if speculative is None or not speculative.uses_draft_model():
+def _draft_fields(vllm_config: Any, options: ConnectorOptions) -> dict[str, object]:
+    """A draft model and draft layers keep their KV in the same blocks."""
+    speculative = vllm_config.speculative_config
+    fields: dict[str, object] = {}
+    if has_draft_layers(speculative):
+        fields[DRAFT_LAYERS] = speculative.method
+    elif speculative is None or not speculative.uses_draft_model():
         return {}
     draft = speculative.draft_model_config
-    fields: dict[str, object] = {"draft": weights_of(draft, weights_cache)}
+    is_named = draft.model == vllm_config.model_config.model  # MTP is of the model's own files
+    fields["draft"] = (options.weights_name() if is_named else "") or weights_of(draft, options.weights_cache)
     for name in ("quantization", "kv_cache_dtype", "attention_backend", "moe_backend"):
         fields[f"draft.{name}"] = text_of(getattr(speculative, name, None))
     return fields | model_fields(draft, "draft")
@@ -440,15 +457,18 @@ def check_offload(vllm_config: Any, options: ConnectorOptions, group_count: int)
         (bool(vllm_config.cache_config.enable_prefix_caching), "vLLM's prefix caching, which is off"),
         (keeps_hashed_blocks_true(vllm_config), "vLLM's scheduling policy 'fcfs'"),
         (group_count == 1, f"a model with one KV cache group, and this one has {group_count}"),
+        (not has_draft_layers(vllm_config.speculative_config), "speculative decoding without EAGLE or MTP"),
     )
     for holds, need in needs:
         if not holds:
             raise ConfigError(f"offload 'evicting' needs {need}; choose 'lazy' or 'eager'")
 
 
-def check_tails(cache_config: KVCacheConfig, options: ConnectorOptions) -> None:
+def check_tails(vllm_config: Any, cache_config: KVCacheConfig, options: ConnectorOptions) -> None:
     """Raises ConfigError if a block cannot be used as far as it is computed."""
     groups = cache_config.kv_cache_groups
+    if options.tails and has_draft_layers(vllm_config.speculative_config):
+        raise ConfigError("tails needs an engine without EAGLE or MTP, which read one token ahead: leave it out")
     if options.tails and (count := group_count(cache_config)) > 1:
         raise ConfigError(f"tails needs a model with one KV cache group, and this one has {count}: leave it out")
     if options.tails and groups and _is_packed(groups[0].kv_cache_spec):

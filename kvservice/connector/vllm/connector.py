@@ -43,6 +43,7 @@ from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.shared.judge import Probation
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.vllm import compat, events, sharing
+from kvservice.connector.vllm.draft_layers import has_draft_layers
 from kvservice.connector.vllm.group_rules import group_count
 from kvservice.connector.vllm.lora import Adapters, located
 from kvservice.connector.vllm.pins import PoolCache, PoolPins
@@ -51,7 +52,7 @@ from kvservice.connector.vllm.state_tables import StateTables
 from kvservice.connector.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from kvservice.connector.vllm.step_metadata import Metadata, WorkerMetadata
 from kvservice.connector.vllm.tail_names import TailNames
-from kvservice.connector.vllm.walk import StepWalk, hashes_of
+from kvservice.connector.vllm.walk import RequestBlocks, StepWalk
 from kvservice.connector.weights import Terms
 from kvservice.connector.worker.block_copier import BlockCopier
 from kvservice.connector.worker.half import WorkerHalf
@@ -131,12 +132,13 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         # has blocks: if all such loads failed, nobody would run or free any. So each is passed over once.
         self._to_skip_once: set[str] = set()
         self._walk: StepWalk | None = None  # scheduler role
+        self._blocks = RequestBlocks()  # scheduler role
         compat.prefer_recompute(vllm_config)
         try:
             groups = group_count(kv_cache_config)
             self._layerwise = compat.layerwise_for(vllm_config, self._options, groups)
             compat.check_offload(vllm_config, self._options, groups)
-            compat.check_tails(kv_cache_config, self._options)
+            compat.check_tails(vllm_config, kv_cache_config, self._options)
             if role is KVConnectorRole.SCHEDULER:
                 self._start_scheduler(vllm_config)
             else:
@@ -149,7 +151,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_scheduler(self, vllm_config: VllmConfig) -> None:
         self._spec = compat.engine_spec(vllm_config, self._config, self._options)
-        remembers = events.publishes_events(vllm_config)
+        drafts = has_draft_layers(vllm_config.speculative_config)
+        remembers = events.publishes_events(vllm_config) and not drafts  # events name a block by vLLM's own hash of it
         self._spec = replace(self._spec, hears_removals=remembers)
         if not self._names_media:
             log.warning(
@@ -162,6 +165,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._spec = sharing.engine_spec(vllm_config, self._config, self._spec, self._options)
             grouping, remembers = sharing.grouping(self._config), False
             self._pages = sharing.SharedRequests(worker_count)
+        self._blocks = RequestBlocks(self._pages, self._spec.layout.part_tokens if drafts else 0)
         self._grouping = grouping
         self._events = events.stored_events(self._spec.layout, self._config, grouping) if remembers else None
         self._pool = choose_pool(self._options, self._spec)
@@ -180,6 +184,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             events=self._events,
             pages=self._pages,
             states=self._states,
+            blocks=self._blocks,
         )
         session = Session(self._pool.open, self._pool.spec, lambda: half.may_reattach(), step_blocks)
         plain = TailedScheduler if self._options.tails else SchedulerHalf
@@ -235,7 +240,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             may_share = self._pages is None or self._pages.begin(request)
             self._scheduler.on_new_request(
                 request.request_id,
-                hashes_of(request, self._pages),
+                self._blocks.hashes(request),
                 time.monotonic(),
                 tokens=request.num_tokens,
                 terms=replace(
@@ -298,7 +303,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._pins = PoolPins(gpu_block_pool)
             self._scheduler.pin_with(self._pins)
-            if compat.keeps_hashed_blocks_true(self._vllm_config) and self._pages is None:
+            if compat.keeps_hashed_blocks_true(self._vllm_config) and self._blocks.are_named_by_vllm:
                 self._scheduler.read_cache(PoolCache(gpu_block_pool))
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -390,7 +395,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         attachment = self._session.attachment
         done = request.status in STORABLE
         is_computed = done or (is_session_end(request) and self._scheduler.has_begun(request.request_id))
-        hashes, table = hashes_of(request, self._pages), self._grouping.table(block_ids)
+        hashes, table = self._blocks.hashes(request), self._grouping.table(block_ids)
         if self._pages is not None:
             self._pages.end(request.request_id)
         if self._states is not None:
@@ -398,7 +403,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         handoff = self._scheduler.finished(
             request.request_id,
             hashes,
-            request.num_computed_tokens,
+            self._blocks.whole(request.num_computed_tokens),
             table,
             store_rest=is_computed and self._is_named(request),
         )

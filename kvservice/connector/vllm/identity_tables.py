@@ -43,7 +43,8 @@ SECTIONS_LEFT_OUT: Mapping[str, str] = {
     "weight_transfer_config": "it says how new weights arrive; a reset says that they are new",
     "instance_id": LOOKS,
     "shutdown_timeout": WIRING,
-    "speculative_config": NAMED + ": draft, with what is hashed of its model; other drafts keep no KV in blocks",
+    "speculative_config": NAMED
+    + ": draft, draft_layers, what is hashed of its model; other drafts keep no KV in blocks",
 }
 
 # Sections and settings of VllmConfig that are looked into, or hashed whole.

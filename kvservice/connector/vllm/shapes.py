@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvservice.connector.vllm.draft_layers import STORED_DRAFT_LAYERS, has_draft_layers
 from kvservice.errors import UnsupportedLayout
 
 
 def refuse_shape(vllm_config: Any) -> None:
     """Raises UnsupportedLayout that names the setting, the reason, and what to do."""
-    reason = _spread(vllm_config.parallel_config) or _draft(vllm_config.speculative_config) or _encoder(vllm_config)
+    parallel = vllm_config.parallel_config
+    reason = _spread(parallel) or _draft(vllm_config.speculative_config, parallel) or _encoder(vllm_config)
     if reason is None and getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         reason = (
             "KV scales calculated at run time differ between replicas; start the engine without --calculate-kv-scales"
@@ -39,17 +41,27 @@ def _spread(parallel: Any) -> str | None:
     return None
 
 
-def _draft(speculative: Any) -> str | None:
-    """A draft model of its own and n-grams are fine. These drafts read what the model itself computed."""
+def _draft(speculative: Any, parallel: Any) -> str | None:
+    """A draft model of its own, n-grams, and draft layers that read one token ahead are fine."""
     if speculative is None:
         return None
     method = getattr(speculative, "method", None) or "a draft head"
-    if speculative.use_eagle():
-        # One token behind, so the last block of every hit would be wrong for them; vLLM drops that block from its own.
+    if has_draft_layers(speculative) and method not in STORED_DRAFT_LAYERS:
         return (
-            f"speculative decoding with draft layers (EAGLE, MTP and the like, here {method!r}) is not supported: they "
-            "are computed one token behind, so a block that is whole for the model is not for them; use a draft model "
-            "or n-grams, or leave speculative_config out"
+            f"speculative decoding with draft layers of the method {method!r} is not supported, because nobody has "
+            "looked at what they keep in blocks; use EAGLE, MTP, a draft model or n-grams, or leave speculative_config "
+            "out"
+        )
+    if has_draft_layers(speculative) and speculative.use_multi_module_mtp():
+        return (
+            "MTP with several modules is not supported: each reads one token further ahead, and those behind the first "
+            "keep what was drafted; use num_speculative_tokens 1, or leave speculative_config out"
+        )
+    draft = getattr(speculative, "draft_parallel_config", None)
+    if draft is not None and draft.tensor_parallel_size != parallel.tensor_parallel_size:
+        return (
+            f"a draft over {draft.tensor_parallel_size} tensor-parallel ranks beside a model over "
+            f"{parallel.tensor_parallel_size} is not supported: leave draft_tensor_parallel_size out"
         )
     if getattr(speculative, "uses_extract_hidden_states", bool)():
         return (

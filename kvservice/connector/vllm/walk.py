@@ -14,6 +14,7 @@ from kvservice.connector.plan import StepPlan
 from kvservice.connector.scheduler.due import DueRing
 from kvservice.connector.scheduler.half import SchedulerHalf
 from kvservice.connector.scheduler.ports import BlockIds
+from kvservice.connector.vllm.draft_layers import HashesBehind
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,9 +25,28 @@ if TYPE_CHECKING:
     from kvservice.connector.vllm.state_tables import StateTables
 
 
-def hashes_of(request: Request, pages: SharedRequests | None) -> Sequence[Any]:
-    """The hashes that name its blocks so far. The list grows."""
-    return request.block_hashes if pages is None else pages.hashes(request)
+class RequestBlocks:
+    """Which blocks of a request are whole, and what names them."""
+
+    def __init__(self, pages: SharedRequests | None = None, ahead: int = 0) -> None:
+        """`ahead` is how many tokens behind a block must be computed, too: those of a block with draft layers."""
+        self._pages = pages
+        self._ahead = ahead
+
+    @property
+    def are_named_by_vllm(self) -> bool:
+        """Whether vLLM's own cache has a block under the hash that names it here."""
+        return self._pages is None and not self._ahead
+
+    def hashes(self, request: Request) -> Sequence[Any]:
+        """The hashes that name its blocks so far. The list grows."""
+        if self._pages is not None:
+            return self._pages.hashes(request)
+        return HashesBehind(request.block_hashes) if self._ahead else request.block_hashes
+
+    def whole(self, computed_tokens: int) -> int:
+        """How many of its computed tokens count."""
+        return max(computed_tokens - self._ahead, 0)
 
 
 class StepWalk:
@@ -40,6 +60,7 @@ class StepWalk:
         events: StoredEvents | None = None,
         pages: SharedRequests | None = None,
         states: StateTables | None = None,
+        blocks: RequestBlocks | None = None,
     ) -> None:
         """`live` are the engine's requests. `block_tokens` are those of a position. Of a request that is not `is_named`
         nothing is stored in this step."""
@@ -50,6 +71,7 @@ class StepWalk:
         self._events = events
         self._pages = pages
         self._states = states
+        self._blocks = blocks or RequestBlocks(pages)
         self._shown: list[str] = []  # requests of the step being planned
 
     def plan_stores(self, scheduler: SchedulerHalf, plan: StepPlan, output: SchedulerOutput) -> None:
@@ -68,7 +90,7 @@ class StepWalk:
         self._due.forget(request_id)
 
     def _scheduled(self, plan: StepPlan, output: SchedulerOutput) -> Iterable[tuple[str, Any, int, BlockIds]]:
-        """(request id, block hashes, tokens computed when this step ends, its block ids) of requests that are due."""
+        """(request id, block hashes, computed tokens that count at the end of this step, block ids) of those due."""
         state = output.kv_connector_block_state
         if state is None:
             return
@@ -91,7 +113,8 @@ class StepWalk:
             # vLLM counts the step's tokens to the request once it has asked for this plan.
             begin = begins.get(request_id, request.num_computed_tokens)
             end = begin + tokens[request_id]
-            self._due.look_again(request_id, end)
+            whole = self._blocks.whole(end)
+            self._due.look_again(request_id, whole)
             adapter = 0 if request.lora_request is None else request.lora_request.lora_int_id
             if adapter not in named:  # one look at its files a step
                 named[adapter] = self._is_named(request)
@@ -103,4 +126,4 @@ class StepWalk:
                 self._pages.probe(plan, request, end, ids())
             if self._states is not None:
                 ids = self._states.of_step(state, request_id, ids, begin, end)
-            yield request_id, hashes_of(request, self._pages), end, ids
+            yield request_id, self._blocks.hashes(request), whole, ids

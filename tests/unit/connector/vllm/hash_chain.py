@@ -61,6 +61,7 @@ class EngineSettings:
     options: Mapping[str, object] = field(default_factory=dict)  # of the connector
     runs_ahead: bool = False  # vLLM's asynchronous scheduling
     drafts: int = 0  # tokens that n-gram speculation proposes in a step
+    draft_layer: bool = False  # a draft layer proposes them, as EAGLE's does
     prefix_caching: bool = True
     policy: str = "fcfs"
     role: str = "kv_both"
@@ -145,6 +146,10 @@ def engine_config(model: Path, settings: EngineSettings, block_count: int, rank:
     )
     config.scheduler_config.async_scheduling = settings.runs_ahead  # vLLM refuses it beside n-grams on a CPU
     config.cache_config.num_gpu_blocks = block_count
+    if settings.draft_layer:
+        assert speculation is not None
+        speculation.method = "eagle"
+        speculation.draft_model_config, speculation.draft_parallel_config = config.model_config, config.parallel_config
     if any(group.kind == "state" for group in settings.groups):
         config.cache_config.mamba_cache_mode = "align"
     return config

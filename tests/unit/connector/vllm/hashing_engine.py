@@ -98,6 +98,8 @@ class HashingEngine:
     """One engine of one worker. Raises AssertionError from any call as soon as something is wrong; `drain` also when
     something was left behind."""
 
+    ahead = 0  # tokens behind a block that its bytes depend on
+
     def __init__(
         self, model: Path, settings: EngineSettings, seed: int, block_count: int, open_pool: OpenPool | None = None
     ) -> None:
@@ -383,6 +385,7 @@ class HashingEngine:
             new, known = self._sample(row, tokens)
             sampled_ids.append(new)
             checks += [(row, known)] if new else []
+        self._draft(rank, rows, inputs)
         if not output.has_sync_kv_loads:
             worker.start_load_kv(None)
         worker.wait_for_save()
@@ -396,6 +399,9 @@ class HashingEngine:
         )
         worker.clear_connector_metadata()
         return told
+
+    def _draft(self, rank: int, rows: Sequence[Row], inputs: Sequence[tuple[list[int], int]]) -> None:
+        """What vLLM's worker does between sampling and its word to the connector that the step is over."""
 
     def _begin_forward(self, output: SchedulerOutput, rows: Sequence[Row]) -> None:
         """What vLLM's worker does before it tells the connector of the step."""
@@ -470,7 +476,7 @@ class HashingEngine:
             for index, key in enumerate(mine.keys, 1):
                 end = index * self._half._block_tokens
                 if key not in self._contents and end <= len(tokens):
-                    self._contents[key] = (tokens[:end], request.cache_salt, self._weights)
+                    self._contents[key] = (tokens[: end + self.ahead], request.cache_salt, self._weights)
             if name not in self._half._requests:
                 del self._named[name]
 

@@ -46,6 +46,7 @@ from tests.unit.connector.vllm.hash_chain import (
     first_state,
     next_state,
 )
+from tests.unit.connector.vllm.hashing_drafts import DraftingEngine
 from tests.unit.connector.vllm.hashing_engine import HashingEngine, OpenPool, Row
 
 PAGE_WORDS = 512  # of a block in a layer, in words of eight bytes
@@ -57,7 +58,7 @@ MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no cell of a window is lost
 def engine_of(
     model: Path, settings: EngineSettings, seed: int, block_count: int, open_pool: OpenPool | None = None
 ) -> HashingEngine:
-    kind = GroupsEngine if settings.groups else HashingEngine
+    kind = GroupsEngine if settings.groups else DraftingEngine if settings.draft_layer else HashingEngine
     return kind(model, settings, seed, block_count, open_pool)
 
 

@@ -524,7 +524,7 @@ MAMBA = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
         (cache_config(FULL, MAMBA), {}, r"group 1 \(mamba, 2 layers: model.0, model.1\) is not supported: vLLM keeps"),
         (cache_config(), {"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         (cache_config(), {"parallel_config__decode_context_parallel_size": 2}, "context"),
-        (cache_config(), {"speculative_config": SimpleNamespace(use_eagle=lambda: True)}, "EAGLE"),
+        (cache_config(), {"speculative_config": SimpleNamespace(use_eagle=lambda: True, method="dflash")}, "'dflash'"),
         (cache_config(), {"cache_config__prefix_caching_hash_algo": "xxhash"}, "prefix-caching-hash-algo sha256_cbor"),
         (cache_config(), {"device_config__device_type": "xpu"}, r"an Intel GPU \(XPU\).* run it on CPU, CUDA or ROCm"),
         (

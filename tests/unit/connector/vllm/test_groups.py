@@ -231,7 +231,7 @@ def test_states_alone_count_as_two_groups() -> None:
     """What needs one group of attention is refused for them as well."""
     assert [group_count(cache(*specs)) for specs in [(MAMBA,), (MAMBA, GDN), (FULL,), (FULL, MAMBA)]] == [2, 3, 1, 2]
     with pytest.raises(ConfigError, match="tails needs a model with one KV cache group"):
-        compat.check_tails(cache(MAMBA), ConnectorOptions(tails=True))
+        compat.check_tails(SimpleNamespace(speculative_config=None), cache(MAMBA), ConnectorOptions(tails=True))
 
 
 @pytest.mark.parametrize(

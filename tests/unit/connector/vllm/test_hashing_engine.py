@@ -38,6 +38,13 @@ SETTINGS = {
     "drafts": EngineSettings(drafts=3),
     "drafts and tails failing": EngineSettings({"tails": True}, drafts=3, failures=0.05),
     "drafts ahead": EngineSettings(drafts=3, runs_ahead=True),
+    "draft layer": EngineSettings(drafts=3, draft_layer=True, prefix_caching=False),
+    "draft layer failing": EngineSettings(drafts=3, draft_layer=True, prefix_caching=False, failures=0.1),
+    "draft layer ahead": EngineSettings(drafts=3, draft_layer=True, prefix_caching=False, runs_ahead=True),
+    "draft layer and large slots": EngineSettings(
+        {"slot_tokens": 48}, drafts=3, draft_layer=True, prefix_caching=False
+    ),
+    "draft layer beside vLLM's cache": EngineSettings(drafts=3, draft_layer=True, runs_ahead=True, failures=0.1),
     "no prefix caching": EngineSettings(prefix_caching=False, runs_ahead=True),
     "no prefix caching failing": EngineSettings(prefix_caching=False, failures=0.1),
     "priorities": EngineSettings(policy="priority", runs_ahead=True),
@@ -100,6 +107,15 @@ BUGS = (
             "found = cache.find(hashes[index])",
             "found = cache.find(hashes[index]) or 0",
             seed=7,
+        ),
+    ),
+    (
+        "draft layer",
+        Mutant(
+            "a block with a draft layer is named by the block behind it",
+            "kvservice.connector.vllm.walk",
+            "HashesBehind(request.block_hashes) if self._ahead else request.block_hashes",
+            "request.block_hashes",
         ),
     ),
     (

@@ -345,6 +345,18 @@ def test_heads_that_vllm_places_in_another_way_are_refused() -> None:
         _ = odd.slot_layout
 
 
+def test_draft_whose_heads_the_ranks_hold_otherwise_is_refused() -> None:
+    """Its heads would be taken for copies, or copies for heads."""
+    engine = Engine(Model(2, 8, "bf16"), KVCacheLayout.LBHNC, degree=4)
+    draft = SimpleNamespace(get_total_num_kv_heads=lambda: 4)
+    for rank in engine.ranks:
+        rank.config.speculative_config = SimpleNamespace(draft_model_config=draft, use_eagle=lambda: False)
+    with pytest.raises(UnsupportedLayout, match="a draft of 4 kv heads beside a model of 2 is not supported"):
+        _ = engine.slot_layout
+    draft.get_total_num_kv_heads = lambda: 2
+    assert engine.slot_layout.kv_head_count == 2
+
+
 def test_draft_model_in_the_same_blocks_is_part_of_the_identity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

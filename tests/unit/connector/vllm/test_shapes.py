@@ -5,6 +5,7 @@ Layouts of vLLM in which the layers of a block lie together are in test_layouts.
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -13,10 +14,19 @@ import pytest
 from vllm.config import ECTransferConfig, SpeculativeConfig
 from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 
-from kvservice.connector.options import ConnectorOptions
+from kvservice.connector.options import ConnectorOptions, Offload
 from kvservice.connector.vllm import compat
-from kvservice.errors import UnsupportedLayout
-from tests.unit.connector.vllm.test_connector import cache_config, model, vllm_config
+from kvservice.connector.vllm.block_hashes import block_namer
+from kvservice.errors import ConfigError, UnsupportedLayout
+from tests.unit.connector.vllm.test_connector import (
+    BLOCK,
+    FULL,
+    WINDOW,
+    HfConfig,
+    cache_config,
+    model,
+    vllm_config,
+)
 
 __all__ = ["model"]  # a fixture
 
@@ -30,6 +40,7 @@ class Draft(SimpleNamespace):
     use_eagle = SpeculativeConfig.use_eagle
     uses_draft_model = SpeculativeConfig.uses_draft_model
     uses_extract_hidden_states = SpeculativeConfig.uses_extract_hidden_states
+    use_multi_module_mtp = SpeculativeConfig.use_multi_module_mtp
 
 
 def refused(model: Path, **changes: Any) -> str:
@@ -50,9 +61,75 @@ def test_stages_and_context_parallelism_are_refused_by_name(model: Path, name: s
     assert says in refused(model, **{f"parallel_config__{name}": 2})
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_draft_layers_are_refused_by_their_method(model: Path, method: str) -> None:
-    assert f"(EAGLE, MTP and the like, here '{method}')" in refused(model, speculative_config=Draft(method=method))
+    assert f"draft layers of the method '{method}'" in refused(model, speculative_config=Draft(method=method))
+
+
+def test_draft_layers_are_part_of_the_identity(model: Path) -> None:
+    """Also beside a draft model of the same files, whose blocks have other names."""
+    found = [
+        engine_fields(model, speculative_config=draft_of(model, method))
+        for method in ("eagle", "eagle3", "mtp", "draft_model")
+    ]
+    assert [fields.get("draft_layers") for fields in found] == ["eagle", "eagle3", "mtp", None]
+    assert all(fields["draft"] and "draft.hf.hidden_size" in fields for fields in found)
+
+
+def test_name_of_the_weights_is_also_of_the_mtp_in_them(model: Path) -> None:
+    options = ConnectorOptions(weights_version="first")
+    fields = engine_fields(model, options, speculative_config=draft_of(model, "mtp"))
+    assert fields["draft"] == fields["weights"] == options.weights_name()
+
+
+def test_several_modules_of_mtp_are_refused(model: Path) -> None:
+    several = draft_of(model, "mtp", num_nextn_predict_layers=3)
+    assert "MTP with several modules" in refused(model, speculative_config=several)
+    several.num_speculative_tokens = 1
+    assert engine_fields(model, speculative_config=several)["draft_layers"] == "mtp"
+
+
+def test_draft_over_other_ranks_is_refused(model: Path) -> None:
+    draft = draft_of(model, "eagle")
+    draft.draft_parallel_config = SimpleNamespace(tensor_parallel_size=2)
+    assert "over 2 tensor-parallel ranks beside a model over 1" in refused(model, speculative_config=draft)
+
+
+def test_draft_layers_beside_several_groups_are_refused(model: Path) -> None:
+    config = vllm_config(model, {}, speculative_config=draft_of(model, "eagle"))
+    with pytest.raises(UnsupportedLayout, match=r"draft layers \(EAGLE, MTP\) beside 2 KV cache groups"):
+        compat.engine_spec(config, cache_config(FULL, WINDOW), ConnectorOptions())
+
+
+def test_options_that_need_vllms_own_names_are_refused(model: Path) -> None:
+    config = vllm_config(model, {}, speculative_config=draft_of(model, "eagle"))
+    with pytest.raises(ConfigError, match="offload 'evicting' needs speculative decoding without EAGLE or MTP"):
+        compat.check_offload(config, ConnectorOptions(offload=Offload.EVICTING), 1)
+    with pytest.raises(ConfigError, match="tails needs an engine without EAGLE or MTP"):
+        compat.check_tails(config, cache_config(), ConnectorOptions(tails=True))
+
+
+@pytest.mark.parametrize("slot_tokens", [BLOCK, 3 * BLOCK])
+def test_router_names_blocks_by_the_block_behind(model: Path, slot_tokens: int) -> None:
+    """As the engine does, which gives them to nobody without that block."""
+    options = ConnectorOptions(slot_tokens=slot_tokens)
+    fields = engine_fields(model, options, speculative_config=draft_of(model, "eagle"))
+    without = {**fields, "slot_tokens": str(BLOCK)}
+    del without["draft_layers"]
+    tokens = list(range(10 * BLOCK + 5))
+    assert block_namer(fields)(tokens) == block_namer(without)(tokens)[slot_tokens // BLOCK :: slot_tokens // BLOCK]
+
+
+def engine_fields(model: Path, options: ConnectorOptions | None = None, **changes: Any) -> dict[str, str]:
+    config = vllm_config(model, {}, **changes)
+    return dict(compat.engine_spec(config, cache_config(), options or ConnectorOptions()).fingerprint.fields)
+
+
+def draft_of(model: Path, method: str, **hf: object) -> Draft:
+    """Of the model's own files."""
+    draft = copy(vllm_config(model, {}).model_config)
+    draft.hf_config = HfConfig(hidden_size=16, **hf)
+    return Draft(method=method, draft_model_config=draft, draft_parallel_config=None, num_speculative_tokens=3)
 
 
 def test_hidden_states_among_the_blocks_are_refused(model: Path) -> None:
