@@ -42,7 +42,7 @@ NO_PATH = "\0"  # of a number that had two: equal to no path, because either may
 # By how much the clock of a file system may be behind this machine's. A file changed within it counts as changed.
 CLOCK_SECONDS = 2.0
 
-Stamp = tuple[tuple[str, int, int], ...]  # of each file: name, bytes, time of change in ns
+Stamp = tuple[tuple[str, int, int, int], ...]  # of each file: name, bytes, mtime and ctime in ns
 
 
 @dataclass(slots=True)
@@ -165,8 +165,9 @@ class Adapters:
             )
         elif adapter.identity is None:
             adapter.stamp, adapter.identity = found
-        else:
-            adapter.changed = found[0] != adapter.stamp
+        elif found[0] != adapter.stamp:
+            adapter.changed = found[1] != adapter.identity
+            adapter.stamp = found[0]
         if adapter.changed:
             self._lose(adapter)
             log.error(
@@ -183,14 +184,18 @@ class Adapters:
         return found
 
     def _read(self, path: str, known: Stamp | None) -> tuple[Stamp, bytes] | None:
-        """Runs on another thread. Reads the bytes only if nothing is known yet. Returns an empty identity if it is in
-        doubt."""
+        """Runs on another thread. Reads the bytes only if nothing is known yet, or if ctimes alone tell of a change.
+        Returns an empty identity if it is in doubt, and for files whose bytes were not read."""
         try:
             folder = self._locate(path)
             stamp = None if folder is None else stamp_of(folder)
             if folder is None or not stamp:
                 return None
-            if known is not None or (self._since_ns is not None and changed_ns(path, folder) >= self._since_ns):
+            if known is not None:
+                # Programs that copy files set mtimes, and a new owner or link changes the ctime of the same bytes.
+                if stamp == known or _written(stamp) != _written(known):
+                    return stamp, b""
+            elif self._since_ns is not None and changed_ns(path, folder) >= self._since_ns:
                 return stamp, b""
             identity = identity_of(folder)
             return (stamp, identity) if stamp_of(folder) == stamp else None
@@ -208,7 +213,12 @@ def _files(folder: Path) -> list[Path]:
 def stamp_of(folder: Path) -> Stamp:
     """The stamp of the folder; empty if it has no adapter. Raises OSError."""
     found = [(path.name, path.stat()) for path in _files(folder)]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found)
+
+
+def _written(stamp: Stamp) -> list[tuple[str, int, int]]:
+    """The stamp without ctimes."""
+    return [(name, size, mtime) for name, size, mtime, _ in stamp]
 
 
 def changed_ns(path: str, folder: Path) -> int:

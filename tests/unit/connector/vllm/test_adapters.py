@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,13 @@ def adapter(folder: Path, weights: bytes) -> str:
     return str(folder)
 
 
+def adapter_of_no_time(folder: Path, weights: bytes) -> str:
+    path = adapter(folder, weights)
+    for file in folder.iterdir():
+        os.utime(file, ns=(0, 0))
+    return path
+
+
 def test_one_other_byte_is_another_adapter(adapters: Adapters, tmp_path: Path) -> None:
     """Equal bytes are one adapter."""
     weights = bytes(3 << 20)
@@ -75,6 +83,30 @@ def test_an_adapter_whose_files_changed_has_no_name_any_more(adapters: Adapters,
     adapter(tmp_path / "a", b"old")
     assert adapters.of(path) is None, "the engine may have loaded either"
     assert adapters.counters["adapter_changed"] > 0
+
+
+def test_new_bytes_with_the_size_and_mtime_of_the_old(adapters: Adapters, tmp_path: Path) -> None:
+    """As archives unpack them whose times are all equal. Training again does not change the size."""
+    path = adapter_of_no_time(tmp_path / "a", b"old")
+    assert eventually(lambda: adapters.of(path), "the digest of the adapter")
+    adapter_of_no_time(tmp_path / "a", b"new")
+    assert adapters.of(path) is None
+
+
+def test_the_same_bytes_under_a_new_ctime_keep_their_name(adapters: Adapters, tmp_path: Path) -> None:
+    """Whoever mounts a volume may give all its files an owner again."""
+    path = adapter(tmp_path / "a", b"old")
+    known = eventually(lambda: adapters.of(path), "the digest of the adapter")
+    before = lora.stamp_of(tmp_path / "a")
+    eventually(lambda: _has_new_ctimes(tmp_path / "a", before), "a later time of the file system")
+    assert eventually(lambda: adapters.of(path), "the name again") == known
+    assert not adapters.counters["adapter_changed"]
+
+
+def _has_new_ctimes(folder: Path, before: lora.Stamp) -> bool:
+    for each in folder.iterdir():
+        each.chmod(0o600)
+    return lora.stamp_of(folder) != before
 
 
 def test_the_first_request_after_a_change_has_no_earlier_name(adapters: Adapters, tmp_path: Path) -> None:
