@@ -108,6 +108,8 @@ class StepReport:
     returned: set[tuple[int, int]] = field(default_factory=set)
     layered: dict[str, int] = field(default_factory=dict)  # request -> workers whose layered load was sound
     layered_failed: dict[str, int] = field(default_factory=dict)
+    # (the engine's number, path) of adapters that were loaded since the last report
+    adapters: set[tuple[int, str]] = field(default_factory=set)
 
     def merge(self, other: StepReport) -> StepReport:
         return StepReport(
@@ -118,6 +120,7 @@ class StepReport:
             self.returned | other.returned,
             _sum(self.layered, other.layered),
             _sum(self.layered_failed, other.layered_failed),
+            self.adapters | other.adapters,
         )
 
 

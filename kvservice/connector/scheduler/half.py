@@ -324,8 +324,7 @@ class SchedulerHalf:
         self._stores.follow(attachment.epoch, chain(self._requests.values(), self._ended))
         self._stores.gather()
         lost = [part for part in (self._part_of_preempted(attachment, it) for it in preempted) if part is not None]
-        ended = self._ended.parts(partial(self._part_from_cache, attachment))
-        parts, looked_at = lost + ended, []
+        parts, looked_at = lost + self._ended.parts(partial(self._part_from_cache, attachment)), []
         for request_id, hashes, computed_tokens, block_ids in scheduled:
             request = self._requests.get(request_id)
             if request is not None and request.state is not RequestState.ENDED:
@@ -431,8 +430,8 @@ class SchedulerHalf:
         """Whether a step was planned that computes with the blocks that the engine gave this request last."""
         return request_id in self._requests and self._requests[request_id].begun
 
-    def others_load_failed(self) -> None:
-        """A step may have computed on what another connector did not load: nothing that is copied now is sealed."""
+    def void_stores(self) -> None:
+        """A step may have computed on what was not loaded, or with other weights: nothing copied now is sealed."""
         self._stores.void(self._requests.values())
 
     # -- requests leave ----
@@ -544,7 +543,9 @@ class SchedulerHalf:
             self.counters["resets"] += 1
 
     def forget_adapter(self, adapter: bytes) -> None:
-        """The engine may have other weights than this name says: nothing that it has not stored yet is stored by it."""
+        """The engine may have other weights than this name says: what is not in the pool yet is not stored by it."""
+        self.void_stores()
+        self._loans.recall_all()
         self._near.clear()
         self._ended.clear()
         for request in self._requests.values():

@@ -43,6 +43,7 @@ from kvservice.connector.scheduler.tailed import TailedScheduler
 from kvservice.connector.shared.judge import Probation
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.vllm import compat, events, sharing
+from kvservice.connector.vllm.adapter_loads import AdapterLoads
 from kvservice.connector.vllm.draft_layers import has_draft_layers
 from kvservice.connector.vllm.group_rules import group_count
 from kvservice.connector.vllm.lora import Adapters, located
@@ -125,6 +126,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         self._pins: PoolPins | None = None
         self._events: events.StoredEvents | None = None
         self._is_supported = False  # worker role
+        self._adapter_loads: AdapterLoads | None = None  # worker role
         self._grouping: Grouping = OneGroup()  # scheduler role
         self._states: StateTables | None = None  # scheduler role, of a model with states
         self._live: dict[str, Request] = {}  # scheduler role: requests between their first and last call
@@ -144,6 +146,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 compat.check(vllm_config, kv_cache_config)
                 self._is_supported = True
+                if getattr(vllm_config, "lora_config", None) is not None:
+                    self._adapter_loads = AdapterLoads()
         except ConfigError:
             raise  # a wrong option: fail at start instead of running without a cache for months
         except KVServiceError as error:
@@ -359,9 +363,12 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         report = worker_meta.report if isinstance(worker_meta, WorkerMetadata) else None
         if connector_output.invalid_block_ids - set().union(*self._may_be_invalid):
             with self.failures.guard("update_connector_output"):
-                self._scheduler.others_load_failed()
+                self._scheduler.void_stores()
         if report is not None:
             with self.failures.guard("update_connector_output"):
+                for number, path in report.adapters:
+                    self._adapters.loaded(number, path)
+                self._forget_lost_adapters()  # before the stores of the same step are sealed
                 self._scheduler.reported(report)
                 if self._pages is not None:
                     self._pages.gate.reported(report.counters)
@@ -546,6 +553,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
         report = self._copying.complete(None if self._worker is None else self._worker.take_report())
         if self._probation is not None and (found := self._probation.take_counters()):
             report = (report or StepReport()).merge(StepReport(counters=found))
+        if self._adapter_loads is not None and (loaded := self._adapter_loads.take()):
+            report = (report or StepReport()).merge(StepReport(adapters=loaded))
         return None if report is None else WorkerMetadata(report)
 
     def _plan(self) -> StepPlan | None:

@@ -92,6 +92,12 @@ class Adapters:
         adapter = self._adapters.get(path)
         return None if adapter is None else adapter.identity
 
+    def loaded(self, number: int, path: str) -> None:
+        """A worker has loaded an adapter. Requests that run with its number are computed with it, whatever path they
+        gave."""
+        if self._paths.get(number) is not None:
+            self._has_two_paths(number, path)
+
     def take_lost(self) -> list[bytes]:
         """The identities of adapters of which the engine may have loaded other bytes since the last call."""
         found, self._lost = self._lost, []
@@ -101,10 +107,10 @@ class Adapters:
         """Look at its files again. Returns the counter of the reason why the adapter has no name now, else nothing.
         With `may_be_later` that takes no time that new requests need."""
         now = self._clock()
-        if number and (known := self._paths.get(number) or self._paths.put(number, path)) != path:
-            self._lose(self._adapters.get(known))
-            self._paths.put(number, NO_PATH)
-            return "adapter_ambiguous"
+        if number:
+            self._paths.get(number) or self._paths.put(number, path)
+            if self._has_two_paths(number, path):
+                return "adapter_ambiguous"
         if may_be_later and self._earn() < LOOK_KEPT_SECONDS + self._look_seconds:
             return "adapter_unknown"
         adapter = self._adapters.get(path)
@@ -117,6 +123,15 @@ class Adapters:
         if adapter.is_in_doubt:
             return "adapter_in_doubt"
         return "adapter_unknown" if adapter.identity is None or adapter.work is not None else ""
+
+    def _has_two_paths(self, number: int, path: str) -> bool:
+        """Whether a number that is known has had another path than this one."""
+        known = self._paths.get(number)
+        if known in (None, path):
+            return False
+        self._lose(self._adapters.get(known))
+        self._paths.put(number, NO_PATH)
+        return True
 
     def close(self) -> None:
         for threads in (self._reader, self._looker):

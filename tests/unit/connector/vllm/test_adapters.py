@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from vllm.config.lora import LoRAConfig
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
 
 from kvservice.connector.vllm import lora
 from kvservice.connector.vllm.lora import RETRY_SECONDS, Adapters
@@ -16,6 +21,7 @@ from kvservice.testing.eventually import eventually
 from tests.unit.connector.vllm.test_connector import BLOCK, Pair, StepOutput, adapted, blocks, make, model, wait_for
 
 __all__ = ["make", "model"]  # fixtures
+LORA = LoRAConfig(max_lora_rank=8)
 
 
 class Clock:
@@ -212,6 +218,38 @@ def test_what_is_computed_after_a_reload_is_not_stored(
     pair.finish(running, ids)
     pair.step(StepOutput())
     assert pair.scheduler.counters().get("store_blocks_planned", 0) == stored
+
+
+def test_a_running_request_stores_nothing_after_a_load(make: Callable[..., Pair], tmp_path: Path) -> None:
+    """vLLM loads another path in place under the same number, before any request gives that path."""
+    pair, ids, number = make({"adapter_files": "immutable"}, lora_config=LORA), [3, 1, 4, 9], 7
+    path, other = adapter(tmp_path / "old", b"old"), adapter(tmp_path / "new", b"new")
+    eventually(lambda: pair.scheduler._adapters.of(path), "the digest of the old one")
+    running = adapted("a", tmp_path / "old")
+    running.lora_request.lora_int_id = number
+    load(path, number)
+    pair.scheduler.on_new_request(running)
+    assert pair.match(running) == (0, False)
+    pair.scheduler.update_state_after_alloc(running, blocks(ids), 0)
+    pair.step(StepOutput({"a": BLOCK}, {"a": 0}, {"a": ids}))
+    running.num_computed_tokens = BLOCK
+    wait_for(pair, "stored_blocks", 1)
+    load(other, number)
+    pair.step(StepOutput({"a": BLOCK}, {}, {"a": ids}))  # planned before the scheduler knows
+    running.num_computed_tokens = 2 * BLOCK
+    wait_for(pair, "store_blocks_void", 1)
+    pair.step(StepOutput({"a": BLOCK}, {}, {"a": ids}))
+    running.num_computed_tokens = 3 * BLOCK
+    pair.finish(running, ids)
+    pair.step(StepOutput())
+    assert pair.scheduler.counters()["store_blocks_planned"] == 2
+    assert pair.scheduler.counters()["stored_blocks"] == 1
+
+
+def load(path: str, number: int) -> None:
+    """As a worker of vLLM does. There is no model that could take the adapter."""
+    with contextlib.suppress(AttributeError):
+        WorkerLoRAManager._load_adapter(SimpleNamespace(), LoRARequest("x", number, path))
 
 
 def test_looks_before_stores_leave_time_for_new_requests(make: Callable[..., Pair], tmp_path: Path) -> None:
