@@ -419,7 +419,7 @@ class ShardState:
             self._writes.reconcile(event.statement, attached.grants, attached.spec.engine_id)
             self._handoffs.reconcile(event.statement, event.attachment, now)
         self._suspects.named(event.suspects)
-        self._actions.append(Reply(event.op, self._store.removals.take(event.attachment)))
+        self._actions.append(Reply(event.op, self._store.removals.take(event.attachment, self._store.__contains__)))
 
     def _digested(self, event: ev.Digested, now: float) -> None:
         self._writes.digested(event, now)

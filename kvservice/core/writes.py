@@ -38,7 +38,7 @@ assert 2 * WINDOW_BIT == U32_COUNT, "the bit of a window group's block is the hi
 class _SealBatch:
     """One Seal call. It is answered when the last of its digests is known."""
 
-    op: int
+    event: ev.Seal
     statuses: list[SealStatus | None]
     engine: EngineAttachment
     open_count: int = 1  # digests that are not known yet, and 1 while there are slices left
@@ -134,7 +134,7 @@ class Writes:
             if not (0 <= item.position < U32_COUNT and 0 <= item.route < U32_COUNT):
                 raise InvalidRequest(f"position {item.position} or route {item.route} is not a 32-bit number")
         self._seals[event.op] = engine.attachment
-        self._slices.begin(event.op, self._seal(event, _SealBatch(event.op, [None] * len(event.items), engine)))
+        self._slices.begin(event.op, self._seal(event, _SealBatch(event, [None] * len(event.items), engine)))
 
     def _seal(self, event: ev.Seal, batch: _SealBatch) -> Work:
         engine_id, size = batch.engine.spec.engine_id, self._slices.sizes.slots
@@ -200,6 +200,7 @@ class Writes:
                 sealing.batch.pinned.append((block, item.hints.pin_seconds))
         if status in (SealStatus.FAILED, SealStatus.STALE):
             self._acquisitions.seal_failed(item.key, now)
+            self._store.removals.add(item.key, sealing.batch.engine.account)  # others heard that it is a duplicate
         else:
             self._acquisitions.sealed(item.key, now)
         sealing.batch.statuses[sealing.position] = status
@@ -211,8 +212,12 @@ class Writes:
         self._answer_batch(sealing.batch)
 
     def _answer_batch(self, batch: _SealBatch) -> None:
-        if batch.open_count == 0:
-            self._emit(Reply(batch.op, list(batch.statuses)))
+        if batch.open_count:
+            return
+        self._emit(Reply(batch.event.op, list(batch.statuses)))
+        for item in batch.event.items:  # what was evicted while the digests of others were computed
+            if item.key not in self._store and not self._acquisitions.is_sealing(item.key):
+                self._store.removals.add(item.key, batch.engine.account)
 
     def abort(self, event: ev.Abort, engine_id: bytes) -> None:
         self._slices.begin(event.op, self._aborted(event, engine_id))

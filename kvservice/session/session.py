@@ -33,12 +33,12 @@ from kvservice.core.segment.refs import BlockRef
 from kvservice.errors import KVServiceError, Refused, Unavailable
 from kvservice.observe import logs, tracing
 from kvservice.pool.port import PoolPort
+from kvservice.session.news import BlockNews, NewsInbox
 from kvservice.session.outbox import Outbox, Parcel, giving_back, leave
 from kvservice.session.pending import PendingAcquire, PendingAcquires
-from kvservice.session.removals import RemovalInbox
 from kvservice.session.stock import STOCK_MIN, Stock
 from kvservice.session.suspects import UnnamedSuspects
-from kvservice.units import AttachmentId, BlockKey, HandoffId, LeaseId, format_bytes
+from kvservice.units import AttachmentId, HandoffId, LeaseId, format_bytes
 
 log = logging.getLogger("kvservice.session")
 
@@ -98,7 +98,7 @@ class Session:
         self._reports: deque[RequestReport] = deque(maxlen=REPORTS_MAX)
         self._suspects = UnnamedSuspects()
         self._leases: set[LeaseId] = set()  # delivered and not released; only these are renewed
-        self._removals = RemovalInbox()
+        self._news = NewsInbox(is_read=spec.hears_removals)
         self._ledger = Ledger()  # what each heartbeat states
         self._attachment: Attachment | None = None
         self._attempts = 0  # attempts to attach
@@ -217,9 +217,9 @@ class Session:
         a second. Any thread may call."""
         self._suspects.add(refs)
 
-    def removed(self) -> list[BlockKey] | None:
-        """Blocks that left the pool since the last call; None: all. Empty unless the spec `hears_removals`."""
-        return self._removals.take() if self._spec.hears_removals else []
+    def news(self) -> BlockNews:
+        """What was heard of blocks since the last call. Empty unless the spec `hears_removals`."""
+        return self._news.take()
 
     def stop(self) -> None:
         """Make `serve` detach and end. Returns at once. May be called again."""
@@ -352,7 +352,7 @@ class Session:
 
         async def renew(pool: PoolPort) -> None:
             try:
-                await self._removals.hear(pool.renew(number, leases, reports, statement, suspects))
+                await self._news.hear(pool.renew(number, leases, reports, statement, suspects))
             except KVServiceError:
                 if self._is_current(number):  # the pool may not have heard of them
                     self._suspects.add(suspects)
@@ -425,19 +425,27 @@ class Session:
         attachment = self.attachment
         if attachment is None or attachment.attachment_id != number:
             self.counters["seal_dropped"] += len(items)
-            self._removals.add(item.key for item in items)
+            self._news.not_sealed(items)
             return
         try:
-            statuses = await begun(self.store(attachment, items), self._seals)
+            statuses = await begun(self._store_and_hear(attachment, items), self._seals)
         except KVServiceError as error:
             self.counters["seal_failed"] += len(items)
-            self._removals.add(item.key for item in items)
+            self._news.not_sealed(items)
             log.debug("seal failed: %s", error.message)
             return
         self.counters.update(f"seal_{status.value}" for status in statuses)
-        self._removals.add_unsealed(items, statuses)
         if sealed := statuses.count(SealStatus.SEALED):
             self.counters["stored_blocks"] += sealed
+
+    async def _store_and_hear(self, attachment: Attachment, items: list[SealItem]) -> list[SealStatus]:
+        """The answer is heard before any that came behind it, as nothing is awaited in between."""
+        statuses = await self.store(attachment, items)
+        if self._is_current(attachment.attachment_id):
+            self._news.sealed(items, statuses)
+        else:  # it was lost as the answer came
+            self._news.not_sealed(items)
+        return statuses
 
     async def _with_pool(
         self, attachment: AttachmentId, what: str, call: Callable[[PoolPort], Awaitable[None]]
@@ -578,7 +586,7 @@ class Session:
             self._leases.clear()
             self._ledger.forget()
         self._suspects.take()
-        self._removals.add_all()
+        self._news.all_gone()
         return unused
 
     def _report_failure(self, error: KVServiceError) -> None:

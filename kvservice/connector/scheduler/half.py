@@ -511,13 +511,10 @@ class SchedulerHalf:
         wait, self._idle_wait = self._idle_wait, min(2 * self._idle_wait, IDLE_SECONDS_MAX)
         return wait
 
-    def take_stored(self) -> list[StoredBlock]:
-        """The blocks sent to be sealed since the last call. Empty unless `remember_stored`."""
-        return self._stores.take_stored()
-
-    def take_removed(self) -> list[BlockHash]:
-        """The blocks of earlier `take_stored` that have left the pool since the last call."""
-        return self._stores.take_removed()
+    def take_told(self) -> tuple[list[BlockHash], list[StoredBlock]]:
+        """Blocks to tell of: those that have left the pool, then those that are in it. Empty unless
+        `remember_stored`."""
+        return self._stores.take_told()
 
     def may_reattach(self) -> bool:
         """Whether no worker can write a slot of an earlier attachment any more."""

@@ -9,8 +9,9 @@ from typing import Protocol
 from kvservice.connector.cache_groups import Table
 from kvservice.core.messages import AcquireRequest, Attachment, RequestReport, SealItem
 from kvservice.core.segment.refs import BlockRef
+from kvservice.session.news import BlockNews
 from kvservice.session.session import AcquireAnswer
-from kvservice.units import AttachmentId, BlockHash, BlockKey, HandoffId, LeaseId
+from kvservice.units import AttachmentId, BlockHash, HandoffId, LeaseId
 
 BlockIds = Callable[[], Table]  # the ids of a request's blocks: asked for only if it has something to store
 
@@ -41,7 +42,7 @@ class SessionPort(Protocol):
 
     def suspect(self, refs: Iterable[BlockRef]) -> None: ...
 
-    def removed(self) -> list[BlockKey] | None: ...
+    def news(self) -> BlockNews: ...
 
     def open_handoff(self, handoff: HandoffId) -> AttachmentId | None: ...
 

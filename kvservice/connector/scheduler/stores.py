@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 
 from kvservice.connector.cache_groups import Grouping
 from kvservice.connector.plan import StepPlan, StepReport, StorePlan
 from kvservice.connector.scheduler.handoff import WriterHandoffs
-from kvservice.connector.scheduler.known_keys import KNOWN_KEYS_MAX, KnownKeys
+from kvservice.connector.scheduler.known_keys import KnownKeys
 from kvservice.connector.scheduler.loan_book import BlockPins
 from kvservice.connector.scheduler.ports import SessionPort, StoredBlock
 from kvservice.connector.scheduler.request import EngineRequest
 from kvservice.connector.scheduler.store_plan import GiveBack, OpenStore, PlannedStore, StorePart, plan_store
-from kvservice.core.block.window_groups import WINDOW_BIT
+from kvservice.connector.scheduler.told import ToldBlocks
 from kvservice.core.segment.refs import BlockRef
 from kvservice.observe import tracing
-from kvservice.units import AttachmentId, BlockHash, BlockKey, BootEpoch, HandoffId
+from kvservice.units import AttachmentId, BlockHash, BootEpoch, HandoffId
 
 IN_FLIGHT_MAX = 4096  # Blocks. Beyond it stores are put off, so that copies do not pin the engine's whole cache.
 # Seconds. A store that no worker has reported by then no longer keeps an idle engine stepping.
@@ -41,14 +41,14 @@ class Stores:
         *,
         remember: bool,
     ) -> None:
-        """With `remember`, what was sent to be sealed is kept for `take_stored`."""
+        """With `remember`, what is sent to be sealed is kept for `take_told`."""
         self._session = session
         self._grouping = grouping
         self._known = known
         self._handoffs = handoffs
         self._worker_count = worker_count
         self._counters = counters
-        self._remember = remember
+        self._told = ToldBlocks() if remember else None
         self._pins: BlockPins | None = None
         self._queued: list[StorePlan] = []  # of requests that ended; for the next step
         self._open: dict[int, OpenStore] = {}
@@ -57,10 +57,6 @@ class Stores:
         self._last_id = 0
         self._boot: BootEpoch | None = None
         self._step_began = 0.0
-        self._stored: list[StoredBlock] = []
-        # what `take_stored` named and `take_removed` did not, oldest first
-        self._told: dict[BlockKey, list[BlockHash]] = {}
-        self._untold: list[BlockHash] = []  # named by `take_stored` and no longer followed
 
     def pin_with(self, pins: BlockPins) -> None:
         self._pins = pins
@@ -143,7 +139,7 @@ class Stores:
             if part.done > request.stored:
                 self.expect(request, min(request.expected_from - part.done, 0))
                 request.stored = part.done
-            for position in part.positions if self._remember else ():
+            for position in part.positions if self._told is not None else ():
                 blocks += [StoredBlock(*named) for named in self._grouping.named(part.hashes, position)]
         traced = (it for it in parts if it.found and it.request.trace)
         spans = [tracing.begin("store", it.request.trace, blocks=it.found) for it in traced]
@@ -224,9 +220,9 @@ class Stores:
             self._known.forget(item.key for item in store.items)
             self._session.abort(store.attachment, [item.ref for item in store.items])
         else:
+            if self._told is not None:
+                self._told.sent(store.items, store.blocks, self._step_began)
             self._session.seal(store.attachment, store.items)
-            if self._remember:
-                self._remember_stored(store)
         for handoff in store.handoffs:
             self._handoffs.store_ended(handoff)
 
@@ -245,35 +241,13 @@ class Stores:
         self.void()
         for store in self._open.values():
             store.handoffs.clear()
-        self._stored.clear()
-        self._untold += chain.from_iterable(self._told.values())
-        self._told.clear()
+        if self._told is not None:
+            self._told.reset()
 
-    def _remember_stored(self, store: OpenStore) -> None:
-        self._stored += store.blocks
-        first_group = [item.key for item in store.items if item.position < WINDOW_BIT]
-        of_each = len(store.blocks) // max(len(first_group), 1)
-        for index, key in enumerate(first_group):
-            blocks = store.blocks[index * of_each : (index + 1) * of_each]
-            self._told[key] = [block.block_hash for block in blocks]
-        while len(self._told) > KNOWN_KEYS_MAX:
-            self._untold += self._told.pop(next(iter(self._told)))
-
-    def take_removed(self) -> list[BlockHash]:
-        """The blocks named by `take_stored` that have left the pool since, as far as anybody knows."""
-        gone, self._untold = self._untold, []
-        removed = self._session.removed()
-        if removed is None:
-            gone += chain.from_iterable(self._told.values())
-            self._told.clear()
-        else:
-            gone += chain.from_iterable(self._told.pop(key) for key in removed if key in self._told)
-        return gone
-
-    def take_stored(self) -> list[StoredBlock]:
-        """The blocks sent to be sealed since the last call. Empty unless `remember`."""
-        found, self._stored = self._stored, []
-        return found
+    def take_told(self) -> tuple[list[BlockHash], list[StoredBlock]]:
+        """What is to be told since the last call: first the blocks that have left the pool, as far as anybody knows,
+        then those that are in it. Empty unless `remember`."""
+        return ([], []) if self._told is None else self._told.take(self._session.news())
 
     # -- state ----
 
@@ -288,8 +262,10 @@ class Stores:
         return not self._open
 
     def is_pending(self, now: float) -> bool:
-        """Whether steps are needed, to start copies or to learn how they ended."""
-        return bool(self._queued) or any(now - it.planned_at < REPORT_SECONDS_MAX for it in self._open.values())
+        """Whether steps are needed, to start copies, to learn how they ended, or to tell of them."""
+        if self._queued or (self._told is not None and self._told.is_pending(now)):
+            return True
+        return any(now - it.planned_at < REPORT_SECONDS_MAX for it in self._open.values())
 
     def check_invariants(self) -> None:
         assert self._in_flight == sum(len(store.items) for store in self._open.values())

@@ -57,9 +57,9 @@ class StoredEvents:
         self._noted.pop(request.request_id, None)
 
     def take(self, half: SchedulerHalf) -> list[KVCacheEvent]:
-        """The events since the last call."""
-        stored = [self.stored(block) for block in half.take_stored()]
-        return stored + [block_removed(block_hash) for block_hash in half.take_removed()]
+        """The events since the last call. The last one of a block says whether it is there."""
+        gone, stored = half.take_told()
+        return [*map(block_removed, gone), *map(self.stored, stored)]
 
     def stored(self, block: StoredBlock) -> KVCacheEvent:
         """The event that this block has a copy in host memory."""

@@ -7,6 +7,7 @@ from the oldest on, and counted: it then knows that it has not heard of everythi
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvservice.core.messages import Removed
@@ -42,12 +43,12 @@ class Removals:
                     listener.lost += 1
                 listener.keys.append(key)
 
-    def take(self, attachment: AttachmentId) -> Removed:
-        """What this engine has not heard of yet."""
+    def take(self, attachment: AttachmentId, is_here: Callable[[BlockKey], bool]) -> Removed:
+        """What this engine has not heard of yet, but for blocks that are here again."""
         listener = self._listeners.get(attachment)
         if listener is None or not listener.keys:
             return NOTHING
-        found = Removed(tuple(listener.keys), listener.lost)
+        found = Removed(tuple(key for key in listener.keys if not is_here(key)), listener.lost)
         listener.keys.clear()
         listener.lost = 0
         return found

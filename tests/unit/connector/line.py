@@ -16,6 +16,7 @@ from kvservice.core.messages import AcquireRequest, AcquireResult, Attachment, M
 from kvservice.core.segment.geometry import Geometry, slot_index
 from kvservice.core.segment.layout import SlotLayout
 from kvservice.core.segment.refs import BlockRef
+from kvservice.session.news import BlockNews
 from kvservice.session.session import AcquireAnswer
 from kvservice.units import (
     AttachmentId,
@@ -174,7 +175,7 @@ class Line:
         self.pins = Pins()
         self.handoffs: dict[HandoffId, AttachmentId] = {}  # open ones
         self.closed: list[HandoffId] = []
-        self.gone: list[BlockKey] | None = []  # None: all blocks
+        self.heard = BlockNews()
         self._answers: list[AcquireAnswer] = []
         self._ids = count(1)
 
@@ -197,8 +198,8 @@ class Line:
     def suspect(self, refs: Iterable[BlockRef]) -> None:
         self.suspects.update(refs)
 
-    def removed(self) -> list[BlockKey] | None:
-        found, self.gone = self.gone, []
+    def news(self) -> BlockNews:
+        found, self.heard = self.heard, BlockNews()
         return found
 
     def expect(self, count: int) -> None:
@@ -217,6 +218,7 @@ class Line:
         for item in items:
             self._end_slot(attachment, item.ref)
             self.sealed.append(item)
+            self.heard.answered[item.key] = True
 
     def abort(self, attachment: AttachmentId, refs: Sequence[BlockRef]) -> None:
         for ref in refs:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvservice.connector.scheduler import known_keys, near_eviction, recent_suspects, stores
+from kvservice.connector.scheduler import known_keys, near_eviction, recent_suspects, told
 from kvservice.connector.scheduler.known_keys import KnownKeys
 from kvservice.connector.scheduler.near_eviction import NearEviction
 from kvservice.connector.scheduler.recent_suspects import RecentSuspects
@@ -38,14 +38,15 @@ def test_names_near_eviction_forget_what_was_noted_first(monkeypatch: pytest.Mon
 
 
 def test_blocks_told_of_beyond_the_bound_are_told_as_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "KNOWN_KEYS_MAX", MOST)
+    monkeypatch.setattr(told, "KNOWN_KEYS_MAX", MOST)
     line, chain = Line(), hashes(1, MOST + 2)
     scheduler = half(line, remember_stored=True)
     scheduler.on_new_request("r", chain, 0.0, terms=RequestTerms(may_load=False))
     plan = plan_step(scheduler, [("r", chain, len(chain) * BLOCK, lambda: range(9))])
     scheduler.reported(report(plan))
-    assert [block.block_hash for block in scheduler.take_stored()] == chain
-    assert scheduler.take_removed() == chain[:2]
+    gone, stored = scheduler.take_told()
+    assert not gone and [block.block_hash for block in stored] == chain
+    assert scheduler.take_told() == (chain[:2], [])
 
 
 def test_suspects_beyond_the_bound_are_the_newest_ones(monkeypatch: pytest.MonkeyPatch) -> None:

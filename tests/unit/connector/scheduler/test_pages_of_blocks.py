@@ -64,7 +64,7 @@ def test_each_page_is_stored_once_it_is_full() -> None:
     assert copied == [(ids[page // PAGES], page % PAGES, key) for page, key in enumerate(keys_of(chain))]
     assert [item.position for item in line.sealed] == list(range(5))
     assert not line.slots and line.expected == 0 and not line.pins.pinned
-    assert not scheduler.take_stored(), "the engine's events do not know pages"
+    assert scheduler.take_told() == ([], []), "the engine's events do not know pages"
 
 
 def test_a_page_needs_no_other_group() -> None:

@@ -73,9 +73,9 @@ def test_whole_slots_are_stored_and_what_is_left_is_not(parts: int) -> None:
     assert [item.position for item in line.sealed] == [0, 1]
     assert not line.slots and line.expected == 0
     told = [StoredBlock(h, whole[i - 1] if i else None) for i, h in enumerate(whole)]
-    assert half.take_stored() == told, "the engine's events name its own blocks"
-    line.gone = [line.sealed[1].key]
-    assert half.take_removed() == whole[parts:]
+    assert half.take_told() == ([], told), "the engine's events name its own blocks"
+    line.heard.removed[line.sealed[1].key] = None
+    assert half.take_told() == (whole[parts:], [])
 
 
 @PARTS

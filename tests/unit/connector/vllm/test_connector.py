@@ -365,8 +365,8 @@ def test_nonsense_in_the_parameters_is_an_ordinary_request(make: Callable[..., P
 
 def test_events_name_stored_blocks_in_the_engines_own_hashes(make: Callable[..., Pair]) -> None:
     pair = make(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
-    one = request("a")
-    pair.prefill(one, [1, 2, 3, 4])
+    pair.prefill(request("a"), [1, 2, 3, 4])
+    wait_for(pair, "seal_sealed", 3)
     events = list(pair.scheduler.take_events())
     assert [event.parent_block_hash is None for event in events] == [True, False, False]
     assert [event.block_hashes for event in events[:-1]] == [[event.parent_block_hash] for event in events[1:]]
