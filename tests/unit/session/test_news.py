@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+
+import pytest
 
 from kvservice.core.messages import Removed, SealItem, SealStatus
 from kvservice.core.segment.refs import BlockRef
@@ -83,9 +85,15 @@ def test_news_that_nobody_reads_are_not_kept() -> None:
     assert news.take() == BlockNews()
 
 
-def test_answer_that_comes_together_with_the_loss_is_none() -> None:
-    bench = Bench()
-    bench.session = Session(bench.open, replace(SPEC, hears_removals=True), lambda: True)
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    made.session = Session(made.open, replace(SPEC, hears_removals=True), lambda: True)
+    yield made
+    made.close()
+
+
+def test_answer_that_comes_together_with_the_loss_is_none(bench: Bench) -> None:
     attachment = bench.start()
     unpatched = bench.pool.seal
 
@@ -100,4 +108,3 @@ def test_answer_that_comes_together_with_the_loss_is_none() -> None:
     bench.session.seal(attachment.attachment_id, [item(ONE, ref)])
     eventually(lambda: ONE in bench.session._news._news.answered, "an answer")
     assert bench.session.news() == BlockNews(True, {ONE: False})
-    bench.close()
