@@ -1,4 +1,4 @@
-"""A shard's segment: one named file in shared memory with a control page, slot headers and payloads (core.segment).
+"""A shard's segment: one named file in shared memory with a control page and slabs (core.segment.geometry).
 
 The shard creates it and locks it exclusively for its whole life; engines attach by path. The file outlives a killed
 shard, so that the next boot can adopt its blocks. Control page, 72 bytes, little endian:
@@ -9,10 +9,6 @@ shard, so that the next boot can adopt its blocks. Control page, 72 bytes, littl
 
 The slot version is that of the headers (core.segment.header). A segment with another version is replaced, never
 adopted: headers that cannot be read would hide which engine still writes where.
-
-A slab header has 64 bytes: u64 magic, u64 payload bytes, u32 crc32 of both, zeros. Headers are written with one 64-byte
-copy. x86-64 and ARM64 do not tear aligned words, and the header's CRC turns any other mixture into "no block". Only the
-shard writes headers, so no lock is needed to read them.
 """
 
 from __future__ import annotations
@@ -31,17 +27,15 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from kvservice.core.segment.geometry import CONTROL_BYTES, HEADER_BYTES, Geometry, slot_index
-from kvservice.core.segment.header import SLOT_VERSION, SlotHeader, has_length, is_whole, pack_header, unpack_header
+from kvservice.core.segment.geometry import CONTROL_BYTES, HEADER_BYTES, Geometry
+from kvservice.core.segment.header import SLOT_VERSION
 from kvservice.errors import KVServiceError, SegmentError, ServiceConflict, another_version
 from kvservice.memory import room
 from kvservice.memory.map_ahead import MapAhead
+from kvservice.memory.slabs import Slabs
 from kvservice.private_files import user_name
 from kvservice.units import BootEpoch, GiB, SlotIndex, format_bytes
 
@@ -52,37 +46,31 @@ PIECE_BYTES = GiB  # reserved at once: the kernel needs about a second, and then
 TELL_SECONDS = 5.0  # between two lines about it: a pool of 64 GiB is reserved in about a minute
 # That an engine maps ahead: more than it copies in its first minutes. Many engines share the memory of a large pool.
 ENGINE_AHEAD_BYTES = 16 * GiB
-SLAB_MAGIC = 0x4B565353_4C414230  # "KVSSLAB0": tells a slab's header from whatever else was in memory
 _CONTROL = struct.Struct("<8sQQQ24sI")
 _CRC = struct.Struct("<I")
 _ALIVE = struct.Struct("<d")  # behind the header of the control page: it changes every few seconds
-_SLAB = struct.Struct("<QQ")
-_SLAB_BYTES = _SLAB.size + _CRC.size
-_EMPTY_HEADER = bytes(HEADER_BYTES)
-_WORDS_OF_HEADER = np.arange(HEADER_BYTES // 8)  # words of 64 bits
 _OF_PROCESS = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 assert _CONTROL.size + _CRC.size == HEADER_BYTES <= CONTROL_BYTES - _ALIVE.size
 
 
-class Segment:
+class Segment(Slabs):
     """A mapping of one segment. Made by `create` (a shard), `nameless` (an embedded pool) or `attach` (engines)."""
 
     def __init__(self, path: Path, geometry: Geometry, descriptor: int) -> None:
         self.path = path
-        self.geometry = geometry
         self.existed = False  # True when create() found blocks of an earlier boot
         self.used_at = math.inf  # when the boot that left them was last alive, in seconds since 1970
         self._descriptor = descriptor
         try:
-            self._map = mmap.mmap(descriptor, geometry.segment_bytes)
+            mapping = mmap.mmap(descriptor, geometry.segment_bytes)
         except OSError as error:
             raise SegmentError(
                 f"cannot map the {format_bytes(geometry.segment_bytes)} of the segment {path}: {error.strerror}; this "
                 f"process may have no more of address space (ulimit -v), or {room.LOWER}",
                 path=path,
             ) from error
-        self._map.madvise(mmap.MADV_DONTDUMP)  # a core dump would contain prompts, and is stored elsewhere
-        self.buffer = memoryview(self._map)
+        mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump would contain prompts, and is stored elsewhere
+        super().__init__(geometry, mapping)
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
         self.epoch = BootEpoch(0)
@@ -252,85 +240,6 @@ class Segment:
         """The slot's bytes, writable. Valid until `close`; the owner may reuse the slot at any time."""
         start = self.geometry.payload_offset(slot, payload_bytes)
         return self.buffer[start : start + payload_bytes]
-
-    def read_header(self, slot: SlotIndex) -> SlotHeader | None:
-        return unpack_header(self.header_bytes(slot))
-
-    def header_bytes(self, slot: SlotIndex) -> bytes:
-        """The 64 bytes of the slot's header at this moment, valid or not."""
-        start = self.geometry.header_offset(slot)
-        return self._map[start : start + HEADER_BYTES]
-
-    def header_rows(self, slots: Sequence[SlotIndex]) -> npt.NDArray[np.uint64]:
-        """The headers of these slots at this moment, `(n, 8)` little-endian words each. Raises IndexError for a slot
-        outside of the segment."""
-        words = np.frombuffer(self.buffer, "<u8")
-        rows: npt.NDArray[np.uint64] = words[(self.geometry.header_offsets(slots)[:, None] >> 3) + _WORDS_OF_HEADER]
-        return rows
-
-    def write_header(self, slot: SlotIndex, header: SlotHeader) -> None:
-        start = self.geometry.header_offset(slot)
-        self.buffer[start : start + HEADER_BYTES] = pack_header(header)
-
-    def clear_header(self, slot: SlotIndex) -> None:
-        start = self.geometry.header_offset(slot)
-        self.buffer[start : start + HEADER_BYTES] = _EMPTY_HEADER
-
-    def slab_payload_bytes(self, slab: int) -> int:
-        """The payload size assigned to the slab; 0 when it has none or its header is not valid for this geometry."""
-        data = self._slab_header(slab)
-        magic, payload_bytes = _SLAB.unpack_from(data)
-        if (
-            magic != SLAB_MAGIC
-            or data != _pack_slab(payload_bytes)
-            or payload_bytes == 0
-            or self.geometry.slots_per_slab(payload_bytes) == 0
-        ):
-            return 0
-        return int(payload_bytes)
-
-    def _slab_header(self, slab: int) -> bytes:
-        start = self.geometry.slab_offset(slab)
-        return self._map[start : start + _SLAB_BYTES]
-
-    def assign_slab(self, slab: int, payload_bytes: int) -> None:
-        """Assign the slab to a payload size (0: to none). All headers that it can have had are cleared first, so none
-        counts again, also where a shard was killed in here and the slab's header does not say how many they were."""
-        start = self.geometry.slab_offset(slab)
-        self.buffer[start : start + _SLAB_BYTES] = bytes(_SLAB_BYTES)
-        cleared = HEADER_BYTES * (1 + self.geometry.slots_per_slab(1))  # no size has more slots
-        self.buffer[start : start + cleared] = bytes(cleared)
-        if payload_bytes:
-            self.buffer[start : start + _SLAB_BYTES] = _pack_slab(payload_bytes)
-
-    def scan(self) -> Iterator[tuple[SlotIndex, int, SlotHeader]]:
-        """(slot, payload bytes, header) for every whole header, stable or being written, for adoption."""
-        for slab in range(self.geometry.slab_count):
-            payload_bytes = self.slab_payload_bytes(slab)
-            if not payload_bytes:
-                continue
-            for index in range(self.geometry.slots_per_slab(payload_bytes)):
-                slot = slot_index(slab, index)
-                header = self.read_header(slot)
-                if header is not None:
-                    yield slot, payload_bytes, header
-
-    def is_understood(self) -> bool:
-        """Whether every slot reads as free, as a block or as being written.
-
-        Otherwise something was damaged, and it may have said that an engine writes there.
-        """
-        for slab in range(self.geometry.slab_count):
-            payload_bytes = self.slab_payload_bytes(slab)
-            if not payload_bytes:
-                if any(self._slab_header(slab)):
-                    return False
-                continue
-            for index in range(self.geometry.slots_per_slab(payload_bytes)):
-                header = self.header_bytes(slot_index(slab, index))
-                if header != _EMPTY_HEADER and not (is_whole(header) and has_length(header, payload_bytes)):
-                    return False
-        return True
 
     def current_epoch(self) -> BootEpoch:
         """The owner's present boot epoch. An engine whose attachment has another one must not write."""
@@ -564,11 +473,6 @@ def _parse_control(data: bytes) -> tuple[Geometry, BootEpoch, bytes] | None:
     if magic != SEGMENT_MAGIC or version != SLOT_VERSION or slab_bytes == 0 or slab_count == 0:
         return None
     return Geometry(slab_bytes=slab_bytes, slab_count=slab_count), BootEpoch(epoch), mark
-
-
-def _pack_slab(payload_bytes: int) -> bytes:
-    body = _SLAB.pack(SLAB_MAGIC, payload_bytes)
-    return body + _CRC.pack(zlib.crc32(body))
 
 
 def _node_mark(node_id: str) -> bytes:
