@@ -41,6 +41,7 @@ FRESHNESS = "kvservice.core.store.freshness"
 
 AIO = "kvservice.aio"
 ANNOUNCER = "kvservice.lookup.announce_pump"
+SLABS = "kvservice.memory.slabs"
 
 MUTANTS = (
     Mutant(
@@ -533,5 +534,22 @@ MUTANTS = (
         "        peer.not_before = now + min(",
         "        peer.not_before = math.inf + min(",
         seed=16,
+    ),
+    Mutant(
+        "a slab that moves keeps no headers that its new size has not",
+        SLABS,
+        "        cleared = HEADER_BYTES * (1 + self.geometry.slots_per_slab(1))  # no size has more slots\n",
+        "        cleared = HEADER_BYTES * (1 + self.geometry.slots_per_slab(payload_bytes))\n",
+        seed=35,
+    ),
+    Mutant(
+        "a slab whose move was cut off keeps no old headers",
+        SLABS,
+        "        self.buffer[start : start + _SLAB_BYTES] = bytes(_SLAB_BYTES)\n"
+        "        cleared = HEADER_BYTES * (1 + self.geometry.slots_per_slab(1))  # no size has more slots\n",
+        "        sizes = [size for size in (self.slab_payload_bytes(slab), payload_bytes) if size]\n"
+        "        self.buffer[start : start + _SLAB_BYTES] = bytes(_SLAB_BYTES)\n"
+        "        cleared = HEADER_BYTES * (1 + max(map(self.geometry.slots_per_slab, sizes)))\n",
+        seed=165,
     ),
 )

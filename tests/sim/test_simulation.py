@@ -26,6 +26,8 @@ REACHED = (
     "pulls_stuck",
     "messages_lost",
     "clears_applied",
+    "slabs_moved",
+    "promises_ended",
 )
 
 

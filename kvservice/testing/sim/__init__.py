@@ -2,7 +2,7 @@
 
 `schedule.make_schedule(seed)` decides what happens when; `run.run_schedule(schedule)` plays it and reports what went
 wrong. The same seed gives the same events, to the last one. Real are PoolRuntime with ShardState, AnnouncePump,
-Directory, SchedulerHalf and Session, slot headers and payload digests, and the checks of a pull and of a load.
-Simulated are clocks, event loops, the network and the calls over it, shared memory, and the engine around its scheduler
+Directory, SchedulerHalf and Session, slabs, slot headers and payload digests, and the checks of a pull and of a load.
+Simulated are clocks, event loops, the network and the calls over it, payloads, and the engine around its scheduler
 half. (The idea is FoundationDB's: Zhou et al., SIGMOD 2021, section 4.)
 """

@@ -25,7 +25,7 @@ from kvservice.core.messages import NO_HINTS, AcquireRequest, AcquireResult, Att
 from kvservice.session.session import Session
 from kvservice.testing.sim.line import Line
 from kvservice.testing.sim.loop import ProcessLoop
-from kvservice.testing.sim.memory import BLANK, content_of
+from kvservice.testing.sim.memory import SCALED, content_of
 from kvservice.testing.sim.node import Node
 from kvservice.testing.sim.parts import EngineParts
 from kvservice.testing.sim.worker import SimWorker
@@ -184,7 +184,7 @@ class Engine(EngineParts):
         found = list(range(self._next_block, self._next_block + count))
         self._next_block += count
         for block in found:
-            self._blocks[block] = bytearray(BLANK)
+            self._blocks[block] = bytearray(SCALED[self.spec.layout.payload_bytes])
         return found
 
     def check_loaded(self, load: LoadPlan) -> None:
@@ -208,13 +208,12 @@ class Engine(EngineParts):
                 raise Violation(f"{self.name} was promised slot {ref.slot:#x} for another block than it asked for")
 
     def _right(self, request: SimRequest, position: int) -> bytes:
-        return content_of(self._contents, request.hashes[position])
+        return self._content(request.hashes[position])
 
-    @property
-    def _contents(self) -> bytes:
-        """What the bytes of a block depend on besides its prompt. With tenants also the tenant, to tell their blocks
-        apart."""
-        return self.tenant.encode() + self.spec.fingerprint.digest + self._term
+    def _content(self, block_hash: BlockHash) -> bytes:
+        """With tenants the bytes depend on the tenant too, to tell their blocks apart."""
+        model = self.tenant.encode() + self.spec.fingerprint.digest + self._term
+        return content_of(model, block_hash, self.spec.layout.payload_bytes)
 
     # -- weights ----
 
@@ -256,7 +255,7 @@ class Engine(EngineParts):
         tail = self._tail_of(request)
         hashes = [*request.hashes, *([] if tail is None else [tail])]
         for block_hash, name in zip(hashes, block_keys(self.spec.fingerprint.digest, hashes, key), strict=True):
-            self.world.right[name] = content_of(self._contents, block_hash)
+            self.world.right[name] = self._content(block_hash)
             self.world.owners[name] = self.tenant, self.spec.model
 
     # -- requests ----
@@ -358,7 +357,7 @@ class Engine(EngineParts):
         tail = self._tail_of(request)
         is_whole = tail is not None and bool(request.block_ids) and request.computed == len(request.keys)
         if tail is not None and is_whole and not request.is_loading:
-            self._blocks[request.block_ids[-1]][:] = content_of(self._contents, tail)
+            self._blocks[request.block_ids[-1]][:] = self._content(tail)
         self.half.finished(
             request.request_id,
             request.hashes,

@@ -19,6 +19,7 @@ from kvservice.pool.tier_specs import TierSpec
 from kvservice.pool.tiers import TierPhase
 from kvservice.testing.sim.ages import Ages
 from kvservice.testing.sim.clears import Clears
+from kvservice.testing.sim.late import LateReader
 from kvservice.testing.sim.lookup import Herald, LookupPartition
 from kvservice.testing.sim.loop import ProcessLoop
 from kvservice.testing.sim.memory import SegmentMemory
@@ -77,6 +78,7 @@ class Node(NodeParts):
         self._tiers = tiers or {}
         self.clears = Clears(world, name)
         self.ages = Ages(world, name, max_age)
+        self.late = LateReader(world, name, memory)
         self._mark_files = mark_files
         self.accepts_spill = accepts_spill
         self.maps_peers = maps_peers

@@ -14,7 +14,7 @@ from kvservice.core import events as ev
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.header_checks import is_as_located
 from kvservice.core.segment.refs import BlockHandle
-from kvservice.testing.sim.memory import HALF, MappedFile, SegmentMemory
+from kvservice.testing.sim.memory import SCALED, MappedFile
 from kvservice.testing.sim.parts import NodeParts
 from kvservice.transfer.job import DoneCallback, PullJob, WritesEndedCallback
 from kvservice.units import BootEpoch, NodeId, SlotIndex
@@ -26,7 +26,7 @@ READ_SECONDS = 0.02  # the longest that reading half a block takes: slow enough 
 @dataclass(slots=True)
 class _Pull:
     job: PullJob
-    memory: SegmentMemory | MappedFile
+    memory: MappedFile
     on_done: DoneCallback
     on_writes_ended: WritesEndedCallback
     is_decided: bool = False
@@ -76,7 +76,7 @@ class SimPuller:
         return self._node.life == self._life and not self._is_closed  # a NIC stops with its registration
 
     def _is_cut(self, pull: _Pull) -> bool:
-        if isinstance(pull.memory, MappedFile):
+        if self._maps_peers:
             return pull.memory.is_cut_short
         me, peer = self._node.host, pull.job.peer
         return self._world.is_cut(me, peer) or self._world.is_cut(peer, me)
@@ -94,10 +94,10 @@ class SimPuller:
             self._world.at(hang, self._read, pull, index, half)
             return
         item = items[index]
-        memory.write_half(item.destination, half, pull.memory.read(item.handle.slot))
+        memory.write_half(item.destination, half, pull.memory.read(item.handle.slot, item.handle.length))
         if self._node.garbles:
             self._node.garbles = False
-            memory.flip(item.destination, half * 8 * HALF + 5)
+            memory.flip(item.destination, half * 4 * SCALED[item.handle.length] + 5)
             self._world.note(self._node.name, f"garbled what it read into slot {item.destination:#x}")
         pause = READ_SECONDS * self._world.random.random()
         if half == 0:
@@ -130,7 +130,7 @@ class SimPuller:
     def _result(self, header: bytes, handle: BlockHandle, destination: SlotIndex, epoch: BootEpoch) -> ev.PullResult:
         if not is_as_located(header, handle, epoch):
             return ev.PullResult.STALE
-        landed = self._node.memory.read(destination)
+        landed = self._node.memory.read(destination, handle.length)
         return ev.PullResult.OK if digest_payload(landed, handle.key) == handle.digest else ev.PullResult.CORRUPT
 
     def _deadline(self, pull: _Pull) -> None:
@@ -154,9 +154,8 @@ class SimPuller:
     def _land_late(self, pull: _Pull) -> None:
         if self._writes:
             for item in pull.job.items:
-                self._node.memory.write_half(
-                    item.destination, self._world.random.randrange(2), b"late" * (2 * HALF // 4)
-                )
+                late = b"late" * (SCALED[item.handle.length] // 4)
+                self._node.memory.write_half(item.destination, self._world.random.randrange(2), late)
 
     def _end_writes(self, pull: _Pull) -> None:
         if self._writes:

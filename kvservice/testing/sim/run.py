@@ -60,6 +60,7 @@ NODES_FEW = (
 )
 WRONG_BYTES = ("garble", "tier_flip", "tier_torn", "tier_mix_up", "tier_stale")  # as they arrive
 BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verify what they load
+MOVE_STORES = 3  # that a slab is moved with; behind the last one no slot has a header yet
 MEMORY_NODE_TIMES = 4  # the slabs of other nodes: what they evict fits for a while, and then it does not
 
 
@@ -136,7 +137,7 @@ class SimulatedRun:
 
     def _make_engine(self, index: int, life: int) -> Engine:
         model = index % self.schedule.models
-        spec = make_spec(f"engine{index}.{life}", f"model{model}", payload_bytes=SMALL)
+        spec = make_spec(f"engine{index}.{life}", f"model{model}", payload_bytes=self.schedule.sizes[model])
         assert spec.layout.block_tokens == BLOCK_TOKENS
         node = self.nodes[index % (self.schedule.nodes - self.schedule.memory_nodes)]
         return Engine(
@@ -180,6 +181,7 @@ class SimulatedRun:
         if self.schedule.memory_nodes:
             self._let_spilling_end()
         self._check_end()
+        self.world.counters["slabs_moved"] += sum(node.memory.slabs_moved for node in self.nodes)
 
     def _let_spilling_end(self) -> None:
         """Memory nodes read what others evict also when no engine does anything, and then it is announced."""
@@ -232,13 +234,14 @@ class SimulatedRun:
             node.check()
             if not self.verifies:  # nobody has corrupted memory
                 self._audit(node)
+                node.late.check(node.state)
         for engine in self.engines:
             engine.check()
 
     def _audit(self, node: Node) -> None:
         """Check that every readable block holds the bytes of its key, whether anybody reads it or not."""
         for block in [] if node.state is None else node.state.blocks():
-            if node.memory.read(block.slot.index) != self.world.right[block.key]:
+            if node.memory.read(block.slot.index, block.payload_bytes) != self.world.right[block.key]:
                 place = f"in slot {block.slot.index:#x}, as block {block.position}"
                 raise Violation(f"{node.name} holds wrong bytes {place}")
 
@@ -328,6 +331,10 @@ class SimulatedRun:
         elif kind == "crash_node_at_store":
             engine = self.engines[engine_index]
             engine.on_store = partial(self._crash_node, engine.node, fault.seconds / 8, False)
+        elif kind == "crash_node_at_move":
+            node.memory.cut_next_move(
+                1 + fault.number % MOVE_STORES, partial(self._crash_node, node, fault.seconds, False)
+            )
         elif kind == "crash_at_store":
             self.engines[engine_index].on_store = partial(self._crash_engine, engine_index, fault.seconds)
         elif kind == "pause_engine":
@@ -534,6 +541,7 @@ class SimulatedRun:
         for store in self.stores:
             store.heal()
         for node in self.nodes:
+            node.memory.let_moves_end()
             self._boot(node)
             self._undrain(node)
         for lookup in self.lookups:

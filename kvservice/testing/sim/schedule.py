@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvservice.config import LOOKUP_PARTITIONS_MAX
+from kvservice.testing.builders import SMALL
 from kvservice.testing.sim.ages import NEVER_SECONDS, SOON_SECONDS
+from kvservice.testing.sim.memory import SCALED
 from kvservice.units import BlockHash
 
 # What an operator clears.
@@ -42,6 +44,7 @@ TIER_FAULTS = tuple(
 FAULTS: dict[str, int] = {
     "crash_node": 5,
     "crash_node_at_store": 4,
+    "crash_node_at_move": 0,  # drawn separately
     "lose_node": 2,
     "pause_node": 4,
     "crash_engine": 4,
@@ -71,7 +74,7 @@ FAULTS: dict[str, int] = {
     "line_loss": 4,
     "line_twice": 3,
     "line_slow": 4,
-    "reset": 0,  # drawn separately, as those of tiers are
+    "reset": 0,  # as well, as those of tiers are
     "mute_node": 0,  # as well
     "cut_short": 0,  # and this: the segment of a node, which then dies
     **dict.fromkeys(TIER_FAULTS, 0),
@@ -85,6 +88,7 @@ CODECS_EVERY, CODECS_AT = 6, 5  # those of them with a codec
 AGES_EVERY, AGES_AT = 48, 26  # those with an age limit; all of these have tiers too
 MUTES_EVERY, MUTES_AT = 12, 4  # those with nodes that answer no handshake
 MAPS_EVERY, MAPS_AT = 11, 10  # those whose nodes are of one machine and map each other
+SIZES_EVERY, SIZES_AT = 13, 9  # those whose models have blocks of different sizes, so that slabs move
 SLICES_EVERY, SLICES_AT = 8, 7  # one schedule of so many does every call a block at a time
 GOING_FAULTS = ("crash_engine", "crash_engine", "stop_engine", "crash_at_store", "cut", "line_loss")
 # Far longer than the leases of the simulation.
@@ -150,6 +154,7 @@ class Schedule:
     maps_peers: bool = False  # nodes read each other's memory, and not over the network
     slices: bool = False  # calls are done a block at a time, and others have their turns in between
     max_age: float = 0.0  # seconds; 0 = no limit
+    sizes: tuple[int, ...] = (SMALL, SMALL)  # bytes of a block of each model
     memory_nodes: int = 0  # the last of the nodes: they accept what others evict, and have no engines
 
 
@@ -219,6 +224,8 @@ def make_schedule(seed: int) -> Schedule:
         made = _with_mutes(made)
     if seed % MAPS_EVERY == MAPS_AT:
         made = _with_mapped_peers(made)
+    if seed % SIZES_EVERY == SIZES_AT:
+        made = _with_sizes(made)
     if seed % SLICES_EVERY == SLICES_AT:
         made = _with_slices(made)
     if seed % AGES_EVERY == AGES_AT:
@@ -331,6 +338,37 @@ def _with_mapped_peers(made: Schedule) -> Schedule:
         for _ in range(rng.randint(1, 4))
     ]
     return replace(_with_faults(made, faults), maps_peers=True)
+
+
+def _with_sizes(made: Schedule) -> Schedule:
+    """Engines of each node have blocks of different sizes, and ask twice as often, so that slabs move, also while the
+    node dies. Drawn from numbers of their own."""
+    rng = random.Random(f"sizes of {made.seed}")
+    engines, models = 6, 5 - made.nodes  # each model has an engine on each node
+    asks = tuple(
+        replace(
+            ask,
+            at=round((ask.at + shift) % FAULTS_SECONDS, 4),
+            engine=rng.randrange(engines),
+            decode_at=-1 if ask.decode_at < 0 else rng.randrange(engines),
+        )
+        for ask in made.asks
+        for shift in (0, FAULTS_SECONDS / 2)
+    )
+    faults = [
+        Fault(
+            round(_moment(rng, list(asks)), 4),
+            "crash_node_at_move",
+            rng.randrange(12),
+            0,
+            round(rng.random() ** 2, 4),
+            rng.randrange(1 << 16),
+        )
+        for _ in range(rng.randint(0, 5))
+    ]
+    sizes = tuple(rng.sample(tuple(SCALED), models))
+    slabs = rng.choice((3, 4, 6))
+    return replace(_with_faults(made, faults), engines=engines, models=models, asks=asks, sizes=sizes, slabs=slabs)
 
 
 def _with_slices(made: Schedule) -> Schedule:

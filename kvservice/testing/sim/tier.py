@@ -18,8 +18,7 @@ from kvservice.core.segment.blockfile import FILE_HEADER_BYTES, is_file_of, pack
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.tier.tier_block import TierBlock
 from kvservice.errors import TierError
-from kvservice.testing.builders import SMALL
-from kvservice.testing.sim.memory import HALF, PAYLOAD_BYTES
+from kvservice.testing.sim.memory import REAL, SCALED
 from kvservice.testing.sim.parts import NodeParts
 from kvservice.testing.sim.world import Violation, World
 from kvservice.tier.base import ProbeCallback, ReadCallback, TierRead, TierWrite, WriteCallback, WriteResult
@@ -77,14 +76,15 @@ class TierStore:
 
     def put(self, block: TierBlock, payload: bytes, request: int) -> int:
         """Returns how many bytes the payload takes here: of each write another share of a block, or a little more."""
-        header = Coder().encode(replace(block, payload_bytes=PAYLOAD_BYTES), memoryview(payload))
+        header = Coder().encode(replace(block, payload_bytes=len(payload)), memoryview(payload))
         assert header is not None
         self.files[block.key] = pack_file_header(header.header) + payload
         self.orphans.discard(block.key)
         self.lost.discard(block.key)
         self._asked[block.key] = request
         share = (block.key[0] + request) % 5 if self.encodes else 4
-        self.stored_bytes[block.key] = SMALL * share // 4 + EXTRA_BYTES if self.encodes else SMALL
+        size = REAL[len(payload)]
+        self.stored_bytes[block.key] = size * share // 4 + EXTRA_BYTES if self.encodes else size
         return self.stored_bytes[block.key]
 
     def erase(self, key: BlockKey, request: int) -> None:
@@ -99,7 +99,8 @@ class TierStore:
             header = unpack_file_header(self.files[key][:FILE_HEADER_BYTES]) if key in self.files else None
             if header is not None:
                 stored_bytes = self.stored_bytes[header.block.key]
-                found.append(replace(header.block, payload_bytes=SMALL, stored_bytes=stored_bytes))
+                size = REAL[header.block.payload_bytes]
+                found.append(replace(header.block, payload_bytes=size, stored_bytes=stored_bytes))
         listed = {block.key for block in found}
         self.orphans.update(key for key in self.files if key not in listed)
         return found
@@ -118,7 +119,8 @@ class TierStore:
         """The file that was written last lost its second half, as after a power failure."""
         if self.tears and self.files:
             key = list(self.files)[-1]
-            self.files[key] = self.files[key][:-HALF].ljust(FILE_HEADER_BYTES + PAYLOAD_BYTES, b"\0")
+            data = self.files[key]
+            self.files[key] = data[: (FILE_HEADER_BYTES + len(data)) // 2].ljust(len(data), b"\0")
             self.tears = False
 
     def mix_up(self, number: int) -> None:
@@ -145,7 +147,7 @@ class TierStore:
             key = list(self.files)[number % len(self.files)]
             header = unpack_file_header(self.files[key][:FILE_HEADER_BYTES])
             if header is not None and header.block.fingerprint:
-                payload = (b"stale" * PAYLOAD_BYTES)[:PAYLOAD_BYTES]
+                payload = (b"stale" * header.block.payload_bytes)[: header.block.payload_bytes]
                 digest = digest_payload(payload, key)
                 is_orphan, stored_bytes = key in self.orphans, self.stored_bytes[key]
                 self.put(replace(header.block, fingerprint=bytes(16), digest=digest), payload, 0)
@@ -262,13 +264,13 @@ class SimTier:
         block, payload = write.job.items[len(results)]
         self._check_slot(payload, write.before[len(results)], "writes it down")
         if not first:
-            self._step(self._write, write, bytes(payload[:HALF]))
+            self._step(self._write, write, bytes(payload[: len(payload) // 2]))
             return
         if self._store.has("error") or self._store.has("full"):
             results.append(WriteResult.FAILED if self._store.has("error") else WriteResult.FULL)
             write.stored_bytes.append(0)
         else:
-            data = first + bytes(payload[HALF:])
+            data = first + bytes(payload[len(first) :])
             if self._store.checks_slots and digest_payload(data, block.key) != block.digest:
                 raise Violation(f"{self._node.name} wrote down bytes that are not the block's")
             write.stored_bytes.append(self._store.put(block, data, write.request))
@@ -283,11 +285,12 @@ class SimTier:
         """Let one half of one payload arrive in its slot, then the rest, and verify it."""
         index = len(read.answers)
         block, target = read.job.items[index]
-        wanted = replace(block, payload_bytes=PAYLOAD_BYTES)
+        wanted = replace(block, payload_bytes=SCALED[block.payload_bytes])
         self._check_slot(target, read.before[index], "reads into it")
         data = self._store.files.get(block.key, b"")
         if not has_half and self._node.clock() <= read.job.deadline and data:
-            target[:HALF] = data[FILE_HEADER_BYTES:][:HALF].ljust(HALF, b"\0")
+            half = len(target) // 2
+            target[:half] = data[FILE_HEADER_BYTES:][:half].ljust(half, b"\0")
             self._step(self._read, read, True)
             return
         header = unpack_file_header(data[:FILE_HEADER_BYTES])

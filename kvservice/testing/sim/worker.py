@@ -65,8 +65,8 @@ class SimWorker:
     def _load(self, load: LoadPlan, pool: PoolInfo | None) -> None:
         memory, world = self._engine.node.memory, self._engine.world
         good = pool is not None and bool(load.entries)
+        size = self._engine.spec.layout.payload_bytes
         if pool is not None:
-            size = pool.layout.payload_bytes
             for entry in load.entries:
                 if not is_as_promised(memory.header_bytes(entry.ref.slot), pool.epoch, entry.ref, entry.key, size):
                     self.report.suspects.add(entry.ref)
@@ -79,7 +79,7 @@ class SimWorker:
 
         def copy(half: int) -> None:
             for entry in load.entries:
-                self._engine.write_block(entry.block_id, half, memory.read(entry.ref.slot))
+                self._engine.write_block(entry.block_id, half, memory.read(entry.ref.slot, size))
 
         def end() -> None:
             if not self.alive:

@@ -5,6 +5,7 @@ Everything random comes from one generator, in the order of events, so a run is 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import random
 from collections import Counter
@@ -15,6 +16,10 @@ from typing import Protocol, runtime_checkable
 
 class Violation(AssertionError):
     """Something happened that must never happen. The message names the rule."""
+
+
+class Killed(BaseException):
+    """A process was killed in the middle of what it does: nothing of it may go on, so it is no Exception."""
 
 
 @dataclass(slots=True)
@@ -65,7 +70,8 @@ class World:
             self.now = max(self.now, until)
             return False
         self.now, _, call, arguments = heapq.heappop(self._heap)
-        call(*arguments)
+        with contextlib.suppress(Killed):
+            call(*arguments)
         return True
 
     def end(self) -> None:
