@@ -60,6 +60,7 @@ NODES_FEW = (
 )
 WRONG_BYTES = ("garble", "tier_flip", "tier_torn", "tier_mix_up", "tier_stale")  # as they arrive
 BITES = {"flip", "flip_header", "swap", "transplant"}  # need engines that verify what they load
+NODE_DEATHS = ("crash_node", "lose_node", "cut_short", "crash_node_at_store", "crash_node_at_move")  # kinds
 MOVE_STORES = 3  # that a slab is moved with; behind the last one no slot has a header yet
 MEMORY_NODE_TIMES = 4  # the slabs of other nodes: what they evict fits for a while, and then it does not
 
@@ -320,21 +321,12 @@ class SimulatedRun:
         hosts = [n.host for n in self.nodes] + [shard.host for shard in self.lookups]
         one, other = hosts[fault.target % len(hosts)], hosts[fault.other % len(hosts)]
         kind = fault.kind
-        if kind in ("crash_node", "lose_node", "cut_short"):
-            if kind == "cut_short":
-                node.memory.cut_short()  # whoever touches the rest ends, as the node itself
-            self._crash_node(node, fault.seconds, with_memory=kind != "crash_node")
+        if kind in NODE_DEATHS:
+            self._kill_node(node, self.engines[engine_index], fault)
         elif kind == "pause_node":
             node.pause(fault.seconds)
         elif kind == "crash_engine":
             self._crash_engine(engine_index, fault.seconds)
-        elif kind == "crash_node_at_store":
-            engine = self.engines[engine_index]
-            engine.on_store = partial(self._crash_node, engine.node, fault.seconds / 8, False)
-        elif kind == "crash_node_at_move":
-            node.memory.cut_next_move(
-                1 + fault.number % MOVE_STORES, partial(self._crash_node, node, fault.seconds, False)
-            )
         elif kind == "crash_at_store":
             self.engines[engine_index].on_store = partial(self._crash_engine, engine_index, fault.seconds)
         elif kind == "pause_engine":
@@ -386,6 +378,19 @@ class SimulatedRun:
                 self.world.at(fault.seconds, self._undrain, node)
         else:
             self._abort(fault)
+
+    def _kill_node(self, node: Node, engine: Engine, fault: Fault) -> None:
+        """Kill this node now or when it moves a slab next, or that of the engine when it stores next."""
+        if fault.kind == "crash_node_at_store":
+            engine.on_store = partial(self._crash_node, engine.node, fault.seconds / 8, False)
+        elif fault.kind == "crash_node_at_move":
+            node.memory.cut_next_move(
+                1 + fault.number % MOVE_STORES, partial(self._crash_node, node, fault.seconds, False)
+            )
+        else:
+            if fault.kind == "cut_short":
+                node.memory.cut_short()  # whoever touches the rest ends, as the node itself
+            self._crash_node(node, fault.seconds, with_memory=fault.kind != "crash_node")
 
     def _clear(self, clear: TimedClear) -> None:
         """An operator tells every node, one after the other."""
