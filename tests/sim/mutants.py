@@ -59,7 +59,7 @@ MUTANTS = (
         ),
         seed=75,
     ),
-    Mutant("a digest is bound to its key", DIGEST, 'int.from_bytes(key[8:16], "big")', "0", seed=568),
+    Mutant("a digest is bound to its key", DIGEST, 'int.from_bytes(key[8:16], "big")', "0", seed=937),
     Mutant(
         "the fingerprint is in the key",
         KEYS,
@@ -362,7 +362,7 @@ MUTANTS = (
         ATTACHMENTS,
         "        if 0 < spec.attempt <= (self._attempts.get(spec.engine_id) or 0):",
         "        if False:",
-        seed=100,
+        seed=215,
     ),
     Mutant(
         "the shard looks and acts under one lock",
@@ -526,7 +526,7 @@ MUTANTS = (
         MEETING,
         "            return await within(READ_SECONDS, answer)\n",
         "            return await answer\n",
-        seed=100,
+        seed=124,
     ),
     Mutant(
         "a peer that did not answer is met later",
