@@ -40,11 +40,6 @@ class PromisedBlock:
     ref: BlockRef
     result: AcquireResult  # with its lease
 
-    @property
-    def was_fetched(self) -> bool:
-        """Whether it came from another node or a tier for this promise."""
-        return self.result.fetched_count + self.result.tier_count > 0
-
 
 class NamedBlocks:
     """Blocks of one shape in a pool. Calls return at once, with a future where there is something to wait for; any
@@ -74,7 +69,6 @@ class NamedBlocks:
             "dtype": layout.dtype,
             **identity,
         }
-        self._layout = layout
         self._sample = DigestSample(verify)
         self._silence = ShardSilence()
         self.term = b""  # of the weights, where they are changed in place: blocks of another term have other names

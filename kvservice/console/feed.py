@@ -41,7 +41,6 @@ class PageFeed:
         self._news = asyncio.Event()  # set and replaced at each reading
         self._wanted = asyncio.Event()  # a listener came
         self.listeners = 0
-        self.readings = 0
 
     async def run(self) -> None:
         while True:
@@ -56,7 +55,6 @@ class PageFeed:
 
     async def read(self) -> None:
         """Ask the service once, and tell everybody. Never raises: a failure is told instead of a page."""
-        self.readings += 1
         try:
             page, point = self._view.take(await self._source.overview(), time.monotonic())
             self._page, self._failure = page, ""

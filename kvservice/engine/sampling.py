@@ -76,7 +76,6 @@ class Generation:
         self._search = _BeamSearch(sampling, eos) if sampling.beams > 1 else None
         self._outputs: list[list[int]] = [[] for _ in range(sampling.n)]
         self._growing: list[int] | None = None  # the output of each sequence; None: the prompt, which is all of them
-        self.is_done = False
 
     @property
     def outputs(self) -> list[list[int]]:
@@ -93,9 +92,7 @@ class Generation:
             logits: `(sequence, vocabulary)`, one row for each sequence that the request has now.
         """
         rows = logits.to("cpu", torch.float32)
-        grown = self._search.step(rows) if self._search else self._sample(rows)
-        self.is_done = all(growth.ends for growth in grown)
-        return grown
+        return self._search.step(rows) if self._search else self._sample(rows)
 
     def _sample(self, rows: torch.Tensor) -> list[Growth]:
         if self._growing is None:

@@ -16,15 +16,7 @@ from kvservice.errors import ConfigError
 from kvservice.serve import ray_llm
 from kvservice.serve.section import KVServiceSection, parse_section
 from kvservice.serve.service import RunningService, ensure_service
-from kvservice.serve.wiring import (
-    MULTI_CONNECTOR,
-    ROUTER,
-    ROUTER_CLASS,
-    TRANSFER,
-    connector_config,
-    router_config,
-    router_defaults,
-)
+from kvservice.serve.wiring import MULTI_CONNECTOR, ROUTER, TRANSFER, connector_config, router_config, router_defaults
 
 SECTION = "kvservice"
 PREFILL, DECODE = "prefill_config", "decode_config"
@@ -152,4 +144,4 @@ def _prepare(service: RunningService, models: list[LLMConfig]) -> None:
             model.runtime_env = {**environment, "env_vars": variables}
 
 
-__all__ = ["ROUTER_CLASS", "build_openai_app", "build_pd_openai_app", "wire_openai", "wire_pd"]
+__all__ = ["build_openai_app", "build_pd_openai_app", "wire_openai", "wire_pd"]

@@ -71,7 +71,6 @@ class Directory:
         key_count_max: int = KEY_COUNT_MAX,
     ) -> None:
         self._membership = Membership(hide_seconds, forget_seconds)
-        self._key_count_max = key_count_max
         self._holders = HolderTable(private_table(key_count_max), key_count_max)
         self._bit_of: dict[NodeId, int] = {}  # index of the bit of every node that is not forgotten
         self._node_of: dict[int, NodeId] = {}  # the same, by bit

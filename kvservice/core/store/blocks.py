@@ -61,7 +61,6 @@ class BlockStore:
         emit: Callable[[Action], None],
         change: Callable[[Announce | Retract], None] | None = None,  # by default they are emitted, too
     ) -> None:
-        self._geometry = geometry
         self._epoch = epoch
         self.policy = policy
         self._explaining = policy if isinstance(policy, SelfExplaining) else None

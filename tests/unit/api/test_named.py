@@ -58,7 +58,6 @@ def test_a_block_is_found_by_its_name_alone(blocks: NamedBlocks) -> None:
     assert blocks.put(names, stored).result() == [True] * 3
     unknown, third, first = held(blocks, [b"unknown", names[2], names[0]])
     assert unknown is None and third is not None and first is not None and leases(blocks) == 2
-    assert not third.was_fetched
     blocks.release([third, first])
     eventually(lambda: leases(blocks) == 0, "the leases are given back")
 

@@ -43,9 +43,9 @@ def said(tokens: Sequence[int], sampling: Sampling) -> list[list[int]]:
     generation, sequences = Generation(sampling, EOS), [list(tokens)]
     while True:
         grown = generation.choose(torch.tensor([logits_of(one) for one in sequences]))
-        if generation.is_done:
-            return generation.outputs
         sequences = [[*sequences[growth.parent], growth.token] for growth in grown if not growth.ends]
+        if not sequences:
+            return generation.outputs
 
 
 class ChainConfig:

@@ -174,8 +174,6 @@ class Driver:
         sequences = [(tokens, table)]
         while True:
             grown = generation.choose(logits)
-            if generation.is_done:
-                return generation.outputs
             taken: set[int] = set()
             after = []
             for growth in grown:
@@ -187,4 +185,6 @@ class Driver:
                 taken.add(growth.parent)
                 after.append(([*known, growth.token], table))
             sequences = after
+            if not sequences:
+                return generation.outputs
             logits = self.model.forward([self.span(known, len(known) - 1, table) for known, table in sequences])
