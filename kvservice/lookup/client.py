@@ -124,13 +124,6 @@ class LookupClient:
         found += [run for answer in answers if answer is not None for run in answer]
         return LookupAnswer(merge_runs(found, exclude), complete)
 
-    def resolve_here(
-        self, chain: Sequence[BlockKey], start: int = 0, exclude: NodeId | None = None
-    ) -> LookupAnswer | None:
-        """Like `resolve`, at once, from the node's mirror alone. None when the mirror cannot answer."""
-        reader, live = self.mirrored.live(len(self._partitions))
-        return self._read(reader, chain, start, exclude) if reader is not None and all(live) else None
-
     def _read(
         self, reader: MirrorReader, chain: Sequence[BlockKey], start: int, exclude: NodeId | None
     ) -> LookupAnswer | None:

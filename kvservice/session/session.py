@@ -460,12 +460,6 @@ class Session:
             log.debug("%s failed: %s", what, error.message)
 
     @property
-    def has_slots(self) -> bool:
-        """Whether slots are ready for every group."""
-        with self._lock:
-            return self._stock.is_ready
-
-    @property
     def held(self) -> frozenset[BlockRef]:
         """The slots that this engine may write: in stock, in plans, at its workers or being sealed."""
         with self._lock:

@@ -33,11 +33,6 @@ class Stock:
     def group_count(self) -> int:
         return len(self._slots)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether there are slots for every group."""
-        return all(self._slots)
-
     def expect(self, count: int) -> None:
         self._expected = max(0, self._expected + count)
         self._is_used = True

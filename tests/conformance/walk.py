@@ -31,6 +31,7 @@ from kvservice.pool.runtime_ports import PoolConfig
 from kvservice.session.session import Session
 from kvservice.testing.eventually import eventually
 from kvservice.units import BlockHash, NodeId
+from tests.settled import has_slots
 from tests.unit.connector.line import Pins
 
 BLOCK = 16  # tokens
@@ -69,7 +70,7 @@ class Walk:
         self.worker = WorkerHalf(BlockCopier(self.tensors, range(HEADS)), Verify.FULL, defer_stores=defer_stores)
         self.prompts: dict[str, list[BlockHash]] = {}
         assert self.session.start(10.0) is not None
-        eventually(lambda: self.session.has_slots, "slots in stock")
+        eventually(lambda: has_slots(self.session), "slots in stock")
 
     async def _open(self) -> PoolPort:
         self.runtime = await PoolRuntime.open(PoolConfig(NodeId("walk"), None, self.geometry))

@@ -26,6 +26,7 @@ from kvservice.lookup.shard_directory import ShardDirectory
 from kvservice.testing.builders import make_chain
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, BootEpoch, NodeId
+from tests.settled import mirrored_answer
 
 CHAINS = [make_chain(150, f"chain {number}") for number in range(3)]  # three spans each
 ROUTES = {key: span_route(chain, index) for chain in CHAINS for index, key in enumerate(chain)}
@@ -153,7 +154,7 @@ class World:
                 for reader in (node.directory.lookup, *node.readers):
                     await eventually_async(lambda reader=reader: _knows(reader, truth), f"what {node.name} asks")
                 await eventually_async(
-                    lambda node=node: node.directory.lookup.resolve_here(CHAINS[0]), f"the mirror of {node.name}"
+                    lambda node=node: mirrored_answer(node.directory.lookup, CHAINS[0]), f"the mirror of {node.name}"
                 )
         for server in self._servers:
             assert server is not None

@@ -27,6 +27,7 @@ from kvservice.testing.cluster import LocalCluster
 from kvservice.testing.eventually import eventually_async
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
 from tests.integration.engine import Engine, chain
+from tests.settled import is_synced, mirrored_answer
 
 CALL_SECONDS = 2.0
 
@@ -45,8 +46,8 @@ def reader_of(cluster: LocalCluster, node: str) -> LookupClient:
     return LookupClient(addresses, mirror=mirror)
 
 
-def holders(answer: LookupAnswer | None) -> set[NodeId]:
-    return set() if answer is None else {holder.node_id for run in answer.runs for holder in run.holders}
+def holders(answer: LookupAnswer) -> set[NodeId]:
+    return {holder.node_id for run in answer.runs for holder in run.holders}
 
 
 def found(answer: LookupAnswer) -> int:
@@ -59,8 +60,8 @@ def announcing(announcer: Announcer, addresses: list[str]) -> tuple[AnnouncePump
     return pump, asyncio.create_task(pump.run())
 
 
-def knows(reader: LookupClient, keys: Sequence[BlockKey]) -> bool:
-    answer = reader.resolve_here(keys)
+async def knows(reader: LookupClient, keys: Sequence[BlockKey]) -> bool:
+    answer = await mirrored_answer(reader, keys)
     return answer is not None and found(answer) == len(keys)
 
 
@@ -69,7 +70,7 @@ async def test_remote_hit_is_found_without_a_call(cluster: LocalCluster) -> None
     a, b = [await Engine.attach(ShardClient(cluster.socket(node))) for node in ("n0", "n1")]
     reader = reader_of(cluster, "n0")
     keys = chain(seed=1, count=300)
-    await eventually_async(lambda: reader.resolve_here(keys) is not None, "a live mirror")
+    await eventually_async(lambda: mirrored_answer(reader, keys), "a live mirror")
     await a.store(keys)
     await eventually_async(lambda: knows(reader, keys), "the keys in the mirror")
     await eventually_async(lambda: cluster.stats("n1").counters["mirror_keys"] >= 300, "the keys in n1's mirror")
@@ -80,7 +81,7 @@ async def test_remote_hit_is_found_without_a_call(cluster: LocalCluster) -> None
     assert counters["mirror_answers"] > before.get("mirror_answers", 0)
     assert counters.get("lookup_rpcs", 0) == before.get("lookup_rpcs", 0)
     assert counters["mirror_live_partitions"] == 2 and counters["mirror_age_ms"] < STALE_SECONDS * 1e3
-    assert holders(reader.resolve_here(keys, 0, NodeId("n0"))) <= {"n1"}
+    assert holders(await reader.resolve(keys, 0, CALL_SECONDS, NodeId("n0"))) <= {"n1"}
     for engine in (a, b):
         await engine.pool.close()
         engine.let_go()
@@ -94,7 +95,11 @@ async def test_lookup_partition_that_dies_is_missed_and_comes_back(cluster: Loca
     await a.store(keys)
     await eventually_async(lambda: knows(reader, keys), "the keys in the mirror")
     cluster.kill("lookup0")
-    await eventually_async(lambda: reader.resolve_here(keys) is None, "a stale mirror", STALE_SECONDS + 3)
+
+    async def is_stale() -> bool:
+        return await mirrored_answer(reader, keys) is None
+
+    await eventually_async(is_stale, "a stale mirror", STALE_SECONDS + 3)
     answer = await reader.resolve(keys, 0, CALL_SECONDS)
     assert holders(answer) <= {"n0"} and 0 < sum(run.count for run in answer.runs) < 640, "the other one's part"
     assert not answer.complete and reader.counters["mirror_fallback_stale"] > 0
@@ -207,7 +212,7 @@ async def test_a_partition_that_did_not_fit_and_goes_is_found_again(
     addresses = [await server.start()]
     announcer = Announcer(1, lambda: [(key, SpanRoute(0)) for key in chain(seed=1, count=2000)])
     pump, running = announcing(announcer, addresses)
-    await eventually_async(lambda: announcer.is_synced(0), "an announced node")
+    await eventually_async(lambda: is_synced(announcer, 0), "an announced node")
     size = mirror_bytes(ROWS_MIN)
     mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, size, epoch=1)
     assert mirror is not None
@@ -235,7 +240,7 @@ async def test_a_part_that_does_not_fit_takes_no_other_with_it(tmp_path: Path, m
     held = {key: SpanRoute(part) for part in range(2) for key in chain(seed=part, count=3000)}
     announcer = Announcer(2, lambda: held.items())
     pump, running = announcing(announcer, addresses)
-    await eventually_async(lambda: announcer.is_synced(0) and announcer.is_synced(1), "an announced node")
+    await eventually_async(lambda: is_synced(announcer, 0) and is_synced(announcer, 1), "an announced node")
     size = mirror_bytes(1024)  # for 5,160 keys
     mirror = DirectoryMirror.open(tmp_path / "memory", tmp_path / MIRROR_NAME, addresses, size, epoch=1)
     assert mirror is not None

@@ -20,6 +20,7 @@ from kvservice.core.directory.announce import Announcer, Update
 from kvservice.core.directory.directory import AnnounceOutcome, Directory
 from kvservice.core.messages import Holder
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
+from tests.settled import is_synced
 
 ROUTE = SpanRoute(0)
 KEYS = [BlockKey(bytes([number]) * 16) for number in range(12)]
@@ -129,7 +130,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(name=names)
     def talk_undisturbed(self, name: str) -> None:
         boot = self.boots[name]
-        while not (boot.announcer.fenced or boot.announcer.is_synced(0)):
+        while not (boot.announcer.fenced or is_synced(boot.announcer, 0)):
             if boot.announcer._streams[0].in_flight:
                 boot.announcer.on_failure(0)
             boot.attempt += 1
@@ -200,7 +201,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         for name, boot in self.boots.items():
             confirmed = boot.announcer._streams[0].lookup_epoch == self.lookup_epoch
             member = self.directory._membership.get(boot.node.node_id)
-            if confirmed and boot.announcer.is_synced(0) and member in self.directory._membership.members():
+            if confirmed and is_synced(boot.announcer, 0) and member in self.directory._membership.members():
                 held = set(unpack_keys(known.get(boot.node.node_id, b"")))
                 assert held == boot.held, f"{name}: the directory is wrong and sure"
 
@@ -237,7 +238,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         exchanged = 0
         beats = 0
         while beats < 2:  # the first heartbeat may be refused and start a full announcement
-            beats = beats + 1 if announcer.is_synced(0) else 0
+            beats = beats + 1 if is_synced(announcer, 0) else 0
             announcer.on_reply(0, self._apply(Message(boot, announcer.heartbeat(0), 0)), self.lookup_epoch)
             exchanged += 1
             assert exchanged < 60, "announcer and directory do not come to rest"

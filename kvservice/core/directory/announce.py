@@ -72,11 +72,6 @@ class Announcer:
         for change in changes:
             self._change(change.key, change.route, isinstance(change, Announce))
 
-    def is_synced(self, partition: int) -> bool:
-        """Whether the lookup partition has confirmed everything."""
-        stream = self._streams[partition]
-        return not (stream.wants_full or stream.snapshot is not None or stream.pending or stream.outstanding)
-
     def next_update(self, partition: int) -> Update | None:
         """The update to send now. None when there is nothing to send or an update is on its way.
 

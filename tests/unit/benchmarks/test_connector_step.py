@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.connector_step import BLOCK, Engine
 from kvservice.testing.eventually import eventually
+from tests.settled import has_slots
 
 REQUESTS = 4
 
@@ -20,6 +21,6 @@ def engine() -> Iterator[Engine]:
 
 
 def test_each_request_stores_a_block_in_every_block_of_steps(engine: Engine) -> None:
-    eventually(lambda: engine.session.has_slots, "slots in stock")  # a block without a slot is not stored
+    eventually(lambda: has_slots(engine.session), "slots in stock")  # a block without a slot is not stored
     planned = [engine.step(number)[2] for number in range(BLOCK)]
     assert sum(planned) >= REQUESTS

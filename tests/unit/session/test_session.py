@@ -29,6 +29,7 @@ from kvservice.testing.eventually import eventually
 from kvservice.testing.fake_pool import FakePool
 from kvservice.testing.unique import unique_name
 from kvservice.units import AttachmentId, BlockKey, Generation, HandoffId, LeaseId, MiB, SlotIndex, SpanRoute
+from tests.settled import has_slots
 from tests.unit.connector.line import LAYOUT
 
 SPEC = EngineSpec(b"e" * 16, "m", Fingerprint.of({"model": "m"}), LAYOUT)
@@ -135,8 +136,7 @@ def test_the_stock_leaves_most_of_a_tenants_quota_to_its_blocks(bench: Bench) ->
     bench.pool.attach = limited  # type: ignore[method-assign]
     bench.start()
     bench.session.expect(64)
-    eventually(lambda: bench.pool.reserved, "slots reserved ahead")
-    eventually(lambda: bench.session.has_slots, "a stock of slots")
+    eventually(lambda: has_slots(bench.session), "a stock of slots")
     assert len(bench.pool.reserved) <= 2
 
 
@@ -573,7 +573,7 @@ def _store(bench: Bench, attachment: Attachment, keys: tuple[BlockKey, ...]) -> 
 def test_what_a_step_ends_is_one_call_of_each_kind(bench: Bench) -> None:
     """However many copies and requests end between two looks of the loop."""
     attachment = bench.start()
-    eventually(lambda: bench.session.has_slots, "slots reserved ahead")
+    eventually(lambda: has_slots(bench.session), "slots reserved ahead")
     refs = bench.session.take_slots(attachment.attachment_id, 6)
     calls: list[tuple[str, int]] = []
     for method in ("seal", "abort", "release"):

@@ -52,6 +52,7 @@ from kvservice.session.options import Mode, PoolOptions
 from kvservice.session.pool_choice import PoolChoice
 from kvservice.testing.eventually import eventually, patience
 from kvservice.units import AttachmentId, BlockKey
+from tests.settled import has_slots
 from tests.unit.connector.vllm.hash_chain import (
     BLOCK,
     CELL_WORDS,
@@ -141,7 +142,7 @@ class HashingEngine:
         setattr(self._session, "seal", self._seal_checked)  # noqa: B010  not a method of its own to mypy
         if settings.failures:
             self._fail_at_random(settings.failures)
-        eventually(lambda: self._session.has_slots, "slots")
+        eventually(lambda: has_slots(self._session), "slots")
 
     def _lay_out(self, block_count: int, seed: int) -> KVCacheConfig:
         """Make the memory of all ranks. Returns what vLLM knows of it."""

@@ -34,11 +34,10 @@ from kvservice.core.messages import Handoff
 from kvservice.errors import ConfigError, RandomHashSeed, UnsupportedDevice, UnsupportedLayout
 from kvservice.testing.eventually import eventually
 from kvservice.units import HandoffId, NodeId
+from tests.settled import has_slots
 
 BLOCK, HEADS, HEAD_SIZE, BLOCKS = 16, 2, 8, 16
 LAYERS = ["model.0", "model.1"]
-
-
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
 
 
@@ -151,7 +150,7 @@ class Pair:
         """What is computed before the pool is there is not stored."""
         session = self.scheduler._session
         if session is not None:
-            eventually(lambda: session.has_slots, "slots of every group", detail=self.scheduler.counters)
+            eventually(lambda: has_slots(session), "slots of every group", detail=self.scheduler.counters)
 
     def step(self, output: StepOutput) -> Any:
         metadata = self.scheduler.build_connector_meta(output)

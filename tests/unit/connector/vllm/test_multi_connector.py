@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from kvservice.connector.vllm import KVServiceConnector
 from kvservice.testing.eventually import eventually
+from tests.settled import has_slots
 from tests.unit.connector.vllm.test_connector import (
     BLOCK,
     BLOCKS,
@@ -57,7 +58,7 @@ class Several(Pair):
         self.block_pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
         self.scheduler.bind_gpu_block_pool(self.block_pool)
         sessions: list[Any] = [child._session for child in self.children]
-        eventually(lambda: all(session.has_slots for session in sessions), "slots of every pool")
+        eventually(lambda: all(has_slots(session) for session in sessions), "slots of every pool")
 
     @property
     def children(self) -> list[KVServiceConnector]:

@@ -14,6 +14,7 @@ from kvservice.core.directory.directory import Directory
 from kvservice.core.directory.membership import AnnounceOutcome
 from kvservice.testing.builders import make_holder
 from kvservice.units import BlockKey, SpanRoute
+from tests.settled import is_synced
 
 EPOCH = 77
 
@@ -49,7 +50,7 @@ class Shard:
         return update
 
     def synced(self) -> Shard:
-        while not self.announcer.is_synced(0):
+        while not is_synced(self.announcer, 0):
             self.exchange()
         return self
 
@@ -147,7 +148,7 @@ def test_another_lookup_epoch_is_answered_with_everything() -> None:
     assert update.full_begin and set(update.added) == {key(1), key(2)}
     shard.add(3)
     shard.exchange(epoch=EPOCH + 1)
-    assert shard.announcer.is_synced(0)
+    assert is_synced(shard.announcer, 0)
 
 
 def test_refused_full_announcement_jumps_past_earlier_ones() -> None:
@@ -286,7 +287,7 @@ def test_partitions_that_restart_know_all_in_the_end(seed: int, monkeypatch: pyt
     for partition, directory in enumerate(directories):
         for _ in range(40):
             talk(partition, may_be_lost=False)
-        assert announcer.is_synced(partition)
+        assert is_synced(announcer, partition)
         mine = {block for block, route in shard.held.items() if route % 3 == partition}
         packed, more = directory.snapshot(0, 1 << 20)
         assert more is None and set(unpack_keys(packed.get(node.node_id, b""))) == mine

@@ -15,6 +15,7 @@ from kvservice.core.directory.directory import Change, Directory
 from kvservice.core.directory.membership import FORGET_SECONDS, AnnounceOutcome
 from kvservice.core.messages import Holder
 from kvservice.units import BlockKey, BootEpoch, NodeId, SpanRoute
+from tests.settled import is_synced
 
 
 def node(name: str, epoch: int = 1) -> Holder:
@@ -334,7 +335,7 @@ def deliver(directory: Directory, who: Holder, update: Update, now: float = 0.0)
 def talk(announcer: Announcer, directory: Directory, who: Holder, now: float = 0.0) -> list[Update]:
     """Say everything there is to say, and at least that the node lives. Returns what was said."""
     said: list[Update] = []
-    while not said or not announcer.is_synced(0):
+    while not said or not is_synced(announcer, 0):
         update = announcer.next_update(0) or announcer.heartbeat(0)
         announcer.on_reply(0, deliver(directory, who, update, now), 7)
         said.append(update)
@@ -356,7 +357,7 @@ def test_words_of_an_earlier_boot_change_nothing_of_the_next(seed: int, monkeypa
     late = said * 2
     rng.shuffle(late)
     later = Announcer(1, lambda: [(key, SpanRoute(0)) for key in keys(*range(20, 26))])
-    while not later.is_synced(0) or late:
+    while not is_synced(later, 0) or late:
         if late and rng.random() < 0.7:
             directory.check_invariants()
             deliver(directory, old, late.pop())
