@@ -115,8 +115,9 @@ class PoolRuntime(PoolAnswers):
         )
         self.timings = Timings()
         late = {spec.name: spec.unusable for spec in config.tiers if spec.is_late}
-        told = (self._from_thread, self._take_marks, late, self._join_late)
-        pool_tiers = PoolTiers(tiers or {}, segment, clock, self.timings, *told)
+        pool_tiers = PoolTiers(
+            tiers or {}, segment, clock, self.timings, self._from_thread, self._take_marks, late, self._join_late
+        )
         super().__init__(config, segment, puller, state, pool_tiers, clock)
         self._directory = directory
         self._loop = asyncio.get_running_loop()

@@ -70,9 +70,9 @@ class PoolTiers:
         clock: Callable[[], float],
         timings: Timings,
         report: Report,
-        take_marks: Callable[[Sequence[Mark]], Awaitable[Sequence[Mark]]] | None = None,
-        late: Mapping[str, str] | None = None,
-        join: Callable[[str], Awaitable[None]] | None = None,
+        take_marks: Callable[[Sequence[Mark]], Awaitable[Sequence[Mark]]],
+        late: Mapping[str, str],
+        join: Callable[[str], Awaitable[None]],
     ) -> None:
         """`take_marks` applies the marks of clears that a tier has kept, and returns all that are known here. It raises
         KVServiceError for those that it cannot apply now. `late` are tiers that did not answer before, and why; `join`
@@ -83,7 +83,7 @@ class PoolTiers:
         self._timings = timings
         self._report = report
         self._take_marks = take_marks
-        self._late = late or {}
+        self._late = late
         self._join = join
         self._starting = {name: asyncio.Event() for name in makers}  # set when the marks that it keeps are known
         self._states = {name: TierStatus(name, TierPhase.OPENING) for name in makers}
@@ -148,9 +148,8 @@ class PoolTiers:
         core hears that it is open. Without its marks a tier is not used: it may have what was cleared."""
         keeper: object = self._open.get(name)
         try:
-            if self._join is not None:
-                await self._join(name)
-            if self._take_marks is None or not isinstance(keeper, KeepsMarks):
+            await self._join(name)
+            if not isinstance(keeper, KeepsMarks):
                 return
             kept = await in_thread(keeper.load_marks)
             known = await self._take_marks(kept)
@@ -168,7 +167,7 @@ class PoolTiers:
         while True:
             await asyncio.sleep(MARKS_EVERY_SECONDS)
             keeper: object = self._open.get(name)
-            if self._take_marks is None or name not in self._heard or not isinstance(keeper, KeepsMarks):
+            if name not in self._heard or not isinstance(keeper, KeepsMarks):
                 continue
             try:
                 kept = await in_thread(keeper.load_marks)

@@ -13,6 +13,7 @@ import pytest
 
 from kvservice.core import actions as act
 from kvservice.core import events as ev
+from kvservice.core.block.marks import Mark
 from kvservice.core.segment.blockfile import BlockFileHeader, pack_file_header
 from kvservice.core.segment.digest import digest_payload
 from kvservice.core.segment.geometry import plan_geometry, slot_index
@@ -43,11 +44,17 @@ class Bench:
         self.loop = asyncio.get_running_loop()
         self.work: list[asyncio.Task[None]] = []
         made = {tier.name: self._maker(tier) for tier in tiers}
-        self.tiers = PoolTiers(made, self.memory, time.monotonic, Timings(), self._hear)
+        self.tiers = PoolTiers(made, self.memory, time.monotonic, Timings(), self._hear, self._take, {}, self._join)
 
     @staticmethod
     def _maker(tier: FakeTier) -> Callable[[], Tier]:
         return lambda: tier
+
+    async def _take(self, marks: Sequence[Mark]) -> Sequence[Mark]:
+        return marks
+
+    async def _join(self, tier: str) -> None:
+        """Nothing is to be done."""
 
     def _hear(self, event: ev.Event, context: contextvars.Context | None) -> None:
         self.loop.call_soon_threadsafe(self.heard.append, event)
