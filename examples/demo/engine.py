@@ -7,12 +7,9 @@ beams share blocks until they differ.
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from examples.demo.engine_report import Played, save, shortfalls, show
 from examples.demo.network import Crossing, why_not
@@ -20,14 +17,15 @@ from examples.demo.stage import (
     Steps,
     Stops,
     cache_service,
+    conclude,
     performance,
     prepared_model,
     ray_cluster,
     running_actor,
+    screen,
     shipped_document,
     wait_ready,
 )
-from kvservice.errors import KVServiceError
 
 BLOCK_TOKENS = 16
 PROMPT_CHARS = 1000  # of the document: some 250 tokens, which a CPU computes in a second
@@ -35,7 +33,6 @@ ANSWER_TOKENS = 32  # two blocks more for each sequence
 BEAMS = (1, 1, 4)  # of each prompt
 SPARE_BLOCKS = 3  # of the second engine, beyond what its prompts need: less than their answers need
 ANSWER_SECONDS = 300
-PLAIN_WIDTH = 120
 
 
 class EngineReplica:
@@ -119,16 +116,12 @@ class EngineReplica:
 
 def run(model: str | None, out: Path) -> None:
     """Run the demo. Raises KVServiceError if it does not show what it should; everything is cleaned up by then."""
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console = screen()
     started = time.perf_counter()
     with performance(console) as (stack, stops):
         played, crossing = _play(stack.enter_context(Steps(console, total=7)), stops, model)
     show(played, crossing, console)
-    for path in save(played, crossing, out):
-        console.print(f"saved {path}")
-    console.print(f"took {time.perf_counter() - started:.0f} s")
-    if missing := shortfalls(played):
-        raise KVServiceError(f"the demo did not show what it should: {'; '.join(missing)}")
+    conclude(console, started, save(played, crossing, out), shortfalls(played))
 
 
 def _play(steps: Steps, stops: Stops, model: str | None) -> tuple[Played, Crossing]:

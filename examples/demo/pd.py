@@ -6,7 +6,6 @@ what was sealed on one node and pulled to the other at each moment.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import uuid
@@ -14,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from examples.demo.network import Crossing, why_not
 from examples.demo.pd_report import HandedOff, Sample, save, show
 from examples.demo.stage import (
     Steps,
     Stops,
     cache_service,
+    conclude,
     performance,
     prepared_model,
     ray_cluster,
     running_replica,
+    screen,
     shard_numbers,
     shipped_document,
     wait_ready,
@@ -36,20 +35,17 @@ ANSWER_TOKENS = 24
 ANSWER_SECONDS = 300
 STEP_TOKENS = 512  # a prompt is computed in several steps, as on a busy prefill engine
 SAMPLE_SECONDS = 0.15
-PLAIN_WIDTH = 120
 
 
 def run(model: str | None, out: Path, prompt_count: int) -> None:
     """Run the demo. Raises KVServiceError if a step fails; everything is cleaned up by then."""
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console = screen()
     started = time.perf_counter()
     with performance(console) as (stack, stops):
         steps = stack.enter_context(Steps(console, total=5 + 2 * prompt_count))
         found, crossing = _measure(steps, stops, model, prompt_count)
     show(found, crossing, console)
-    for path in save(found, out, crossing):
-        console.print(f"saved {path}")
-    console.print(f"took {time.perf_counter() - started:.0f} s")
+    conclude(console, started, save(found, out, crossing))
     wrong = [one.number for one in found if one.token_ids != one.alone_token_ids]
     if wrong:
         raise KVServiceError(f"prompt {wrong[0]} was answered differently by one engine alone")

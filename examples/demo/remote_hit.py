@@ -6,7 +6,6 @@ Whatever happens (Ctrl-C, SIGTERM, a failing step), everything that was started 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,35 +19,31 @@ from examples.demo.stage import (
     Steps,
     Stops,
     cache_service,
+    conclude,
     performance,
     prepared_model,
     ray_cluster,
     running_replica,
+    screen,
     shard_numbers,
     shipped_document,
     wait_ready,
 )
-from kvservice.errors import KVServiceError
 
 ANSWER_TOKENS = 24
 ANSWER_SECONDS = 300
 SETTLE_SECONDS = 20
-PLAIN_WIDTH = 120
 
 
 def run(model: str | None, out: Path, question_count: int) -> None:
     """Run the demo. Raises KVServiceError if a step fails or something was not shown; everything is cleaned up by
     then."""
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console = screen()
     started = time.perf_counter()
     with performance(console) as (stack, stops):
         rows, nodes, crossing = _measure(stack, stops, model, question_count, console)
     show(rows, nodes, crossing, console)
-    for path in save(rows, nodes, crossing, out):
-        console.print(f"saved {path}")
-    console.print(f"took {time.perf_counter() - started:.0f} s")
-    if missing := shortfalls(rows):
-        raise KVServiceError(f"the demo did not show what it should: {'; '.join(missing)}")
+    conclude(console, started, save(rows, nodes, crossing, out), shortfalls(rows))
 
 
 def _measure(

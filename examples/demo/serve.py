@@ -25,10 +25,12 @@ from examples.demo.offspring import engine_memory_removed
 from examples.demo.replica import DTYPE, ENVIRONMENT
 from examples.demo.serve_report import Played, routing_shortfall, save, shortfalls, show
 from examples.demo.stage import (
+    PLAIN_WIDTH,
     SERVICE,
     Steps,
     Stops,
     TwoNodes,
+    conclude,
     performance,
     prepared_model,
     ray_cluster,
@@ -47,7 +49,6 @@ ENGINE_BLOCKS = 112  # 3,584 tokens: about three of the conversations at their e
 SLAB_BYTES = 8 * MiB
 WARM_REQUESTS = 6
 START_SECONDS = 400.0
-PLAIN_WIDTH = 120
 
 
 def run(model: str | None, out: Path, shape: Shape) -> None:
@@ -69,9 +70,7 @@ def run(model: str | None, out: Path, shape: Shape) -> None:
             found, crossing = _measure(steps, stops, model, document, shape)
         show(found, console)
         console.print(crossing.sentence, highlight=False)
-        for path in save(found, shape, out):
-            console.print(f"saved {path}")
-        console.print(f"took {time.perf_counter() - started:.0f} s")
+        conclude(console, started, save(found, shape, out))
         worse = worse_apps(found)
         if worse:
             raise KVServiceError("not better in everything that is compared. " + ". ".join(worse))

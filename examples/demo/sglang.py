@@ -6,7 +6,6 @@ Whatever happens (Ctrl-C, SIGTERM, a failing step), everything that was started 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,37 +23,34 @@ from examples.demo.stage import (
     Stops,
     TwoNodes,
     cache_service,
+    conclude,
     performance,
     prepared_model,
     ray_cluster,
+    screen,
     shard_numbers,
     shipped_document,
 )
 from kvservice.connector.sglang.options import CALL_SECONDS_MAX
-from kvservice.errors import KVServiceError, Unavailable
+from kvservice.errors import Unavailable
 
 ANSWER_TOKENS = 24
 DOCUMENT_CHARS = 4000  # of the document: some 1,000 tokens, which a CPU computes in seconds
 SETTLE_SECONDS = 60.0  # for the pages that SGLang stores behind its answer, on a busy machine
-PLAIN_WIDTH = 120
 TITLE = "one document, two SGLang engines on two nodes (CPU)"
 
 
 def run(model: str | None, out: Path, question_count: int) -> None:
     """Run the demo. Raises KVServiceError if a step fails or something was not shown; everything is cleaned up by
     then."""
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console = screen()
     if not (SITE / "sglang").is_dir():
         raise Unavailable("SGLang is not installed: make .venv-sglang/.installed")
     started = time.perf_counter()
     with performance(console) as (stack, stops):
         rows, nodes, crossing = _measure(stack, stops, model, question_count, console)
     show(rows, nodes, crossing, console)
-    for path in save(rows, nodes, crossing, out, name="sglang", title=TITLE):
-        console.print(f"saved {path}")
-    console.print(f"took {time.perf_counter() - started:.0f} s")
-    if missing := shortfalls(rows):
-        raise KVServiceError(f"the demo did not show what it should: {'; '.join(missing)}")
+    conclude(console, started, save(rows, nodes, crossing, out, name="sglang", title=TITLE), shortfalls(rows))
 
 
 @dataclass(frozen=True, slots=True)

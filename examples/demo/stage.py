@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,7 @@ JOIN_SECONDS = 60
 LEAVE_SECONDS = 10
 REPLICA_START_SECONDS = 300
 CLOSE_SECONDS = 5
+PLAIN_WIDTH = 120  # characters a line where the output is no terminal
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -84,6 +85,20 @@ class Steps:
 
     def say(self, text: str) -> None:
         self._progress.console.print(text, highlight=False)
+
+
+def screen() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+
+
+def conclude(console: Console, started: float, saved: Iterable[Path], missing: Sequence[str] = ()) -> None:
+    """Say what was saved and how long it took, since `started` by time.perf_counter(). Raises KVServiceError for what
+    the demo did not show."""
+    for path in saved:
+        console.print(f"saved {path}")
+    console.print(f"took {time.perf_counter() - started:.0f} s")
+    if missing:
+        raise KVServiceError(f"the demo did not show what it should: {'; '.join(missing)}")
 
 
 @contextlib.contextmanager

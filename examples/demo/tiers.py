@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from examples.demo.stage import Steps, performance, prepared_model, shipped_document
+from examples.demo.stage import Steps, conclude, performance, prepared_model, screen, shipped_document
 from examples.demo.tiers_report import SOURCES, Answers, save, shortfalls, show
 from kvservice.errors import KVServiceError, Unavailable
 
@@ -35,7 +33,6 @@ POOL = "48MiB"  # less than the prompts take together, so the pool has to evict
 SERVICE = f"demo-{os.getpid()}"
 START_SECONDS = 60.0  # for a shard to listen
 WRITTEN_SECONDS = 120.0  # for the tiers to have everything; seconds on a quiet machine
-PLAIN_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +45,12 @@ class Places:
 
 def run(model: str | None, out: Path) -> None:
     """Run the demo. Raises KVServiceError if it does not show what it should; everything is cleaned up by then."""
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console = screen()
     started = time.perf_counter()
     with performance(console) as (stack, _):
         played = _play(stack.enter_context(Steps(console, total=6)), model)
     show(played, console)
-    for path in save(played, out):
-        console.print(f"saved {path}")
-    console.print(f"took {time.perf_counter() - started:.0f} s")
-    if missing := shortfalls(played):
-        raise KVServiceError(f"the demo did not show what it should: {'; '.join(missing)}")
+    conclude(console, started, save(played, out), shortfalls(played))
 
 
 def _play(steps: Steps, model: str | None) -> list[Answers]:

@@ -17,16 +17,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from examples.demo.sglang_engine import PAGE_TOKENS, SITE
 from examples.demo.sglang_process import EngineProcess, SGLangProcess
-from examples.demo.stage import Steps, performance, prepared_model, shipped_document
+from examples.demo.stage import Steps, conclude, performance, prepared_model, screen, shipped_document
 from examples.demo.two_engines_report import ENGINES, Asked, save, shortfalls, show
 from examples.demo.vllm_engine import VLLMProcess
 from kvservice.connector.sglang.options import CALL_SECONDS_MAX
 from kvservice.core.block.pages import KNOWN_PROMPT
-from kvservice.errors import ConfigError, KVServiceError, Unavailable
+from kvservice.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from kvservice.engine.loop import ReferenceEngine
@@ -41,7 +39,6 @@ SERVICE = f"demo-{os.getpid()}"
 START_SECONDS = 60.0  # for a shard to listen
 STORED_SECONDS = 120.0  # for pages to reach the pool after an answer; a second on a quiet machine
 GATE_TOKENS = tuple(range(300, 364))  # vLLM's first prompt: its gate compares the first one of two pages
-PLAIN_WIDTH = 120
 
 
 def run(model: str | None, out: Path) -> None:
@@ -50,15 +47,12 @@ def run(model: str | None, out: Path) -> None:
         raise ConfigError("SGLang is not installed here: run make .venv-sglang/.installed")
     # gRPC has one poller for the loops of two reference engines, and reports each event of the one that has ended.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console = screen()
     started = time.perf_counter()
     with performance(console) as (stack, _):
         played = _play(stack.enter_context(Steps(console, total=6)), prepared_model(model))
     show(played, console)
-    console.print(f"saved {save(played, out)}")
-    console.print(f"took {time.perf_counter() - started:.0f} s")
-    if missing := shortfalls(played):
-        raise KVServiceError(f"the demo did not show what it should: {'; '.join(missing)}")
+    conclude(console, started, [save(played, out)], shortfalls(played))
 
 
 def _play(steps: Steps, folder: str) -> list[Asked]:
