@@ -20,6 +20,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec, group_kernel_blocks
+from vllm.v1.request import RequestStatus
 
 from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
 from kvservice.connector.config_text import text_of
@@ -447,6 +448,12 @@ def keeps_session_true(vllm_config: Any, request: Any) -> bool:
     """Whether what vLLM counts as computed of a session is that. Where a part of a session of streaming input ends
     among accepted drafts, the rest of them counts as computed for the tokens of the next part."""
     return vllm_config.speculative_config is None or not request.resumable
+
+
+def is_session_end(request: Any) -> bool:
+    """Whether it is a session of streaming input that ended. vLLM aborts one that waits for more, and one in the middle
+    of something."""
+    return bool(request.resumable) and request.status is RequestStatus.FINISHED_ABORTED
 
 
 def check_offload(vllm_config: Any, options: ConnectorOptions, group_count: int) -> None:

@@ -85,12 +85,6 @@ ATTACH_WAIT_SECONDS = 15.0
 STORABLE = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
 
 
-def is_session_end(request: Request) -> bool:
-    """Whether it is a session of streaming input that ended. vLLM aborts one that waits for more, and one in the middle
-    of something."""
-    return bool(request.resumable) and request.status is RequestStatus.FINISHED_ABORTED
-
-
 class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
     """One instance per role. `_scheduler` or `_worker` is None for the other role. Both are None if the engine's model
     or settings are not supported; the connector then does nothing."""
@@ -401,7 +395,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         attachment = self._session.attachment
         done = request.status in STORABLE
-        is_computed = done or (is_session_end(request) and self._scheduler.has_begun(request.request_id))
+        is_computed = done or (compat.is_session_end(request) and self._scheduler.has_begun(request.request_id))
         hashes, table = self._blocks.hashes(request), self._grouping.table(block_ids)
         if self._pages is not None:
             self._pages.end(request.request_id)

@@ -14,6 +14,7 @@ from kvservice.session.news import REMOVED_MAX, BlockNews, NewsInbox
 from kvservice.session.session import Session
 from kvservice.testing.eventually import eventually
 from kvservice.units import AttachmentId, BlockKey, Generation, SlotIndex, SpanRoute
+from tests.settled import has_slots
 from tests.unit.session.test_session import SPEC, Bench
 
 ONE, OTHER = BlockKey(bytes(16)), BlockKey(bytes([1]) * 16)
@@ -103,7 +104,7 @@ def test_answer_that_comes_together_with_the_loss_is_none(bench: Bench) -> None:
         return statuses
 
     bench.pool.seal = seal  # type: ignore[method-assign]
-    eventually(lambda: bench.session.has_slots, "slots in stock")
+    eventually(lambda: has_slots(bench.session), "slots in stock")
     (ref,) = bench.session.take_slots(attachment.attachment_id, 1)
     bench.session.seal(attachment.attachment_id, [item(ONE, ref)])
     eventually(lambda: ONE in bench.session._news._news.answered, "an answer")
