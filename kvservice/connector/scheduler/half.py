@@ -504,7 +504,8 @@ class SchedulerHalf:
         end of a loan. 0 if none is due. Longer each time, until something is asked again."""
         waiting = [request for request in self._requests.values() if request.state in WAITING]
         if not waiting:
-            is_due = self._stores.is_empty and not (self._loans.is_empty and self._ended.is_empty)
+            is_settled = self._loans.is_empty and self._ended.is_empty and self._stores.is_told
+            is_due = self._stores.is_empty and not is_settled
             return IDLE_SECONDS if is_due else 0.0
         if all(request.waits_for_writer for request in waiting):
             return IDLE_SECONDS_MAX

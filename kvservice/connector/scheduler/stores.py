@@ -257,6 +257,11 @@ class Stores:
         return not self._open and not self._queued
 
     @property
+    def is_told(self) -> bool:
+        """Whether all that is sent to be sealed has been told of, or nobody is told."""
+        return self._told is None or self._told.is_empty
+
+    @property
     def is_quiet(self) -> bool:
         """Whether no worker can write a slot any more."""
         return not self._open

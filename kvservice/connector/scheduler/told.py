@@ -84,6 +84,11 @@ class ToldBlocks:
         told, self._told = self._told, {}
         return list(chain.from_iterable(told.values()))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing that is sent is still to be told."""
+        return not self._sent
+
     def is_pending(self, now: float) -> bool:
         """Whether a step is needed, to tell of blocks whose answers are under way."""
-        return bool(self._sent) and now - self._sent_at < ANSWER_SECONDS_MAX
+        return not self.is_empty and now - self._sent_at < ANSWER_SECONDS_MAX

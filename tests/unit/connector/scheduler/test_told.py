@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvservice.connector.scheduler.half import SchedulerHalf
+from kvservice.connector.scheduler.half import IDLE_SECONDS, SchedulerHalf
 from kvservice.connector.scheduler.request_terms import RequestTerms
 from kvservice.connector.scheduler.told import ANSWER_SECONDS_MAX
 from kvservice.session.news import BlockNews
@@ -39,6 +39,17 @@ def test_stored_block_is_told_when_the_pool_has_answered() -> None:
     line.heard = BlockNews(answered=dict.fromkeys(KEYS, True))
     assert told(made) == ([], CHAIN)
     assert not made.has_pending_work(0.0)
+
+
+def test_idle_engine_waits_for_the_answer_and_does_not_spin() -> None:
+    line = Line()
+    made = half_that_sent(line)
+    line.news()
+    assert told(made) == ([], [])
+    assert made.idle_seconds() == IDLE_SECONDS, "its steps have nothing else to do"
+    line.heard = BlockNews(answered=dict.fromkeys(KEYS, True))
+    assert told(made) == ([], CHAIN)
+    assert made.idle_seconds() == 0.0
 
 
 def test_block_that_was_not_sealed_is_not_told() -> None:
