@@ -108,8 +108,8 @@ class StepReport:
     returned: set[tuple[int, int]] = field(default_factory=set)
     layered: dict[str, int] = field(default_factory=dict)  # request -> workers whose layered load was sound
     layered_failed: dict[str, int] = field(default_factory=dict)
-    # (the engine's number, path) of adapters that were loaded since the last report
-    adapters: set[tuple[int, str]] = field(default_factory=set)
+    # the engine's number of each adapter that was loaded since the last report -> its path; the last one, if several
+    adapters: dict[int, str] = field(default_factory=dict)
 
     def merge(self, other: StepReport) -> StepReport:
         return StepReport(
@@ -120,7 +120,7 @@ class StepReport:
             self.returned | other.returned,
             _sum(self.layered, other.layered),
             _sum(self.layered_failed, other.layered_failed),
-            self.adapters | other.adapters,
+            self.adapters | other.adapters,  # all workers load the same
         )
 
 

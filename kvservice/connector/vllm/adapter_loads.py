@@ -19,16 +19,17 @@ _watching: weakref.WeakSet[AdapterLoads] = weakref.WeakSet()
 class AdapterLoads:
     def __init__(self) -> None:
         """Note what is loaded from here on."""
-        self._loaded: set[tuple[int, str]] = set()
+        self._loaded: dict[int, str] = {}  # by vLLM's number
         _watching.add(self)
         _wrap()
 
     def note(self, number: int, path: str) -> None:
-        self._loaded.add((number, path))
+        self._loaded[number] = path
 
-    def take(self) -> set[tuple[int, str]]:
-        """vLLM's number and the path of each adapter that was loaded since the last call."""
-        found, self._loaded = self._loaded, set()
+    def take(self) -> dict[int, str]:
+        """vLLM's number of each adapter that was loaded since the last call, and the path it was last loaded from. Call
+        it in each step: what was loaded before that computed nothing."""
+        found, self._loaded = self._loaded, {}
         return found
 
 

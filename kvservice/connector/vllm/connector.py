@@ -360,7 +360,7 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.void_stores()
         if report is not None:
             with self.failures.guard("update_connector_output"):
-                for number, path in report.adapters:
+                for number, path in report.adapters.items():
                     self._adapters.loaded(number, path)
                 self._forget_lost_adapters()  # before the stores of the same step are sealed
                 self._scheduler.reported(report)

@@ -246,6 +246,23 @@ def test_a_running_request_stores_nothing_after_a_load(make: Callable[..., Pair]
     assert pair.scheduler.counters()["stored_blocks"] == 1
 
 
+def test_of_two_loads_in_one_step_the_last_counts(make: Callable[..., Pair], tmp_path: Path) -> None:
+    """A server without requests loads an adapter, and then another path in place."""
+    pair, ids, number = make({"adapter_files": "immutable"}, lora_config=LORA), [3, 1, 4, 9], 7
+    first, last = adapter(tmp_path / "first", b"first"), adapter(tmp_path / "last", b"last")
+    eventually(lambda: pair.scheduler._adapters.of(last), "the digest of the adapter")
+    load(first, number)
+    load(last, number)
+    running = adapted("a", tmp_path / "last")
+    running.lora_request.lora_int_id = number
+    pair.scheduler.on_new_request(running)
+    assert pair.match(running) == (0, False)
+    pair.scheduler.update_state_after_alloc(running, blocks(ids), 0)
+    pair.step(StepOutput({"a": BLOCK}, {"a": 0}, {"a": ids}))
+    wait_for(pair, "stored_blocks", 1)
+    assert not pair.scheduler.counters().get("adapter_ambiguous")
+
+
 def load(path: str, number: int) -> None:
     """As a worker of vLLM does. There is no model that could take the adapter."""
     with contextlib.suppress(AttributeError):
