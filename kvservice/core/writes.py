@@ -200,7 +200,6 @@ class Writes:
                 sealing.batch.pinned.append((block, item.hints.pin_seconds))
         if status in (SealStatus.FAILED, SealStatus.STALE):
             self._acquisitions.seal_failed(item.key, now)
-            self._store.removals.add(item.key, sealing.batch.engine.account)  # others heard that it is a duplicate
         else:
             self._acquisitions.sealed(item.key, now)
         sealing.batch.statuses[sealing.position] = status
@@ -215,7 +214,8 @@ class Writes:
         if batch.open_count:
             return
         self._emit(Reply(batch.event.op, list(batch.statuses)))
-        for item in batch.event.items:  # what was evicted while the digests of others were computed
+        # What was evicted while the digests of others were computed, and what others heard is a duplicate and is not.
+        for item in batch.event.items:
             if item.key not in self._store and not self._acquisitions.is_sealing(item.key):
                 self._store.removals.add(item.key, batch.engine.account)
 
