@@ -2,7 +2,10 @@
 
 At each token a draft layer also reads the token behind it, so the last cell of a block depends on the first token of
 the next one. vLLM therefore drops the last block of its own hits. Here a block has the hash of the block behind it,
-and counts as whole when that one is: whoever finds it goes on with the same tokens, so every cell of a hit is right.
+and counts as whole when that one is: whoever finds it goes on with the same tokens.
+
+But vLLM's own cache may give a request a block from before another continuation, and the request stores that block.
+Its last cell costs a draft and never a token, because the model checks each draft.
 
 Written for vLLM 0.32 and 0.33. Pure; used on the scheduler's thread.
 """
