@@ -162,6 +162,7 @@ CONNECTOR_EVENTS: Mapping[str, str] = {
     "asked_without_pool": "requests that found no pool to ask",
     "attach_*": "attempts to attach that failed, by the error's reason",
     "attached": "times that the engine attached to a pool",
+    "steps_without_drafts": "steps with a request too long for the draft; no more is stored of their requests",
     "copied_blocks": "blocks that workers copied from the engine into slots",
     "copy_batched_blocks": "blocks that the engine copied with one call of the driver for many",
     "copy_dropped_blocks": "blocks whose store was dropped because the copy worker was busy",

@@ -197,10 +197,11 @@ class SchedulerHalf:
             request.tokens = total_tokens
             self.counters["asked_after_preemption"] += self._ask(request, now)
         local = computed_tokens // self._block_tokens
-        if local < min(request.skip, self._usable(request, total_tokens)):
+        usable = request.usable(max(total_tokens - 1, 0) // self._block_tokens)  # it computes the last token itself
+        if local < min(request.skip, usable):
             self._ask_again(request, now)
         if request.state is RequestState.ASKED:
-            has_all = request.skip > 0 and local >= self._usable(request, total_tokens)
+            has_all = request.skip > 0 and local >= usable
             if not has_all and now < request.deadline and self._is_current(request.attachment):
                 return Wait()
             request.move(RequestEvent.GIVE_UP)
@@ -216,11 +217,6 @@ class SchedulerHalf:
             return Promise(0)
         end = self._grouping.whole(min(request.promised_end, total_tokens // self._block_tokens))
         return Promise(max(end * self._block_tokens - computed_tokens, 0))
-
-    def _usable(self, request: EngineRequest, total_tokens: int) -> int:
-        """How many leading blocks of what was asked the engine can use. It computes at least the last token itself."""
-        asked = 0 if request.asked is None else len(request.asked.keys)
-        return min(asked, max(total_tokens - 1, 0) // self._block_tokens)
 
     def _ask_again(self, request: EngineRequest, now: float) -> None:
         """The engine has lost blocks that it had when the pool was asked: ask once more."""
@@ -398,6 +394,13 @@ class SchedulerHalf:
         if new and self._may_write and request.admitted and request.offload is not Offload.EVICTING:
             self._stores.expect_new(request, new)
 
+    def keep_out(self, request_id: str, tokens: int) -> None:
+        """Have the request never store its first `tokens` tokens: their bytes may not be what their names say."""
+        if (request := self._requests.get(request_id)) is not None:
+            request.given = -(-tokens // self._block_tokens)
+            if request.given > request.stored:
+                self._stores.found(request, request.given)
+
     def reported(self, report: StepReport) -> None:
         """Note the copies that some workers have finished. A block is sealed when all workers have copied their part of
         it."""
@@ -482,7 +485,7 @@ class SchedulerHalf:
             self._stores.queue(store)
         if request.has_left and self._cache is not None:
             self._ended.add(request)
-        if request.writes is not None:
+        if request.writes is not None and not request.given:
             self._loans.lend(request.keys[: computed_tokens // self._block_tokens], block_ids)
 
     def _rest_can_wait(self, request: EngineRequest) -> bool:

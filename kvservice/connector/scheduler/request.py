@@ -101,7 +101,8 @@ class EngineRequest:
     trace: str = ""  # W3C traceparent that it came with, then that of its acquire
     adapter: bytes = b""  # identity of its adapter (vllm.lora); empty means computed without one
     admitted: bool = True  # False: the pool sees no reuse, so the blocks are not stored
-    kept_out: int = 0  # leading blocks that are never stored: public ones of a tenant that may only read them
+    read_only: int = 0  # leading public blocks, if its tenant may only read them
+    given: int = 0  # leading blocks that may hold other bytes than their names say, as the engine gave or computed them
     expected: int = 0  # slots announced to the session and not taken yet
     known_blocks: int = 0  # leading blocks that were known to be in the pool, so that no slots are expected for them
     offload: Offload = Offload.EAGER  # when its blocks are stored: at once if another engine waits for them
@@ -139,6 +140,15 @@ class EngineRequest:
     def promised_end(self) -> int:
         """The position behind the last promised block."""
         return self.skip + (0 if self.result is None else len(self.result.blocks))
+
+    @property
+    def kept_out(self) -> int:
+        """How many leading blocks are never stored."""
+        return max(self.read_only, self.given)
+
+    def usable(self, whole: int) -> int:
+        """How many leading blocks of what was asked the engine can use, if it takes `whole` at most."""
+        return 0 if self.asked is None else min(len(self.asked.keys), whole)
 
     @property
     def expected_from(self) -> int:

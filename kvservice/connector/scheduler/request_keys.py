@@ -67,7 +67,7 @@ class Keyring:
         request.keys.extend(new)
         for group, keys in enumerate(request.window_keys, 1):
             keys.extend(group_key(key, group) for key in new)
-        request.kept_out = 0 if naming.may_publish else public
+        request.read_only = 0 if naming.may_publish else public
         request.stored = max(request.stored, request.kept_out)
         return end - max(begin, min(request.kept_out, end))
 

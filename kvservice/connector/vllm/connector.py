@@ -44,7 +44,7 @@ from kvservice.connector.shared.judge import Probation
 from kvservice.connector.step_failures import PlanningFailures, WorkerFailures
 from kvservice.connector.vllm import compat, events, sharing
 from kvservice.connector.vllm.adapter_loads import AdapterLoads
-from kvservice.connector.vllm.draft_layers import has_draft_layers
+from kvservice.connector.vllm.draft_layers import drafted_tokens, has_draft_layers
 from kvservice.connector.vllm.group_rules import group_count
 from kvservice.connector.vllm.lora import Adapters, located
 from kvservice.connector.vllm.pins import PoolCache, PoolPins
@@ -163,7 +163,8 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             self._spec = sharing.engine_spec(vllm_config, self._config, self._spec, self._options)
             grouping, remembers = sharing.grouping(self._config), False
             self._pages = sharing.SharedRequests(worker_count)
-        self._blocks = RequestBlocks(self._pages, self._spec.layout.part_tokens if drafts else 0)
+        ahead = self._spec.layout.part_tokens if drafts else 0
+        self._blocks = RequestBlocks(self._pages, ahead, drafted_tokens(vllm_config))
         self._grouping = grouping
         self._events = events.stored_events(self._spec.layout, self._config, grouping) if remembers else None
         self._pool = choose_pool(self._options, self._spec)

@@ -4,8 +4,9 @@ At each token a draft layer also reads the token behind it, so the last cell of 
 the next one. vLLM therefore drops the last block of its own hits. Here a block has the hash of the block behind it,
 and counts as whole when that one is: whoever finds it goes on with the same tokens.
 
-But vLLM's own cache may give a request a block from before another continuation, and the request stores that block.
-Its last cell costs a draft and never a token, because the model checks each draft.
+vLLM's own cache may give a request a block from before another continuation, so nothing is stored of its hits. What a
+draft head of several layers computes behind such a block depends on it a little, and is stored. A wrong cell costs a
+draft and never a token, because the model checks each draft.
 
 Written for vLLM 0.32 and 0.33. Pure; used on the scheduler's thread.
 """
@@ -24,6 +25,18 @@ DRAFT_LAYERS = "draft_layers"  # the field of a fingerprint that has the method;
 def has_draft_layers(speculative: Any) -> bool:
     """`speculative` is vLLM's configuration of speculative decoding, or None. vLLM calls all of these EAGLE there."""
     return speculative is not None and bool(speculative.use_eagle())
+
+
+def drafted_tokens(vllm_config: Any) -> int | None:
+    """How long the requests of a step may be, in tokens, for vLLM to draft in it; None if no KV of drafts is in blocks.
+
+    With a longer one it drafts for none of them, so their new tokens have no KV of drafts.
+    """
+    speculative = vllm_config.speculative_config
+    if not (has_draft_layers(speculative) or (speculative is not None and speculative.uses_draft_model())):
+        return None
+    longest = speculative.draft_model_config.max_model_len or vllm_config.model_config.max_model_len
+    return int(longest) - int(speculative.num_speculative_tokens)
 
 
 class HashesBehind(Sequence[Any]):

@@ -6,6 +6,7 @@ It reads what vLLM hands over and imports nothing of it. Used on the scheduler's
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 class RequestBlocks:
     """Which blocks of a request are whole, and what names them."""
 
-    def __init__(self, pages: SharedRequests | None = None, ahead: int = 0) -> None:
-        """`ahead` is how many tokens behind a block must be computed, too: those of a block with draft layers."""
+    def __init__(self, pages: SharedRequests | None = None, ahead: int = 0, drafted_tokens: int | None = None) -> None:
+        """`ahead` is how many tokens behind a block must be computed, too: those of a block with draft layers. With
+        `drafted_tokens` drafts have KV in the blocks, unless a request of the step is longer than that."""
         self._pages = pages
         self._ahead = ahead
+        self._drafted_tokens = drafted_tokens
 
     @property
     def are_named_by_vllm(self) -> bool:
@@ -43,6 +46,26 @@ class RequestBlocks:
         if self._pages is not None:
             return self._pages.hashes(request)
         return HashesBehind(request.block_hashes) if self._ahead else request.block_hashes
+
+    def keep_out(self, scheduler: SchedulerHalf, output: SchedulerOutput, live: Mapping[str, Request]) -> None:
+        """Have nothing stored that may lack the right KV of drafts: what a request got from vLLM's own cache, which
+        does not tell apart blocks of equal tokens with other tokens behind them, and what is computed without drafts.
+        """
+        if self._drafted_tokens is None:
+            return
+        begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        fresh = {*begins, *output.scheduled_cached_reqs.resumed_req_ids}
+        tokens_of, longest = output.num_scheduled_tokens, 0
+        for request_id, count in tokens_of.items():
+            if (request := live.get(request_id)) is not None:
+                begin = begins.get(request_id, request.num_computed_tokens)
+                longest = max(longest, begin + count)
+                if request_id in fresh:
+                    scheduler.keep_out(request_id, begin)
+        if longest > self._drafted_tokens:
+            scheduler.counters["steps_without_drafts"] += 1
+            for request_id in tokens_of:
+                scheduler.keep_out(request_id, sys.maxsize)
 
     def whole(self, computed_tokens: int) -> int:
         """How many of its computed tokens count."""
@@ -75,11 +98,13 @@ class StepWalk:
         self._shown: list[str] = []  # requests of the step being planned
 
     def plan_stores(self, scheduler: SchedulerHalf, plan: StepPlan, output: SchedulerOutput) -> None:
-        """Have the scheduler half plan the stores of the step. Costs what the step changes, not what it computes."""
+        """Have the scheduler half plan the stores of the step. Costs what the step changes, not what it computes, but
+        for a look at each request's length with drafts."""
         preempted = output.preempted_req_ids or ()
         for request_id in preempted:
             self._due.forget(request_id)
         behind = self._shown = []
+        self._blocks.keep_out(scheduler, output, self._live)
         try:
             behind = scheduler.plan_stores(plan, self._scheduled(plan, output), preempted)
         finally:  # when it fails, all of this step are due again

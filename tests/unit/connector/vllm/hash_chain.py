@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,7 @@ CELL_WORDS = 2 * HEAD_SIZE * 2 // 8  # K and V of a token in a layer, of two byt
 LAYER_NAMES = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
 VOCABULARY, STOP_TOKEN = 61, 3  # so that many sequences end early
 LENGTH_MAX, STEP_TOKENS, REQUESTS_MAX = 256, 64, 8
+DRAFTED_MAX = 160  # the draft's longest length: shorter than the model's, as of many heads of EAGLE
 BLOCKS_MIN = 2 + LENGTH_MAX // BLOCK  # the null block, and one more than the longest request needs
 MODEL: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -149,7 +151,11 @@ def engine_config(model: Path, settings: EngineSettings, block_count: int, rank:
     if settings.draft_layer:
         assert speculation is not None
         speculation.method = "eagle"
-        speculation.draft_model_config, speculation.draft_parallel_config = config.model_config, config.parallel_config
+        speculation.draft_model_config, speculation.draft_parallel_config = (
+            copy(config.model_config),
+            config.parallel_config,
+        )
+        speculation.draft_model_config.max_model_len = DRAFTED_MAX
     if any(group.kind == "state" for group in settings.groups):
         config.cache_config.mamba_cache_mode = "align"
     return config

@@ -1,13 +1,16 @@
 """The engine of hashing_engine.py with a draft layer, as EAGLE and MTP have: what it keeps of a token is hashed from
-the token behind it, after the model has sampled that.
+the model's state and the token behind it, after the model has sampled that. As in vLLM, nothing is drafted in a step
+with a request near the draft's longest length.
 
-Without vLLM's prefix cache its layer is compared like the others. With it only the model's layers are: of two prompts
-that part behind a block, vLLM may give a third one the block of the wrong one.
+What goes into the pool is compared in all layers. What a request has at its end may be wrong in the draft layer if
+nothing was drafted in a step of it, or with vLLM's prefix cache: of two prompts that part behind a block, that may give
+a third one the block of the wrong one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,11 +21,11 @@ from kvservice.memory.segment import Segment
 from tests.unit.connector.vllm.hash_chain import (
     BLOCK,
     CELL_WORDS,
+    DRAFTED_MAX,
     HEAD_SIZE,
     LAYER_NAMES,
     LAYERS,
     Words,
-    first_state,
     next_state,
     true_states,
 )
@@ -33,6 +36,11 @@ DRAFT_LAYER = 97  # its number in the hash chain
 
 class DraftingEngine(HashingEngine):
     ahead = 1
+
+    @cached_property
+    def _undrafted(self) -> set[str]:
+        """Requests that were in a step without drafts."""
+        return set()
 
     def _lay_out(self, block_count: int, seed: int) -> KVCacheConfig:
         super()._lay_out(block_count, seed)
@@ -56,16 +64,16 @@ class DraftingEngine(HashingEngine):
 
     def _draft(self, rank: int, rows: Sequence[Row], inputs: Sequence[tuple[list[int], int]]) -> None:
         """Of drafts that were wrong it keeps what is wrong, until they are computed again."""
-        memory = self._memory[rank, LAYERS, :, 0]
+        if max((row.start + row.count for row in rows), default=0) + self._settings.drafts > DRAFTED_MAX:
+            self._undrafted.update(row.request.request_id for row in rows)
+            return
+        states, memory = self._memory[rank, LAYERS - 1, :, 0], self._memory[rank, LAYERS, :, 0]
         for row, (tokens, start) in zip(rows, inputs, strict=True):
-            known, table, before = self._tokens[row.request.request_id], row.table, start - 1
-            state = first_state(row.request.cache_salt)
-            if start:
-                state = int(memory[table[before // BLOCK], before % BLOCK, 0])
+            known, table = self._tokens[row.request.request_id], row.table
             for position in range(start, start + row.count):
                 behind = (known if position + 1 < len(known) else [*tokens, 0])[position + 1]
-                state = next_state(state, behind, DRAFT_LAYER, self._weights)
-                memory[table[position // BLOCK], position % BLOCK] = state
+                place = table[position // BLOCK], position % BLOCK
+                memory[place] = next_state(int(states[place][0]), behind, DRAFT_LAYER, self._weights)
 
     def _sample(self, row: Row, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
         new, known = super()._sample(row, tokens)
@@ -77,7 +85,8 @@ class DraftingEngine(HashingEngine):
     def _check_memory(self, row: Row, tokens: Sequence[int]) -> None:
         positions = np.arange(len(tokens) - 1)
         cells = self._memory[0, :, np.array(row.table)[positions // BLOCK], 0, positions % BLOCK].swapaxes(0, 1)
-        layers = LAYERS if self._settings.prefix_caching else LAYERS + 1
+        is_exact = not self._settings.prefix_caching and row.request.request_id not in self._undrafted
+        layers = LAYERS + 1 if is_exact else LAYERS
         wrong = (cells[:layers] != self._true(tokens, row.request.cache_salt, self._weights)[:layers, :, None]).any(-1)
         assert not wrong.any(), (
             f"wrong KV of {row.request.request_id}, preempted {row.request.num_preemptions} times: layers and "
@@ -87,10 +96,10 @@ class DraftingEngine(HashingEngine):
 
     def _true(self, tokens: Sequence[int], salt: str | None, weights: int) -> Words:
         """[layer, position], of all tokens but the last."""
-        drafted, state = [], first_state(salt)
-        for token in tokens[1:]:
-            drafted.append(state := next_state(state, token, DRAFT_LAYER, weights))
-        return np.vstack([true_states(tokens[:-1], salt, weights), np.array(drafted, dtype=np.int64)])
+        states = true_states(tokens[:-1], salt, weights)
+        pairs = zip(states[LAYERS - 1].tolist(), tokens[1:], strict=True)
+        drafted = [next_state(state, token, DRAFT_LAYER, weights) for state, token in pairs]
+        return np.vstack([states, np.array(drafted, dtype=np.int64)])
 
     def _is_true(self, segment: Segment, item: SealItem) -> bool:
         tokens, salt, weights = self._contents[item.key]
@@ -98,5 +107,4 @@ class DraftingEngine(HashingEngine):
         block_tokens = self._half._block_tokens
         wanted = self._true(tokens, salt, weights)[:, -block_tokens:]
         found = words.reshape(LAYERS + 1, block_tokens, CELL_WORDS)
-        layers = LAYERS if self._settings.prefix_caching else LAYERS + 1
-        return bool((found[:layers] == wanted[:layers, :, None]).all())
+        return bool((found == wanted[:, :, None]).all())

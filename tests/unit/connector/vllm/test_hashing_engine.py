@@ -119,6 +119,24 @@ BUGS = (
         ),
     ),
     (
+        "draft layer beside vLLM's cache",
+        Mutant(
+            "with a draft layer nothing is stored of vLLM's own hit",
+            "kvservice.connector.vllm.walk",
+            "            scheduler.keep_out(request_id, tokens)\n",
+            "            pass\n",
+        ),
+    ),
+    (
+        "draft layer",
+        Mutant(
+            "nothing is stored of a step without drafts",
+            "kvservice.connector.vllm.walk",
+            "                scheduler.keep_out(request_id, sys.maxsize)\n",
+            "                pass\n",
+        ),
+    ),
+    (
         "plain",
         Mutant(
             "new weights have new names",
