@@ -144,13 +144,16 @@ class Hit:
 
     def copy_to(self, target: Array | torch.Tensor) -> None:
         """Copy the blocks into an array of the shape and type of `view`, or a tensor of those of `tensor()`. Raises
-        LeaseLost, and then `target` holds nothing of use; InvalidRequest when its shape or type differs."""
+        LeaseLost, and then `target` holds nothing of use; InvalidRequest when its shape or type differs, or it is
+        only for reading."""
         source = self.view if isinstance(target, np.ndarray) else self.tensor()
         shape, dtype = getattr(target, "shape", None), getattr(target, "dtype", None)
         if shape != source.shape or dtype != source.dtype:
             found = type(target).__name__ if shape is None else f"{tuple(shape)} of {dtype}"
             raise InvalidRequest(f"the hit is {tuple(source.shape)} of {source.dtype}, the target {found}")
         if isinstance(target, np.ndarray):
+            if not target.flags.writeable:
+                raise InvalidRequest("the target is an array only for reading: give a copy of it")
             np.copyto(target, source)
         else:
             target.copy_(source)

@@ -6,7 +6,7 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -117,6 +117,8 @@ def pack_tokens(tokens: Tokens) -> bytes:
                 f"tokens are one row of whole numbers from 0 to 2^32 - 1, not {tokens.dtype}{tokens.shape}"
             )
         return tokens.astype("<u4").tobytes()
+    if isinstance(tokens, (Set, Mapping)):  # it has no order and no token twice: other prompts would have this name
+        raise InvalidRequest(f"tokens are a row of whole numbers from 0 to 2^32 - 1, not a {type(tokens).__name__}")
     try:
         return struct.pack(f"<{len(tokens)}I", *tokens)
     except (struct.error, TypeError) as error:

@@ -203,6 +203,8 @@ def test_copy_to_refuses_another_shape_or_type(cache: kvservice.Cache, pool: kvs
         for other in (np.zeros((3, 2, 5), "f4"), np.zeros((2, 2, 5), "i4"), torch.zeros((2, 2, 5)).half()):
             with pytest.raises(InvalidRequest, match="the hit is"):
                 hit.copy_to(other)
+        with pytest.raises(InvalidRequest, match="only for reading"):
+            hit.copy_to(hit.view)
     with pool.attach("bits", Layout(4, (3,), "bfloat16")) as stood_for:
         stood_for.put(range(4), torch.ones((1, 3), dtype=torch.bfloat16))
         with stood_for.get(range(4)) as hit, pytest.raises(InvalidRequest, match="of uint16, the target"):

@@ -94,6 +94,7 @@ def test_tokens_have_the_same_bytes_in_every_form() -> None:
     "tokens",
     [
         *([-1], [1 << 32], ["a"], [1.5], np.array([[1]]), np.array([1.0]), np.array([-1]), torch.tensor([[1]])),
+        *({1, 2}, frozenset([1]), {1: "a"}, {1: "a"}.keys()),
         torch.ones(3, dtype=torch.bfloat16),
         torch.ones(3, dtype=torch.float8_e5m2),
         torch.ones(3, dtype=torch.int64, device="meta"),
