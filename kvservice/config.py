@@ -238,11 +238,16 @@ class Settings(BaseModel):
             raise ConfigError(cls._explain(name, first), key=name) from error
 
     @classmethod
+    def unknown(cls, name: str) -> str:
+        """What to say of a name that no setting has."""
+        close = difflib.get_close_matches(name, cls.model_fields, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(cls.model_fields))}"
+        return f"unknown {cls.what} {name!r}; {hint}"
+
+    @classmethod
     def _explain(cls, name: str, error: ErrorDetails) -> str:
         if error["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, cls.model_fields, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(cls.model_fields))}"
-            return f"unknown {cls.what} {name!r}; {hint}"
+            return cls.unknown(name)
         said = str(error.get("ctx", {}).get("error", ""))
         if not name:
             return said or error["msg"]

@@ -5,6 +5,7 @@ A command gathers its data in one function and draws it in another. It calls `sh
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 PLAIN_WIDTH = 120  # Characters a line if the output is no terminal, so that tables in files and pipes are not cut.
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # why a file cannot take more of what is printed
 
 T = TypeVar("T")
 
@@ -50,7 +52,7 @@ def console(*, stderr: bool = False, width_min: int = 0) -> Console:
 
 
 def drop_output() -> None:
-    """Call it when the reader of stdout has gone, as `head` has: what is printed from here on, also at the end of
+    """Call it when stdout takes no more, as when `head` has gone: what is printed from here on, also at the end of
     Python, goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -98,7 +100,27 @@ def write(
     again: bool = False,
     width_min: int = 0,
 ) -> None:
-    """Print once. With `again` it is one of many in a stream: JSON takes one line, YAML is a document of its own."""
+    """Print once. With `again` it is one of many in a stream: JSON takes one line, YAML is a document of its own.
+
+    Raises KVServiceError when stdout is a file on a full disk."""
+    try:
+        _write(found, draw, form, data, again, width_min)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        drop_output()  # or Python fails once more at its end
+        raise KVServiceError(f"the output cannot be written: {error.strerror}") from error
+
+
+def _write(
+    found: T,
+    draw: Callable[[T, bool], RenderableType],
+    form: Format,
+    data: Callable[[T], Any] | None,
+    again: bool,
+    width_min: int,
+) -> None:
     if form.is_for_people:
         _print(draw(found, form is Format.WIDE), console(width_min=width_min))
         return

@@ -123,7 +123,7 @@ def effective(config: Path | None, given: dict[str, Any], names: list[str]) -> l
     fields = ServiceConfig.model_fields
     for name in names:
         if name not in fields:
-            raise ConfigError(f"there is no setting {name!r}; there are {', '.join(fields)}", key=name)
+            raise ConfigError(ServiceConfig.unknown(name), key=name)
     loaded = load(config, given)
     origins = gather_given(config, None, **_overrides(given))
     return [

@@ -132,3 +132,18 @@ def test_a_copy_worker_without_its_shard_says_so() -> None:
             worker.terminate()
             _, said = worker.communicate(timeout=30)
         assert ("no shard 'zz' of service 's'" in said and "there is n0" in said) == (node == "zz"), said
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("form", ["table", "json", "yaml"])
+def test_a_full_disk_is_told_in_one_line(form: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "kvservice", "config", "show", "-o", form]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.stderr == "error: the output cannot be written: No space left on device\n"
+    assert ended.returncode == 1
+
+
+def test_config_show_names_the_setting_that_was_meant() -> None:
+    code, output = call("config", "show", "pool_byts")
+    assert code == 2 and "did you mean 'pool_bytes'?" in output
