@@ -303,7 +303,7 @@ def choose_shard(service: str | None = None, node_id: str | None = None) -> Shar
     if len(shards) > 1:
         raise ConfigError(
             f"several shards are registered on this machine ({names_of(shards)}): set {_telling_apart(shards)} in "
-            "kv_connector_extra_config, to the one this engine belongs to"
+            "an engine's kv_connector_extra_config or a program's connect(), to the one it belongs to"
         )
     return shards[0] if shards else None
 

@@ -33,7 +33,7 @@ def register(*names: str) -> None:
     ("names", "advice"),
     [
         (("nu7/local", "nu8/local"), "set KVSERVICE_SERVICE, or service in"),
-        (("nu7/a", "nu7/b"), "set KVSERVICE_NODE, or node in"),
+        (("nu7/a", "nu7/b"), "set KVSERVICE_NODE, or node in an engine.* or a program's connect"),
         (("nu7/a", "nu8/a", "nu8/b"), "set KVSERVICE_SERVICE and KVSERVICE_NODE, or service and node in"),
     ],
 )
