@@ -508,16 +508,14 @@ class SchedulerHalf:
         waiting = [request for request in self._requests.values() if request.state in WAITING]
         if not waiting:
             is_settled = self._loans.is_empty and self._ended.is_empty and self._stores.is_told
-            is_due = self._stores.is_empty and not is_settled
-            return IDLE_SECONDS if is_due else 0.0
+            return IDLE_SECONDS if self._stores.is_empty and not is_settled else 0.0
         if all(request.waits_for_writer for request in waiting):
             return IDLE_SECONDS_MAX
         wait, self._idle_wait = self._idle_wait, min(2 * self._idle_wait, IDLE_SECONDS_MAX)
         return wait
 
     def take_told(self) -> tuple[list[BlockHash], list[StoredBlock]]:
-        """Blocks to tell of: those that have left the pool, then those that are in it. Empty unless
-        `remember_stored`."""
+        """Blocks to tell of: those that left the pool, then those that are in it. Empty unless `remember_stored`."""
         return self._stores.take_told()
 
     def may_reattach(self) -> bool:
