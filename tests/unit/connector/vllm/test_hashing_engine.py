@@ -123,8 +123,8 @@ BUGS = (
         Mutant(
             "with a draft layer nothing is stored of vLLM's own hit",
             "kvservice.connector.vllm.walk",
-            "            scheduler.keep_out(request_id, tokens)\n",
-            "            pass\n",
+            "                    scheduler.keep_out(request_id, begin)\n",
+            "                    pass\n",
         ),
     ),
     (
