@@ -108,7 +108,8 @@ class Adapters:
         With `may_be_later` that takes no time that new requests need."""
         now = self._clock()
         if number:
-            self._paths.get(number) or self._paths.put(number, path)
+            if self._paths.get(number) is None:
+                self._paths.put(number, path)
             if self._has_two_paths(number, path):
                 return "adapter_ambiguous"
         if may_be_later and self._earn() < LOOK_KEPT_SECONDS + self._look_seconds:
