@@ -57,7 +57,7 @@ MUTANTS = (
                 "        await asyncio.gather(*tasks, return_exceptions=True)\n",
             ),
         ),
-        seed=75,
+        seed=118,
     ),
     Mutant("a digest is bound to its key", DIGEST, 'int.from_bytes(key[8:16], "big")', "0", seed=937),
     Mutant(
@@ -115,14 +115,14 @@ MUTANTS = (
         "        acquisition.grow_run()\n        end = min(acquisition.run_end, acquisition.break_at)\n",
         "        acquisition.run += [acquisition.held.pop(i) for i in sorted(acquisition.held)]\n"
         "        end = acquisition.run_end\n",
-        seed=39,
+        seed=1,
     ),
     Mutant(
         "what an acquisition held beyond its promise is let go",
         FETCH,
         "        self._store.unpin((*beyond, *acquisition.held.values()))\n",
         "        self._store.unpin(beyond)\n",
-        seed=39,
+        seed=1,
     ),
     Mutant(
         "a cancelled call lets its blocks go",
@@ -209,7 +209,7 @@ MUTANTS = (
                 '        self.counters["announce_failed"] += 1',
             ),
         ),
-        seed=83,
+        seed=67,
     ),
     Mutant(
         "removals wait until the full announcement is out",
@@ -318,14 +318,14 @@ MUTANTS = (
         HANDOFF,
         "                self._close(handoff, known, now)\n\n    def _enter",
         "\n    def _enter",
-        seed=41,
+        seed=654,
     ),
     Mutant(
         "slots of an answer that came too late come back",
         RECONCILE,
         "        self._open.discard(call)\n",
         "",
-        seed=119,
+        seed=72,
     ),
     Mutant(
         "a close that overtakes its open wins",
@@ -455,7 +455,7 @@ MUTANTS = (
         TIERS,
         "                tier.books.pin(block.key)\n",
         "                pass\n",
-        seed=20,
+        seed=26,
     ),
     Mutant(
         "tier: a read is answered when nothing writes the slot any more",
@@ -491,7 +491,7 @@ MUTANTS = (
         TIERS,
         "            if not fits_share(known.payload_bytes, held_bytes, self._reading_max):\n                break\n",
         "",
-        seed=26,
+        seed=341,
     ),
     Mutant(
         "age: what a tier gives is as old as its file",
@@ -519,7 +519,7 @@ MUTANTS = (
         TIERS,
         "                    tier.books.discard(key)\n",
         "                    pass\n",
-        seed=62,
+        seed=86,
     ),
     Mutant(
         "a peer that keeps its answer is given up",
