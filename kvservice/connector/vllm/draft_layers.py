@@ -13,6 +13,7 @@ Written for vLLM 0.32 and 0.33. Pure; used on the scheduler's thread.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -28,13 +29,16 @@ def has_draft_layers(speculative: Any) -> bool:
 
 
 def drafted_tokens(vllm_config: Any) -> int | None:
-    """How long the requests of a step may be, in tokens, for vLLM to draft in it; None if no KV of drafts is in blocks.
+    """How long the requests of a step may be, in tokens, for vLLM to draft in it; None if all blocks are as named.
 
-    With a longer one it drafts for none of them, so their new tokens have no KV of drafts.
+    With a longer one vLLM's first model runner drafts for none of them, so their new tokens have no KV of drafts. Its
+    second one, which most engines on GPUs have, always drafts.
     """
     speculative = vllm_config.speculative_config
     if not (has_draft_layers(speculative) or (speculative is not None and speculative.uses_draft_model())):
         return None
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        return sys.maxsize if has_draft_layers(speculative) else None
     longest = speculative.draft_model_config.max_model_len or vllm_config.model_config.max_model_len
     return int(longest) - int(speculative.num_speculative_tokens)
 

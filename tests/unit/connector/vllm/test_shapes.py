@@ -5,6 +5,7 @@ Layouts of vLLM in which the layers of a block lie together are in test_layouts.
 
 from __future__ import annotations
 
+import sys
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 from kvservice.connector.options import ConnectorOptions, Offload
 from kvservice.connector.vllm import compat
 from kvservice.connector.vllm.block_hashes import block_namer
+from kvservice.connector.vllm.draft_layers import drafted_tokens
 from kvservice.errors import ConfigError, UnsupportedLayout
 from tests.unit.connector.vllm.test_connector import (
     BLOCK,
@@ -80,6 +82,18 @@ def test_name_of_the_weights_is_also_of_the_mtp_in_them(model: Path) -> None:
     options = ConnectorOptions(weights_version="first")
     fields = engine_fields(model, options, speculative_config=draft_of(model, "mtp"))
     assert fields["draft"] == fields["weights"] == options.weights_name()
+
+
+def test_length_that_ends_drafting_is_of_the_first_model_runner(model: Path) -> None:
+    """EAGLE heads are often trained on 2,048 tokens. The second runner drafts for longer requests, too."""
+    draft = draft_of(model, "eagle")
+    draft.draft_model_config.max_model_len = 2048
+    assert drafted_tokens(vllm_config(model, {}, speculative_config=draft)) == 2045
+    second = vllm_config(model, {}, speculative_config=draft, use_v2_model_runner=True)
+    assert drafted_tokens(second) == sys.maxsize
+    assert drafted_tokens(vllm_config(model, {})) is None
+    plain = vllm_config(model, {}, speculative_config=draft_of(model, "draft_model"), use_v2_model_runner=True)
+    assert drafted_tokens(plain) is None, "its KV depends on nothing behind a block"
 
 
 def test_several_modules_of_mtp_are_refused(model: Path) -> None:
