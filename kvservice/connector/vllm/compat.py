@@ -26,7 +26,7 @@ from kvservice.connector.cache_groups import Grouping, OneGroup, SeveralGroups
 from kvservice.connector.config_text import text_of
 from kvservice.connector.cpu_packing import cpu_packing
 from kvservice.connector.options import ConnectorOptions, CopierChoice, Layerwise, Offload, slot_parts
-from kvservice.connector.vllm.draft_layers import DRAFT_LAYERS, has_draft_layers
+from kvservice.connector.vllm.draft_layers import DRAFT_LAYERS, has_draft_layers, keep_kv
 from kvservice.connector.vllm.group_rules import (
     Spec,
     StoredGroup,
@@ -393,13 +393,11 @@ def _window_text(group: WindowGroup) -> str:
 
 
 def _draft_fields(vllm_config: Any, options: ConnectorOptions) -> dict[str, object]:
-    """A draft model and draft layers keep their KV in the same blocks."""
+    """Of a draft model or draft layers, which keep their KV in the same blocks."""
     speculative = vllm_config.speculative_config
-    fields: dict[str, object] = {}
-    if has_draft_layers(speculative):
-        fields[DRAFT_LAYERS] = speculative.method
-    elif speculative is None or not speculative.uses_draft_model():
+    if not keep_kv(speculative):
         return {}
+    fields: dict[str, object] = {DRAFT_LAYERS: speculative.method} if has_draft_layers(speculative) else {}
     draft = speculative.draft_model_config
     is_named = draft.model == vllm_config.model_config.model  # MTP is of the model's own files
     fields["draft"] = (options.weights_name() if is_named else "") or weights_of(draft, options.weights_cache)

@@ -181,7 +181,6 @@ class KVServiceConnector(KVConnectorBase_V1, SupportsHMA):
             grouping,
             is_named=functools.partial(self._is_named, may_be_later=True),
             events=self._events,
-            pages=self._pages,
             states=self._states,
             blocks=self._blocks,
         )

@@ -28,6 +28,11 @@ def has_draft_layers(speculative: Any) -> bool:
     return speculative is not None and bool(speculative.use_eagle())
 
 
+def keep_kv(speculative: Any) -> bool:
+    """Whether drafts have KV in the model's blocks: those of draft layers, and of a draft model."""
+    return has_draft_layers(speculative) or (speculative is not None and bool(speculative.uses_draft_model()))
+
+
 def drafted_tokens(vllm_config: Any) -> int | None:
     """How long the requests of a step may be, in tokens, for vLLM to draft in it; None if all blocks are as named.
 
@@ -35,7 +40,7 @@ def drafted_tokens(vllm_config: Any) -> int | None:
     second one, which most engines on GPUs have, always drafts.
     """
     speculative = vllm_config.speculative_config
-    if not (has_draft_layers(speculative) or (speculative is not None and speculative.uses_draft_model())):
+    if not keep_kv(speculative):
         return None
     if getattr(vllm_config, "use_v2_model_runner", False):
         return sys.maxsize if has_draft_layers(speculative) else None

@@ -95,8 +95,7 @@ class Adapters:
     def loaded(self, number: int, path: str) -> None:
         """A worker has loaded an adapter. Requests that run with its number are computed with it, whatever path they
         gave."""
-        if self._paths.get(number) is not None:
-            self._has_two_paths(number, path)
+        self._lose_other(number, path)
 
     def take_lost(self) -> list[bytes]:
         """The identities of adapters of which the engine may have loaded other bytes since the last call."""
@@ -110,7 +109,7 @@ class Adapters:
         if number:
             if self._paths.get(number) is None:
                 self._paths.put(number, path)
-            if self._has_two_paths(number, path):
+            if self._lose_other(number, path):
                 return "adapter_ambiguous"
         if may_be_later and self._earn() < LOOK_KEPT_SECONDS + self._look_seconds:
             return "adapter_unknown"
@@ -125,8 +124,8 @@ class Adapters:
             return "adapter_in_doubt"
         return "adapter_unknown" if adapter.identity is None or adapter.work is not None else ""
 
-    def _has_two_paths(self, number: int, path: str) -> bool:
-        """Whether a number that is known has had another path than this one."""
+    def _lose_other(self, number: int, path: str) -> bool:
+        """Whether a number that is known has had another path than this one. The adapter of that path is lost then."""
         known = self._paths.get(number)
         if known in (None, path):
             return False

@@ -32,19 +32,19 @@ class RequestBlocks:
     def __init__(self, pages: SharedRequests | None = None, ahead: int = 0, drafted_tokens: int | None = None) -> None:
         """`ahead` is how many tokens behind a block must be computed, too: those of a block with draft layers. With
         `drafted_tokens` drafts have KV in the blocks, unless a request of the step is longer than that."""
-        self._pages = pages
+        self.pages = pages
         self._ahead = ahead
         self._drafted_tokens = drafted_tokens
 
     @property
     def are_named_by_vllm(self) -> bool:
         """Whether vLLM's own cache has a block under the hash that names it here."""
-        return self._pages is None and not self._ahead
+        return self.pages is None and not self._ahead
 
     def hashes(self, request: Request) -> Sequence[Any]:
         """The hashes that name its blocks so far. The list grows."""
-        if self._pages is not None:
-            return self._pages.hashes(request)
+        if self.pages is not None:
+            return self.pages.hashes(request)
         return HashesBehind(request.block_hashes) if self._ahead else request.block_hashes
 
     def keep_out(self, scheduler: SchedulerHalf, output: SchedulerOutput, live: Mapping[str, Request]) -> None:
@@ -81,7 +81,6 @@ class StepWalk:
         *,
         is_named: Callable[[Request], bool] = lambda _: True,
         events: StoredEvents | None = None,
-        pages: SharedRequests | None = None,
         states: StateTables | None = None,
         blocks: RequestBlocks | None = None,
     ) -> None:
@@ -92,9 +91,9 @@ class StepWalk:
         self._grouping = grouping
         self._is_named = is_named
         self._events = events
-        self._pages = pages
         self._states = states
-        self._blocks = blocks or RequestBlocks(pages)
+        self._blocks = blocks or RequestBlocks()
+        self._pages = self._blocks.pages
         self._shown: list[str] = []  # requests of the step being planned
 
     def plan_stores(self, scheduler: SchedulerHalf, plan: StepPlan, output: SchedulerOutput) -> None:
