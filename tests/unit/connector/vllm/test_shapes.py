@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-from vllm.config import ECTransferConfig, SpeculativeConfig
+from vllm.config import ECTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 
 from kvservice.connector.options import ConnectorOptions, Offload
@@ -86,6 +86,7 @@ def test_name_of_the_weights_is_also_of_the_mtp_in_them(model: Path) -> None:
 
 def test_length_that_ends_drafting_is_of_the_first_model_runner(model: Path) -> None:
     """EAGLE heads are often trained on 2,048 tokens. The second runner drafts for longer requests, too."""
+    assert hasattr(VllmConfig, "use_v2_model_runner"), "vLLM says in another way which runner it has"
     draft = draft_of(model, "eagle")
     draft.draft_model_config.max_model_len = 2048
     assert drafted_tokens(vllm_config(model, {}, speculative_config=draft)) == 2045
